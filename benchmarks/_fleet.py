@@ -27,7 +27,8 @@ from modelguard import Backoff, Policy, guard
 from modelguard.environment import _effect
 from modelguard.errors import ModelGuardError
 from modelguard.lifecycle import _loading
-from modelguard.lifecycle.runtime import Fingerprint, Held, HostLock, Runtime, use
+from modelguard.lifecycle.runtime import Fingerprint, Runtime, use
+from modelguard.runtime.host_lock import Held, HostLock
 from modelguard.serving._execution import BatchFunction, compute
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Failure, Request

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from modelguard import presets
-from modelguard._threads import GRACE
 from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.runtime.threads import GRACE
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = ROOT / "examples" / "kubernetes" / "deployment.yaml"

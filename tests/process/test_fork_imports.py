@@ -114,7 +114,7 @@ def test_loads_import_nothing_after_a_fork() -> None:
 
 FORKING_BESIDE_AN_IMPORT = """
     import json, sys, threading
-    from modelguard.lifecycle import _fork
+    from modelguard.runtime import fork
 
     begun, go_on = threading.Event(), threading.Event()
 
@@ -134,10 +134,10 @@ FORKING_BESIDE_AN_IMPORT = """
     thread = threading.Thread(target=late)
     thread.start()
     begun.wait(30)
-    during = _fork._unfinished()
+    during = fork._unfinished()
     go_on.set()
     thread.join()
-    print(json.dumps([during, _fork._unfinished()]))
+    print(json.dumps([during, fork._unfinished()]))
 """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.lifecycle.runtime import HostLock
+from modelguard.runtime.host_lock import HostLock
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -24,7 +24,7 @@ TIMEOUT = 30.0
 HOLD = """
 import sys, time
 from pathlib import Path
-from modelguard.lifecycle.runtime import HostLock
+from modelguard.runtime.host_lock import HostLock
 
 def wait(seconds):
     print("waiting", flush=True)
@@ -39,7 +39,7 @@ with HostLock(lambda: Path(sys.argv[1])).held(sleep=wait, clock=time.monotonic, 
 FORK = """
 import os, sys, time
 from pathlib import Path
-from modelguard.lifecycle.runtime import HostLock
+from modelguard.runtime.host_lock import HostLock
 
 lock = HostLock(lambda: Path(sys.argv[1]))
 with lock.held(sleep=time.sleep, clock=time.monotonic, cancelled=lambda: False) as how:
@@ -54,7 +54,7 @@ os.waitpid(child, 0)
 IN_CHILD = """
 import os, sys, time
 from pathlib import Path
-from modelguard.lifecycle.runtime import HostLock
+from modelguard.runtime.host_lock import HostLock
 
 lock = HostLock(lambda: Path(sys.argv[1]))
 with lock.held(sleep=time.sleep, clock=time.monotonic, cancelled=lambda: False):

@@ -20,7 +20,8 @@ from modelguard import Backoff, Uses, guard, telemetry
 from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle.model_guard import ModelGuard
-from modelguard.lifecycle.runtime import HostLock, Runtime, use
+from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.runtime.host_lock import HostLock
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from modelguard._threads import WeakRegistry
+from modelguard.runtime.threads import WeakRegistry
 
 
 class Thing:

@@ -28,11 +28,11 @@ from weakref import WeakKeyDictionary
 
 from modelguard import _extras, _units
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported, Overloaded
-from modelguard.lifecycle import runtime
 from modelguard.lifecycle._misuse import plain_function
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot
 from modelguard.lifecycle._wrappers import Guarded, is_lazy
 from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.runtime import waiting
 from modelguard.telemetry.reasons import ReasonKind
 
 if TYPE_CHECKING:
@@ -342,7 +342,7 @@ class ZoneContext:
 
     async def __aenter__(self) -> None:
         if not self.zone.join(waits=False):
-            runtime.require_asyncio("a spaCy zone in a coroutine")
+            waiting.require_asyncio("a spaCy zone in a coroutine")
             waiter = self.zone.enqueue(blocks=False)
             try:
                 async with asyncio.timeout(self._timeout):

@@ -26,9 +26,9 @@ from modelguard.errors import (
     QuotaExceeded,
 )
 from modelguard.isolation import status as _isolated
-from modelguard.lifecycle import runtime
 from modelguard.lifecycle.model_guard import guards
-from modelguard.lifecycle.runtime import THREADS
+from modelguard.runtime import waiting
+from modelguard.runtime.background import THREADS
 from modelguard.serving import _shared_threads
 from modelguard.serving.deadlines import check_key, check_priority
 from modelguard.telemetry import logger
@@ -340,4 +340,4 @@ async def in_thread(work: Callable[[], T]) -> T:
         trio = importlib.import_module("trio")
         result: T = await trio.to_thread.run_sync(work)
         return result
-    return await runtime.run(work, "modelguard-admin", THREADS.start_once)
+    return await waiting.run(work, "modelguard-admin", THREADS.start_once)

@@ -21,10 +21,10 @@ from typing import Any, Literal, Protocol, TypeVar
 from modelguard import _units, prefork
 from modelguard.errors import ForkHazard, InvalidOption
 from modelguard.isolation import status as _isolated
-from modelguard.lifecycle import _fork
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.model_guard import guards as all_guards
 from modelguard.lifecycle.pool import pools as all_pools
+from modelguard.runtime import background
 from modelguard.serving import _shared_threads as _batched
 from modelguard.sharing import _prefork
 from modelguard.sharing._prefork import prepare_chosen
@@ -200,7 +200,7 @@ class Workers:
         """
         self._guards = self._guards or guards_to_share()
         report = self._options.prepare(self._guards)
-        _fork.TICKER.stop()  # replaced by the thread below, which does not interfere with forks
+        background.TICKER.stop()  # replaced by the thread below, which does not interfere with forks
         for guard in self._guards:
             guard.recycle_in_children(self._policy_due, takes_calls=False)
         self._generations = generations(self._guards)

@@ -45,7 +45,7 @@ from modelguard.errors import ForkHazard, GuardClosed, InvalidOption, ModelGuard
 from modelguard.frameworks._gunicorn_molds import Molds, needed
 from modelguard.frameworks._rolling import MetricFiles, RollingReplacement, leave_politely
 from modelguard.frameworks._workers import PreforkOptions, generations, guards_to_share, log_report
-from modelguard.lifecycle import _fork
+from modelguard.runtime import background
 from modelguard.sharing import _prefork, _trial
 from modelguard.telemetry.reasons import Reason
 
@@ -140,7 +140,7 @@ class _Master:
         for end in (self._requests, self._send_requests):
             os.set_blocking(end, False)
         os.register_at_fork(after_in_child=self._after_fork)  # before that of prepare(), which warms the worker up
-        _fork.TICKER.stop()
+        background.TICKER.stop()
         telemetry.add_hook(self._log)
         server, with_molds = self._server, needed(self._guards)
         for number, guard in enumerate(self._guards):

@@ -34,8 +34,8 @@ from modelguard.isolation._roster import Worker
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation._worker import leave
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle._waiting import Timeout
-from modelguard.lifecycle.runtime import THREADS
+from modelguard.runtime.background import THREADS
+from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import Event, logger
 
 __all__ = ["main"]

@@ -25,11 +25,12 @@ from modelguard.isolation._host_client import ANSWER, Asking, BrokerGone, Connec
 from modelguard.isolation._host_identity import NAME, check_shareable, identity_of, orders_for, prefix_of
 from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle import _waiting, runtime
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._pool_leases import afresh
-from modelguard.lifecycle.runtime import THREADS, private_folder
 from modelguard.lifecycle.status import State
+from modelguard.runtime import waiting
+from modelguard.runtime.background import THREADS
+from modelguard.runtime.host_lock import private_folder
 from modelguard.telemetry import logger
 
 # How a process finds the broker of an isolated function, or starts one: elected by a lock, found by a name.
@@ -495,7 +496,7 @@ class HostScope:
 
     def load(self, timeout: _units.Duration | None) -> None:
         """Start the broker and its mold."""
-        _waiting.raise_on_event_loop(self._name, "load", "await f.aload()")
+        waiting.raise_on_event_loop(self._name, "load", "await f.aload()")
         self._ask("load", timeout=timeout)
 
     async def aload(self, timeout: _units.Duration | None) -> None:
@@ -505,7 +506,7 @@ class HostScope:
     def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
         """Make a new mold, for all processes."""
         if wait:
-            _waiting.raise_on_event_loop(self._name, "reload", "await f.areload()")
+            waiting.raise_on_event_loop(self._name, "reload", "await f.areload()")
         self._ask("reload", wait, timeout=timeout if wait or timeout is not None else _ORDER)
 
     async def areload(self, timeout: _units.Duration | None) -> None:
@@ -535,7 +536,7 @@ class HostScope:
 
     def unload(self, timeout: _units.Duration | None) -> None:
         """End the mold and its workers until the next call of any process."""
-        _waiting.raise_on_event_loop(self._name, "unload", "await f.aunload()")
+        waiting.raise_on_event_loop(self._name, "unload", "await f.aunload()")
         self._unload(timeout)
 
     async def aunload(self, timeout: _units.Duration | None) -> None:
@@ -558,13 +559,13 @@ class HostScope:
             raise Reloading(self._name, waited=time.monotonic() - started, command="the release") from None
 
     async def _in_thread(self, work: Callable[[], object]) -> None:
-        await runtime.run(work, f"modelguard-host-{self._name}", THREADS.start)
+        await waiting.run(work, f"modelguard-host-{self._name}", THREADS.start)
 
     # The end
 
     def close(self) -> None:
         """Refuse further calls, wait for those of this process, and leave. The last one ends all processes."""
-        _waiting.raise_on_event_loop(self._name, "close", "await f.aclose()")
+        waiting.raise_on_event_loop(self._name, "close", "await f.aclose()")
         self._close()
 
     async def aclose(self) -> None:

@@ -26,7 +26,8 @@ from modelguard.isolation._channel import Channel
 from modelguard.isolation._launch import Instructions
 from modelguard.isolation._options import Source, source_of_stub
 from modelguard.isolation._worker import Serving, flush_output, leave, portable
-from modelguard.lifecycle.runtime import THREADS, Runtime
+from modelguard.lifecycle.runtime import Runtime
+from modelguard.runtime.background import THREADS
 from modelguard.telemetry import Reason
 
 __all__ = ["main"]

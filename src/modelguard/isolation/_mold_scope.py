@@ -20,11 +20,12 @@ from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation._roster import MoldGone, Worker
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
-from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation, Outcome
-from modelguard.lifecycle._waiting import Timeout, raise_outcome
+from modelguard.lifecycle._waiting import raise_outcome
 from modelguard.lifecycle.status import State
+from modelguard.runtime import waiting
+from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import Reason, WorkerEndCause
 
 #: Seconds between two looks whether a mold that calls wait at has been replaced.
@@ -420,7 +421,7 @@ class ProcessScope(MoldScope):
         mold = self._molds.current
         if mold is not None and mold.idle:
             work = partial(self._molds.call_back_workers, limit)
-            await runtime.run(work, f"modelguard-load-{self._name}", self._engine.guard.runtime.start_thread)
+            await waiting.run(work, f"modelguard-load-{self._name}", self._engine.guard.runtime.start_thread)
 
     @property
     def paused(self) -> bool:

@@ -15,7 +15,6 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
-from modelguard._threads import WeakRegistry
 from modelguard.errors import RemoteError
 from modelguard.isolation import _processes, _supervisor
 from modelguard.isolation._channel import Channel, pair
@@ -25,6 +24,7 @@ from modelguard.isolation._roster import Roster, Worker
 from modelguard.isolation._supervisor import Supervisor
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import Backoff
+from modelguard.runtime.threads import WeakRegistry
 from modelguard.serving.breaker import Breaker
 from modelguard.telemetry import logger
 

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelguard import _units
-from modelguard._threads import WeakRegistry
 from modelguard.errors import ModelGuardError, NotSupported, Overloaded
 from modelguard.isolation._claims import Claim, aside
 from modelguard.isolation._mold_guard import MoldGuard
@@ -28,8 +27,9 @@ from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_leases import afresh
-from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle.status import Postponed
+from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import Reason
 
 if TYPE_CHECKING:

@@ -36,8 +36,9 @@ from modelguard.isolation._options import (
     warn_of_other_loaders,
 )
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle import _misuse, runtime
+from modelguard.lifecycle import _misuse
 from modelguard.lifecycle.policies import Policy
+from modelguard.runtime import waiting
 from modelguard.serving import deadlines
 from modelguard.serving._shared_threads import SharedThread
 from modelguard.serving.breaker import Breaker
@@ -185,16 +186,16 @@ class Isolated(Entered, Generic[P, R_co]):
             self._refuse_streams()
             result = self._call_inside(arguments)
             return await result if self._options.kind == "coroutine" else result
-        runtime.require_asyncio("awaiting an isolated function")
+        waiting.require_asyncio("awaiting an isolated function")
         return await asyncio.wrap_future(self._submit(arguments, awaited=True), loop=get_running_loop())
 
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
-        runtime.require_asyncio("awaiting an isolated function")
+        waiting.require_asyncio("awaiting an isolated function")
         opening = step = self._caller.open(arguments, _limits())
         try:
             items = await asyncio.wrap_future(opening)
             while True:
-                step = runtime.start(functools.partial(next, items, _NO_ITEM), self.name, _start_thread)
+                step = waiting.start(functools.partial(next, items, _NO_ITEM), self.name, _start_thread)
                 item = await asyncio.wrap_future(step)
                 if item is _NO_ITEM:
                     return
@@ -421,13 +422,13 @@ def _start_thread(work: Callable[[], None], name: str) -> None:
 
 def _close_after(step: Future[Any], opening: Future[Any]) -> Future[None]:
     """Close a stream in a thread, after the step that still runs; the future tells when it is closed."""
-    closed: Future[None] = runtime.promise()
+    closed: Future[None] = waiting.promise()
 
     def close() -> None:
         if not opening.cancelled() and opening.exception() is None:
             opening.result().close()
 
-    step.add_done_callback(lambda _: runtime.start(close, "close", _start_thread, closed))
+    step.add_done_callback(lambda _: waiting.start(close, "close", _start_thread, closed))
     return closed
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from modelguard import _public, _units
-from modelguard._threads import WeakRegistry
 from modelguard.isolation._crew import WorkerState
 from modelguard.lifecycle.status import PoolStatus, Postponed, State
+from modelguard.runtime.threads import WeakRegistry
 from modelguard.serving import _shared_threads
 
 __all__ = [

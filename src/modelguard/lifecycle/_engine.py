@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from modelguard import _threads, _units, telemetry
-from modelguard._threads import WeakRegistry
+from modelguard import _units, telemetry
 from modelguard.errors import InvalidOption, LoadFailed, NoPreviousModel, WouldDeadlock
-from modelguard.lifecycle import _fork, _loading, _misuse, _release, _waiting, runtime
+from modelguard.lifecycle import _loading, _misuse, _release, _waiting
 from modelguard.lifecycle._checks import Ask, Checks
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation, LoadJob, Outcome
@@ -27,8 +26,12 @@ from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle._release import drain_and_release, in_background, release_and_report
 from modelguard.lifecycle._reload import Reload, free, named
 from modelguard.lifecycle._state import GuardState
-from modelguard.lifecycle._waiting import Timeout, wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
-from modelguard.lifecycle.runtime import Fingerprint, resolve
+from modelguard.lifecycle._waiting import wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
+from modelguard.lifecycle.runtime import Fingerprint
+from modelguard.runtime import fork, own_thread, threads, waiting
+from modelguard.runtime.background import TICKER
+from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.waiting import Timeout, resolve
 from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
 
@@ -93,7 +96,7 @@ class EngineLoads(Generic[M]):
             return False
         try:
             if self.guard.runtime.ticks:
-                _fork.TICKER.add(self)
+                TICKER.add(self)
             self.guard.runtime.start_thread(lambda: self._run(job), f"modelguard-load-{self.name}")
         except RuntimeError as error:  # the system gives no thread, or the interpreter is shutting down
             if job.unloads:
@@ -110,7 +113,7 @@ class EngineLoads(Generic[M]):
             job = self.state.finish(job, _MEANWHILE)
             if job is not None and self.guard.runtime.ticks:
                 with suppress(RuntimeError):  # the interpreter is shutting down
-                    _fork.TICKER.add(self)
+                    TICKER.add(self)
         current = self.state.current
         if current is not None and current.uses >= current.alarm:
             # The ends of calls start nothing as long as there is a job, and one may just have seen this job.
@@ -123,7 +126,7 @@ class EngineLoads(Generic[M]):
         """Set the policy's alarm, before the job ends: a request in between would start another thread."""
         self.checks.after_load()
         if not self.checks.needed and not self.state.failures:
-            _fork.TICKER.remove(self)  # nothing can become due, and a process that forks should have few threads
+            TICKER.remove(self)  # nothing can become due, and a process that forks should have few threads
 
     # Waiting
 
@@ -146,7 +149,7 @@ class EngineLoads(Generic[M]):
             return
         if self.state.current is None:
             self.state.raise_if_closed()
-            runtime.require_asyncio("waiting for a model in a coroutine")  # before the load begins
+            waiting.require_asyncio("waiting for a model in a coroutine")  # before the load begins
         if (future := self.join_load()) is not None:
             await wait_for_load_on_loop(self.state, future, limit)
 
@@ -202,7 +205,7 @@ def unload(guard: GuardContext[Any]) -> None:
     """Unload the guard's model at interpreter exit, if the guard has a hook for it and is not closed by then."""
     if guard.options.unload is not None:
         _guards.add(guard)
-        _threads.before_exit("models", _unload_all)
+        threads.before_exit("models", _unload_all)
 
 
 def _unload_all(seconds: float) -> None:
@@ -274,14 +277,14 @@ def engines() -> tuple[Engine[Any], ...]:
 class Engine(EngineLoads[M]):
     """Runs one guard."""
 
-    fork_rank = 1
+    fork_rank = fork.Rank.GUARD
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
         super().__init__(options, runtime)
         _hooks.import_events()
         _engines.add(self)
         unload(self.guard)
-        _fork.register(self)
+        fork.register(self)
 
     def __repr__(self) -> str:
         return f"<Engine of guard {self.name!r}>"
@@ -439,7 +442,7 @@ class Engine(EngineLoads[M]):
 
     def load(self, timeout: _units.Duration | None = None) -> None:
         """Block until there is a current generation; load one if need be."""
-        _waiting.raise_on_event_loop(self.name, "load", "await guard.aload()")
+        waiting.raise_on_event_loop(self.name, "load", "await guard.aload()")
         self.ensure_loaded(timeout)
 
     def ensure_loaded(self, timeout: _units.Duration | None = None) -> None:
@@ -455,7 +458,7 @@ class Engine(EngineLoads[M]):
     def reload(self, *, wait: bool, timeout: _units.Duration | None = None) -> None:
         """Replace the model by one whose load begins after this call."""
         if wait:
-            _waiting.raise_on_event_loop(self.name, "reload", "await guard.areload()")
+            waiting.raise_on_event_loop(self.name, "reload", "await guard.areload()")
             self.raise_inside_call("reload")
             with _waiting.waiting_for(self.state):
                 pass  # a loader that asks for its own reload is refused before the request makes its load stale
@@ -466,12 +469,12 @@ class Engine(EngineLoads[M]):
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine."""
         self.raise_inside_call("areload")
-        runtime.require_asyncio("waiting for a model in a coroutine")  # before the load begins
+        waiting.require_asyncio("waiting for a model in a coroutine")  # before the load begins
         await wait_for_load_on_loop(self.state, self._request_reload(), Timeout(timeout))
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
         """Release the model until its next use, after a load that is under way."""
-        _waiting.raise_on_event_loop(self.name, "unload", "await guard.aunload()")
+        waiting.raise_on_event_loop(self.name, "unload", "await guard.aunload()")
         self.raise_inside_call("unload")
         self.state.raise_if_closed()
         if _loading.active():
@@ -488,7 +491,7 @@ class Engine(EngineLoads[M]):
     async def aunload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`unload` without blocking the event loop."""
         work = functools.partial(self.unload, timeout)
-        await runtime.run(work, f"modelguard-unload-{self.name}", self.guard.runtime.start_thread)
+        await waiting.run(work, f"modelguard-unload-{self.name}", self.guard.runtime.start_thread)
 
     def rollback(self) -> None:
         """Make the generation that the current one has replaced current again. Does not block."""
@@ -498,7 +501,7 @@ class Engine(EngineLoads[M]):
         """Run the warm-up on the current generation, if there are both."""
         warmup, generation = self.guard.options.warmup, self.state.current
         if warmup is not None and generation is not None:
-            with self.state.running_on(generation), _threads.stay():
+            with self.state.running_on(generation), own_thread.stay():
                 resolve(warmup(generation.model))
             generation.uses = generation.errors = 0  # as after a load: a warm-up is not a request
 
@@ -530,11 +533,11 @@ class Engine(EngineLoads[M]):
         self.checks.set_paused(paused=paused)
         if not paused and self.checks.needed and self.state.current is not None and self.guard.runtime.ticks:
             with suppress(RuntimeError):  # the system gives no thread; the next call tries again
-                _fork.TICKER.add(self)  # and wake it
+                TICKER.add(self)  # and wake it
 
     def stop_checks(self) -> None:
         """Ask the policies no longer as time passes: nobody can call any more."""
-        _fork.TICKER.remove(self)
+        TICKER.remove(self)
 
     @property
     def renews_weights(self) -> bool:
@@ -560,13 +563,13 @@ class Engine(EngineLoads[M]):
     def close(self, timeout: _units.Duration | None = None) -> None:
         """Refuse further calls, wait for those under way up to a bound, and release the model."""
         seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
-        _waiting.raise_on_event_loop(self.name, "close", "await guard.aclose()")
+        waiting.raise_on_event_loop(self.name, "close", "await guard.aclose()")
         self.raise_inside_call("close")
         self.shut_down(seconds)
 
     def shut_down(self, timeout: float | None = None) -> None:
         """:meth:`close` without its checks, for an owner that has made them."""
-        _fork.TICKER.remove(self)
+        TICKER.remove(self)
         for old in (self.state.close(), self.state.take_previous()):  # once it is closed, nothing is kept any more
             if old is not None:
                 drain_and_release(self.guard, old, timeout)
@@ -576,7 +579,7 @@ class Engine(EngineLoads[M]):
     async def aclose(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`close` without blocking the event loop."""
         work = functools.partial(self.close, timeout)
-        await runtime.run(work, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
+        await waiting.run(work, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
 
     def before_fork(self) -> None:
         """Keep other threads out of the state while the process forks."""

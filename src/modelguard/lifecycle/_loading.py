@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from modelguard import _threads, telemetry
+from modelguard import telemetry
 from modelguard.environment import _effect
 from modelguard.lifecycle import _adapters, _options
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation, LoadJob
 from modelguard.lifecycle._options import Unpacked, unpacked
 from modelguard.lifecycle._release import release_and_report
-from modelguard.lifecycle.runtime import resolve
+from modelguard.runtime import own_thread
+from modelguard.runtime.waiting import resolve
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._options import Replay
@@ -142,7 +143,7 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
 
 def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
     """Validate and warm up. Guarded functions that this calls run on the new generation."""
-    with guard.state.running_on(generation), _threads.stay():
+    with guard.state.running_on(generation), own_thread.stay():
         if guard.options.validate is not None:
             _validate(guard, generation)
         if guard.options.warmup is not None:

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from cachetools import LRUCache
 
 from modelguard import _units, telemetry
-from modelguard._threads import WeakRegistry
 from modelguard.environment._proc import ShownPause
 from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded, Reloading, WouldDeadlock
-from modelguard.lifecycle import _fork, _waiting, runtime
+from modelguard.lifecycle import _waiting
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_leases import Fetches, afresh
 from modelguard.lifecycle._pool_models import REMEMBERED, IdleKeys, PooledModel, PoolLRU, PoolSources, RoomQueue
-from modelguard.lifecycle._waiting import Timeout
+from modelguard.runtime import fork, waiting
+from modelguard.runtime.background import TICKER
+from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
 
@@ -103,7 +105,7 @@ class PoolReleases(Generic[K, M]):
         Raises:
             GuardClosed, Reloading, WouldDeadlock: As for a guard.
         """
-        _waiting.raise_on_event_loop(self.name, "unload", "await pool.aunload()")
+        waiting.raise_on_event_loop(self.name, "unload", "await pool.aunload()")
         with self._changed:
             self._raise_if_closed()
             self._raise_inside_lease(keys)
@@ -128,7 +130,7 @@ class PoolReleases(Generic[K, M]):
     async def aunload(self, keys: tuple[K, ...], timeout: Timeout) -> None:
         """:meth:`unload` without blocking the event loop."""
         work = partial(self.unload, keys, timeout)
-        await runtime.run(work, f"modelguard-unload-{self.name}", self.runtime.start_thread)
+        await waiting.run(work, f"modelguard-unload-{self.name}", self.runtime.start_thread)
 
     def set_paused(self, *, paused: bool) -> None:
         """Let age, changed sources and idleness end no model, or let them again."""
@@ -169,8 +171,8 @@ class PoolReleases(Generic[K, M]):
 
     def close(self, timeout: Timeout | None = None) -> None:
         """Refuse further leases, wait for those under way, and release every model."""
-        _waiting.raise_on_event_loop(self.name, "close", "await pool.aclose()")
-        _fork.TICKER.remove(self)
+        waiting.raise_on_event_loop(self.name, "close", "await pool.aclose()")
+        TICKER.remove(self)
         with self._changed:
             for model in self._models.values():
                 if model.engine is not None:
@@ -191,7 +193,7 @@ class PoolReleases(Generic[K, M]):
     async def aclose(self, timeout: Timeout | None = None) -> None:
         """:meth:`close` without blocking the event loop."""
         work = partial(self.close, timeout)
-        await runtime.run(work, f"modelguard-close-{self.name}", self.runtime.start_thread)
+        await waiting.run(work, f"modelguard-close-{self.name}", self.runtime.start_thread)
 
     def reopen(self) -> None:
         """Lend models again after :meth:`close`."""
@@ -208,7 +210,7 @@ class PoolReleases(Generic[K, M]):
                 self._idle.evict_from(self._models, self.runtime.clock())
             probes = [model.probe for model in self._models.values() if model.probe is not None]
             if not self._models.evicted and not self._has_to_look():
-                _fork.TICKER.remove(self)  # a process that forks should have few threads
+                TICKER.remove(self)  # a process that forks should have few threads
             self._release_evicted_in_background()
         for probe in probes:
             probe.poll(self.runtime)
@@ -224,7 +226,7 @@ class PoolReleases(Generic[K, M]):
 
     def _tick_from_now_on(self) -> None:
         try:
-            _fork.TICKER.add(self)
+            TICKER.add(self)
         except RuntimeError:  # the system gives no thread; the next load tries again
             return
 
@@ -239,7 +241,7 @@ class PoolReleases(Generic[K, M]):
         if not self._models.evicted or not one_load.acquire(blocking=False):
             return
         name = f"modelguard-release-{self.name}"
-        self._releasing = runtime.start(self._close_evicted, name, self.runtime.start_thread)
+        self._releasing = waiting.start(self._close_evicted, name, self.runtime.start_thread)
         self._releasing.add_done_callback(lambda _: one_load.release())  # also where the system gives no thread
 
     def _close_evicted(self) -> None:
@@ -260,9 +262,9 @@ class PoolReleases(Generic[K, M]):
             telemetry.emit(
                 telemetry.UnloadStarted(guard=engine.name, generation=current.number, reasons=(model.until_next_use,))
             )
-        if _waiting.on_event_loop():
+        if waiting.on_event_loop():
             name = f"modelguard-release-{self.name}"
-            runtime.start(engine.shut_down, name, self.runtime.start_thread).result()
+            waiting.start(engine.shut_down, name, self.runtime.start_thread).result()
         else:
             engine.shut_down()
 
@@ -306,7 +308,7 @@ class PoolEngine(PoolReleases[K, M]):
         runtime: Clock, chance and threads.
     """
 
-    fork_rank = 0  # its lock is taken before those of its models' engines
+    fork_rank = fork.Rank.POOL
 
     def __init__(self, make: Callable[[Any, Runtime], Engine[M]], options: PoolOptions, runtime: Runtime) -> None:
         super().__init__(options, runtime)
@@ -315,7 +317,7 @@ class PoolEngine(PoolReleases[K, M]):
         self._failed: LRUCache[K, Engine[M]] = LRUCache(REMEMBERED)
         self._loads = 0
         _pool_engines.add(self)
-        _fork.register(self)
+        fork.register(self)
 
     def _renew_locks(self) -> None:
         super()._renew_locks()
@@ -367,7 +369,7 @@ class PoolEngine(PoolReleases[K, M]):
         """:meth:`take` without blocking the event loop."""
         deadline = time.monotonic() + wait
         while (lease := self.take_now(key)) is None:
-            runtime.require_asyncio("waiting for a model in a coroutine")
+            waiting.require_asyncio("waiting for a model in a coroutine")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self.why_full(key)

@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 from modelguard.errors import InvalidOption, LoadFailed, ModelGuardError, Overloaded
-from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Wrapper
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._misuse import call_parameters, plain_function
 from modelguard.lifecycle._wrappers import check_function, is_lazy, keep, wrap
+from modelguard.runtime import waiting
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -212,7 +212,7 @@ class Fetches(Generic[K, M]):
         self._shared: dict[K, Future[Lease[M]]] = {}
 
     def begin(
-        self, key: K, work: Callable[[], Lease[M]], *, start_thread: runtime.StartThread, alone: bool = False
+        self, key: K, work: Callable[[], Lease[M]], *, start_thread: waiting.StartThread, alone: bool = False
     ) -> tuple[Future[Lease[M]], bool]:
         """Have a thread take a lease, unless one takes a lease for the same key. Does not block.
 
@@ -226,13 +226,13 @@ class Fetches(Generic[K, M]):
         Returns:
             What gets the lease, and whether the lease is the caller's own, who must end it.
         """
-        future: Future[Lease[M]] = runtime.promise()
+        future: Future[Lease[M]] = waiting.promise()
         if not alone:
             shared = self._shared.setdefault(key, future)
             if shared is not future:
                 return shared, False
             future.add_done_callback(lambda _: self._shared.pop(key, None))
-        return runtime.start(work, f"modelguard-{self._pool}", start_thread, future), True
+        return waiting.start(work, f"modelguard-{self._pool}", start_thread, future), True
 
     async def take(
         self,
@@ -240,7 +240,7 @@ class Fetches(Generic[K, M]):
         work: Callable[[], Lease[M]],
         wait: float,
         *,
-        start_thread: runtime.StartThread,
+        start_thread: waiting.StartThread,
         alone: bool,
     ) -> Lease[M] | None:
         """:meth:`begin`, and wait for the lease; None if it is another caller's, or ``wait`` seconds have passed."""

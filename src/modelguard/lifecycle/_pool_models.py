@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from cachetools import Cache, LRUCache
 
 from modelguard import _units
-from modelguard.lifecycle import _waiting
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._readings import UNKNOWN, Probe
 from modelguard.lifecycle.policies import Changed
+from modelguard.runtime import waiting
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class PooledModel(Generic[M]):
         The loop over the generator must not wait for the end of the generator. On an event loop all streams share one
         thread, so there it says nothing.
         """
-        if self.engine is None or _waiting.on_event_loop():
+        if self.engine is None or waiting.on_event_loop():
             return False
         return any(lease.held_here() is not None for lease in list(self.engine.state.held_leases))
 

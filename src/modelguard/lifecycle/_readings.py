@@ -19,7 +19,8 @@ from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._policy import SAMPLES, FileChange, GpuMemory, Level, Policy, ProbeAnswers, Snapshot
 from modelguard.lifecycle.policies import Changed, Modified
-from modelguard.lifecycle.runtime import MAX_ENTRIES, Fingerprint, is_whole, resolve
+from modelguard.lifecycle.runtime import MAX_ENTRIES, Fingerprint, is_whole
+from modelguard.runtime.waiting import resolve
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from modelguard.environment._gpu import GpuUse, use_of
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle.runtime import resolve
+from modelguard.runtime.waiting import resolve
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.runtime import Runtime, Trim

@@ -15,8 +15,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from modelguard import _threads
-from modelguard._threads import WeakRegistry
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle._generation import (
     Creep,
@@ -28,6 +26,8 @@ from modelguard.lifecycle._generation import (
     Waiters,
     is_plain_value,
 )
+from modelguard.runtime import own_thread
+from modelguard.runtime.threads import WeakRegistry
 
 if TYPE_CHECKING:
     from modelguard.telemetry import GenerationReleased, Reason
@@ -133,7 +133,7 @@ class CallState(EnclosingCalls[M]):
         if failed:
             if generation.errors == 0 and uses > 1:
                 generation.served = True
-            if not _threads.active():
+            if not own_thread.is_rerun():
                 generation.errors += 1
             return True
         generation.errors = 0

@@ -8,10 +8,12 @@ from typing import Protocol, Self
 
 from modelguard import _units, telemetry
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _fork, runtime
+from modelguard.lifecycle import runtime
 from modelguard.lifecycle._options import TrimSchedule
 from modelguard.lifecycle._readings import pause_after
 from modelguard.lifecycle.runtime import Runtime
+from modelguard.runtime import fork
+from modelguard.runtime.background import TICKER
 
 __all__ = ["Trimmer", "Trimming", "running", "trim_every"]
 
@@ -42,7 +44,7 @@ class _Owner(Protocol):
 class Trimmer:
     """Trims for one owner, in the ticker's thread, so that no call waits for it."""
 
-    fork_rank = 0
+    fork_rank = fork.Rank.POOL
 
     def __init__(self, schedule: TrimSchedule, owner: _Owner) -> None:
         self._schedule = schedule
@@ -136,7 +138,7 @@ class Trimming:
 
     def stop(self) -> None:
         """Trim no more. Further calls have no effect. A process that was forked before goes on."""
-        _fork.TICKER.remove(self.trimmer)
+        TICKER.remove(self.trimmer)
         if _running.get(self.name) is self:
             del _running[self.name]
 
@@ -184,9 +186,9 @@ def trim_every(every: _units.Duration) -> Trimming:
         fix = "Call it once in a process, or stop() what the first call returned."
         raise InvalidOption("trim_every", every, why=f"this process is trimmed every {found.schedule} already", fix=fix)
     if found is made and world.ticks:
-        _fork.register(made.trimmer)
+        fork.register(made.trimmer)
         try:
-            _fork.TICKER.add(made.trimmer)
+            TICKER.add(made.trimmer)
         except RuntimeError:  # the system gives no thread
             made.stop()
             raise

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from modelguard import _units
 from modelguard.errors import GuardClosed, LoadFailed, Reloading, WouldDeadlock
 from modelguard.lifecycle._generation import LoadJob, Outcome
 from modelguard.lifecycle._state import GuardState
+from modelguard.runtime.waiting import Timeout
 
 # Loads that wait for themselves, directly or through others: found before anybody waits.
 
@@ -134,30 +134,6 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def on_event_loop() -> bool:
-    """Whether this thread runs an event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-def raise_on_event_loop(name: str, action: str, instead: str) -> None:
-    """Refuse to block a running event loop, which the awaited work may need.
-
-    Args:
-        name: The guard's or pool's name.
-        action: What would block.
-        instead: The expression to write in its place.
-
-    Raises:
-        WouldDeadlock: This thread runs an event loop.
-    """
-    if on_event_loop():
-        raise WouldDeadlock(name, why=f"{action}() would block the running event loop", fix=f"Write: {instead}.")
-
-
 def _raise_on_circle(state: GuardState[Any], me: int) -> None:
     pending, seen = [state], {state}
     while pending:
@@ -177,22 +153,6 @@ def _raise_on_circle(state: GuardState[Any], me: int) -> None:
 def after_fork_in_child() -> None:
     """Forget the parent's waiting threads, which do not exist in the child."""
     _waiting.clear()
-
-
-class Timeout:
-    """A bound on all the attempts of one caller together. It starts at once; None means no bound."""
-
-    def __init__(self, timeout: _units.Duration | None) -> None:
-        self._started = time.monotonic()
-        self._seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
-
-    def waited(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._started
-
-    def left(self) -> float | None:
-        """Remaining seconds, at least 0; None without a bound."""
-        return None if self._seconds is None else max(0.0, self._seconds - self.waited())
 
 
 def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 from modelguard import _public, _units
 from modelguard._entered import Entered
-from modelguard._threads import WeakRegistry
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._wrappers import decorate, owner_of
 from modelguard.lifecycle.policies import Policy
+from modelguard.runtime.threads import WeakRegistry
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._options import GuardOptions

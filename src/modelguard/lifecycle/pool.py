@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar, overload
 
 from modelguard import _public, _units
 from modelguard._entered import Entered
-from modelguard._threads import WeakRegistry
 from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
@@ -18,8 +17,9 @@ from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._policy import Backoff
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_leases import Keyed, PoolLease
-from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle.policies import Changed
+from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.waiting import Timeout
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._options import GuardOptions, Loaded

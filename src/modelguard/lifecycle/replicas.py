@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 from modelguard import _public, _units
 from modelguard._entered import Entered
 from modelguard.errors import InvalidOption, Overloaded, Reloading
-from modelguard.lifecycle import _fork, _misuse, _waiting, runtime
+from modelguard.lifecycle import _misuse, _waiting
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import KnownModels
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, alternatives
 from modelguard.lifecycle._pool_leases import PoolLease, call_on
-from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.model_guard import ModelGuard, hide
+from modelguard.runtime import fork, waiting
+from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -59,14 +60,14 @@ class FreeReplicas(Generic[M]):
         rolling: Held while all are replaced, one after another.
     """
 
-    fork_rank = 2
+    fork_rank = fork.Rank.REPLICAS
 
     def __init__(self, name: str, engines: Sequence[Engine[M]], wait: float) -> None:
         self._name = name
         self._engines = engines
         self._wait = wait
         self._start()
-        _fork.register(self)
+        fork.register(self)
 
     def _start(self) -> None:
         # Reentrant: the garbage collector may end a lease in the middle of a change.
@@ -149,7 +150,7 @@ class FreeReplicas(Generic[M]):
                 at = self._free_now()
                 if at is not None:
                     return at
-                runtime.require_asyncio("waiting for a free replica in a coroutine")
+                waiting.require_asyncio("waiting for a free replica in a coroutine")
                 loop = asyncio.get_running_loop()
                 waiter: asyncio.Future[None] = loop.create_future()
                 pause = self._pause(until, wait)
@@ -255,7 +256,7 @@ class Turns:
         clock: Returns the time in seconds.
     """
 
-    fork_rank = 2  # its lock is taken after those of the engines, and nothing else while it is held
+    fork_rank = fork.Rank.REPLICAS  # nothing else is taken while its lock is held
 
     def __init__(
         self, loading: Sequence[Callable[[], bool]], loaded: Sequence[Callable[[], bool]], clock: Callable[[], float]
@@ -267,7 +268,7 @@ class Turns:
         self._born: dict[int, tuple[int, float]] = {}  # of each replica, its generation and when that was first seen
         self._baselines: dict[int, int | None] = {}
         self._holder: tuple[int, float] | None = None
-        _fork.register(self)
+        fork.register(self)
 
     def see(self, replica: int, now: Snapshot) -> None:
         """Note what a replica has read."""
@@ -497,7 +498,7 @@ class ModelReplicas(Entered, Generic[M]):
         elif timeout is None:
             self._roll()
         else:
-            _waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
+            waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
             try:
                 self._begin_to_roll().result(limit.left())
             except TimeoutError:
@@ -506,7 +507,7 @@ class ModelReplicas(Entered, Generic[M]):
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine: does not block the event loop."""
         limit = Timeout(timeout)
-        runtime.require_asyncio("waiting for models in a coroutine")  # before the first load begins
+        waiting.require_asyncio("waiting for models in a coroutine")  # before the first load begins
         try:
             await asyncio.wait_for(asyncio.wrap_future(self._begin_to_roll()), limit.left())
         except TimeoutError:
@@ -554,7 +555,7 @@ class ModelReplicas(Entered, Generic[M]):
 
     def _begin_to_roll(self) -> Future[None]:
         start_thread = self._guards[0].engine.guard.runtime.start_thread
-        return runtime.start(self._roll, f"modelguard-roll-{self._name}", start_thread)
+        return waiting.start(self._roll, f"modelguard-roll-{self._name}", start_thread)
 
     def _roll(self) -> None:
         with self._free.rolling:

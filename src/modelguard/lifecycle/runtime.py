@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import inspect
 import itertools
 import os
 import random
-import stat
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-from modelguard import _threads
 from modelguard.environment import _allocator, _memory
 from modelguard.environment._gpu import TORCH_CUDA, Gpu
 from modelguard.errors import NotSupported
+from modelguard.runtime.background import THREADS
+from modelguard.runtime.host_lock import HOST_LOCK, HostLock
 
 if TYPE_CHECKING:
     from modelguard.telemetry import GrowthFound
-
-
 
 
 # Whether a watched path has changed: the identity of its files.
@@ -276,77 +267,3 @@ def cause() -> str | None:
     """The main cause of growth; None if it is not known."""
     event = found()
     return None if event is None else event.cause
-
-
-# Blocking work for coroutines, in a thread of its own and in the caller's context.
-#
-# ``asyncio.to_thread`` shares its few threads with the whole application. When they all wait for a model, whatever
-# would end their wait queues behind them.
-
-
-T = TypeVar("T")
-
-StartThread = Callable[[Callable[[], None], str], None]
-
-
-def promise() -> Future[Any]:
-    """Make a future that a waiter's cancellation cannot touch."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
-def start(work: Callable[[], T], name: str, start_thread: StartThread, future: Future[T] | None = None) -> Future[T]:
-    """Begin ``work`` in a thread of that name; the future gets what it returns or raises."""
-    future = promise() if future is None else future
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            future.set_result(context.run(work))
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
-            future.set_exception(error)
-
-    try:
-        start_thread(run, name)
-    except RuntimeError as error:  # the system gives no thread
-        future.set_exception(error)
-    return future
-
-
-def require_asyncio(doing: str) -> None:
-    """Check that a coroutine that is about to wait runs on an event loop of asyncio.
-
-    Args:
-        doing: What is not possible elsewhere.
-
-    Raises:
-        NotSupported: It does not.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        raise NotSupported(
-            doing,
-            reason="no asyncio event loop runs here. Under trio, load the model before the loop starts (guard.load()), "
-            "or use the plain function or method in a thread: await trio.to_thread.run_sync(...)",
-        ) from None
-
-
-async def run(work: Callable[[], T], name: str, start_thread: StartThread) -> T:
-    """Await ``work``, which is done in a thread of that name.
-
-    Raises:
-        NotSupported: The event loop is not asyncio's.
-    """
-    require_asyncio("waiting in a coroutine")
-    return await asyncio.wrap_future(start(work, name, start_thread))
-
-
-# Results of the author's callables, which may be ``async``.
-
-
-def resolve(result: Any) -> Any:
-    """The result itself; of a coroutine, what it returns when it is run to its end on an event loop of its own."""
-    # Coroutines only: a model may have an __await__ of its own.
-    return asyncio.run(result) if inspect.iscoroutine(result) else result

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -59,7 +60,7 @@ class NamedThreads:
         inbox: SimpleQueue[Work | None] = SimpleQueue()
         inbox.put(work)  # not as an argument, which the thread would keep alive as long as it runs
         try:
-            threading.Thread(target=self._serve, args=(inbox, name), name=name, daemon=True).start()
+            start_thread(partial(self._serve, inbox, name), name)
         except BaseException:
             self._end()
             raise
@@ -80,7 +81,7 @@ class NamedThreads:
         with self._lock:
             self._running += 1
         try:
-            threading.Thread(target=run, name=name, daemon=True).start()
+            start_thread(run, name)
         except BaseException:
             self._end()
             raise
@@ -173,8 +174,7 @@ class Ticker:
             start, self._running = not self._running, True
         if start:
             try:
-                self._thread = threading.Thread(target=self._run, name="modelguard-ticker", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, "modelguard-ticker")
             except RuntimeError:  # the system gives no thread; the next call tries again
                 self._running = False
                 raise
@@ -216,8 +216,12 @@ class Ticker:
                 interval = min(interval, guard.check_interval())
             except BaseException:  # noqa: BLE001 - one guard's failure must not keep the others from being checked
                 with suppress(BaseException):  # nor may a log handler that raises
-                    logger.exception("modelguard could not ask the policies of %r", guard)
+                    logging.getLogger("modelguard").exception("modelguard could not ask the policies of %r", guard)
         return interval
+
+    # Fork
+
+    fork_rank = fork.Rank.TICKER
 
     def before_fork(self) -> None:
         """Keep other threads out while the process forks."""
@@ -228,10 +232,12 @@ class Ticker:
         self._lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Start a thread for the child: the parent's does not exist there."""
-        guards = list(self._guards)
+        """Forget the parent's thread."""
         self._renew()
-        for guard in guards:
+
+    def start_again(self) -> None:
+        """Start a thread for the child, once its guards have locks of their own."""
+        for guard in list(self._guards):
             self.add(guard)
 
 

@@ -29,16 +29,17 @@ class Rank(IntEnum):
 
     RENEWAL = 0
     REPAIR = 1
-    SERVER = 2
-    THREADS = 3
+    IMPORTS = 2
+    SERVER = 3
     CONTROL = 4
-    BATCHERS = 5
-    ISOLATION = 6
-    POOL = 7
-    GUARD = 8
-    TURNS = 9
-    TICKER = 10
-    LOCKS = 11
+    THREADS = 5
+    BATCHERS = 6
+    ISOLATION = 7
+    POOL = 8
+    GUARD = 9
+    REPLICAS = 10
+    TICKER = 11
+    LOCKS = 12
 
 
 class Forkable(Protocol):
@@ -85,15 +86,14 @@ class _Actions(NamedTuple):
 class _Hooks:
     """One entry in the interpreter's list, for all of a range of ranks. Made with the first that takes part."""
 
-    def __init__(self, *, finish_imports: bool) -> None:
-        self._finish_imports = finish_imports
+    def __init__(self) -> None:
         self._objects: WeakRegistry[Forkable] = WeakRegistry()
         self._actions: list[_Actions] = []
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a batcher, which makes another
-        self._acting: list[Forkable] = []
+        self._acting: list[Forkable | _Actions] = []
         self._registered = False
 
-    def add(self, participant: Forkable) -> None:
+    def add(self, participant: Forkable | _Actions) -> None:
         with self._lock:
             if isinstance(participant, _Actions):
                 self._actions.append(participant)
@@ -104,10 +104,9 @@ class _Hooks:
                 os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
 
     def _before(self) -> None:
-        if self._finish_imports:
-            finish_imports()
         self._lock.acquire()
-        self._acting = sorted([*self._actions, *self._objects], key=lambda one: one.fork_rank)
+        acting: list[Forkable | _Actions] = [*self._actions, *self._objects]
+        self._acting = sorted(acting, key=lambda one: one.fork_rank)
         for one in self._acting:
             one.before_fork()
 
@@ -124,7 +123,7 @@ class _Hooks:
             one.after_fork_in_child()
 
 
-_EARLY, _LATE = _Hooks(finish_imports=True), _Hooks(finish_imports=False)
+_EARLY, _LATE = _Hooks(), _Hooks()
 
 
 def register(participant: Forkable) -> None:

@@ -1,8 +1,4 @@
-"""Work that must not leave its thread: the warm-up of a model that no other thread can use yet.
-
-A batched function that a warm-up calls would hand its item to another thread, which would wait for the model that is
-being warmed up. Inside :func:`stay` it computes the item at once instead.
-"""
+"""How threads end with the interpreter, how one waits for another, and lists of objects that any thread may change."""
 
 from __future__ import annotations
 
@@ -12,33 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Generic, Literal, TypeVar
-
-#: How many blocks are open in this process; one look at it saves the context look-up of :func:`required`.
-open_blocks = 0
-
-_in_own_thread: ContextVar[bool] = ContextVar("modelguard own thread", default=False)
-
-
-@contextmanager
-def stay() -> Iterator[None]:
-    """Have batched functions that the block calls compute in this thread."""
-    global open_blocks
-    token = _in_own_thread.set(True)
-    open_blocks += 1
-    try:
-        yield
-    finally:
-        open_blocks -= 1
-        _in_own_thread.reset(token)
-
-
-def required() -> bool:
-    """Whether the calling context is inside such a block."""
-    return _in_own_thread.get()
-
 
 # At interpreter exit: wait until none of modelguard's threads is inside native code, then unload models.
 #
@@ -134,27 +104,3 @@ class WeakRegistry(Generic[T]):
 
     def __bool__(self) -> bool:
         return any(reference() is not None for reference in self._references.copy())
-
-
-# Calls that only look for the item at fault, in a batch that has raised.
-#
-# One bad item makes up to ``log2(n) + 1`` runs in a row raise. Counted one by one they would look like a broken model,
-# and reload it: of a batch of 32, one poison input in sixteen reached five errors in a row.
-
-
-_rerunning: ContextVar[bool] = ContextVar("modelguard reruns", default=False)
-
-
-@contextmanager
-def running() -> Iterator[None]:
-    """Errors of guarded functions that the block calls say nothing new about the model."""
-    token = _rerunning.set(True)
-    try:
-        yield
-    finally:
-        _rerunning.reset(token)
-
-
-def active() -> bool:
-    """Whether the calling context is inside such a block."""
-    return _rerunning.get()

@@ -7,9 +7,10 @@ import os
 import threading
 from typing import Any
 
-from modelguard import _threads, telemetry
-from modelguard._threads import Wakeup
+from modelguard import telemetry
 from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, WouldDeadlock
+from modelguard.runtime import own_thread
+from modelguard.runtime.threads import Wakeup
 from modelguard.serving import _shared_threads, deadlines
 from modelguard.serving._bisection import one_line
 from modelguard.serving._execution import BatchCallable, BatchFunction, Computed
@@ -299,7 +300,7 @@ class Batcher:
             CallerGone: The web request for which it is called has lost its client.
             Overloaded, DeadlineExceeded, GuardClosed: It was not queued.
         """
-        if deadlines.open_blocks or (_threads.open_blocks and _threads.required()):
+        if deadlines.open_blocks or (own_thread.open_blocks and own_thread.required()):
             self._compute_inline(request)
             return
         scope = current_scope.get()
@@ -335,7 +336,7 @@ class Batcher:
 
     def put_together(self, requests: list[Request]) -> None:
         """:meth:`put` for several requests with their bounds: all of them are queued, or none."""
-        if deadlines.open_blocks or (_threads.open_blocks and _threads.required()):
+        if deadlines.open_blocks or (own_thread.open_blocks and own_thread.required()):
             for request in requests:
                 self._compute_inline(request)
             return
@@ -367,7 +368,7 @@ class Batcher:
         may exceed ``max_queue`` together, by one request each.
         """
         queue, threads = self._queue, self._threads
-        simple = self._plain and not (queue.may_refuse or deadlines.open_blocks or _threads.open_blocks)
+        simple = self._plain and not (queue.may_refuse or deadlines.open_blocks or own_thread.open_blocks)
         busy = not threads.idle and threads.count >= threads.most  # else a thread has to be woken, with the lock
         room = len(queue.inbox) + queue.waiting < self._limits.max_queue
         if not (simple and busy and room) or current_scope.get() is not None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
-from modelguard import _threads
 from modelguard.environment._gpu import TORCH_CUDA, free_after
 from modelguard.errors import (
     GuardClosed,
@@ -23,6 +22,7 @@ from modelguard.errors import (
     WouldDeadlock,
     WrongResults,
 )
+from modelguard.runtime import own_thread
 from modelguard.serving._bisection import (
     Isolation,
     Known,
@@ -252,7 +252,7 @@ def _compute_suspicious(function: BatchFunction, batch: _Items, known: list[Know
             batch.fail(healthy, error)
             errors = [error]
     for at in alone:
-        with _threads.running():
+        with own_thread.reruns():
             failed = batch.run([at]) if batch.live(at) else None
         if failed is not None:
             errors.append(failed)
@@ -273,7 +273,7 @@ def _isolate(function: BatchFunction, batch: _Items, part: list[int], first: Bas
         trust=function.suspects.trusts_tracebacks,
         breaks=lambda error: isinstance(error, _WHOLE_BATCH) or free_after(TORCH_CUDA, error),
     )
-    with _threads.running():
+    with own_thread.reruns():
         isolation.find(part, first)
     if isolation.named_right is not None:
         function.suspects.traceback_was(right=isolation.named_right)
@@ -292,7 +292,7 @@ def _halve(batch: _Items, part: list[int]) -> list[BaseException]:
     """Run both halves of a part that ran out of GPU memory. No single item is at fault, so there is none to find."""
     errors: list[BaseException] = []
     middle = len(part) // 2
-    with _threads.running():
+    with own_thread.reruns():
         for half in (part[:middle], part[middle:]):
             live = [at for at in half if batch.live(at)]
             error = batch.run(live) if live else None

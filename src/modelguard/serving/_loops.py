@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from modelguard._threads import WeakRegistry
 from modelguard.errors import NotSupported
+from modelguard.runtime.threads import WeakRegistry
 from modelguard.serving import _shared_threads
 from modelguard.serving._requests import AllLeft, Callers, Failure, LoopEnded, Request
 from modelguard.telemetry import logger

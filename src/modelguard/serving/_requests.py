@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeAlias
 
-from modelguard._threads import Wakeup
 from modelguard.errors import CallerGone
+from modelguard.runtime.threads import Wakeup
 from modelguard.telemetry import logger
 
 #: ``"done"``: it has its answer, or its caller does not wait any more.

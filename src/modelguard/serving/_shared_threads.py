@@ -19,8 +19,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from modelguard import _threads
-from modelguard._threads import Wakeup, WeakRegistry
+from modelguard.runtime import threads
+from modelguard.runtime.threads import Wakeup, WeakRegistry
 from modelguard.serving import deadlines
 from modelguard.telemetry import logger
 
@@ -71,7 +71,7 @@ def add(batcher: Registered) -> None:
         if _registered:
             return
         _registered = True
-        _threads.before_exit("batches", _close_all)
+        threads.before_exit("batches", _close_all)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_after_in_child)
 

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from modelguard._threads import Wakeup
 from modelguard.errors import Overloaded
+from modelguard.runtime.threads import Wakeup
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import FutureRequest, Request, deliver
 from modelguard.serving._shared_threads import SharedThread

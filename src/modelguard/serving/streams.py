@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
 
 from modelguard import _units
-from modelguard._threads import Wakeup
 from modelguard.errors import BatchFailed, GuardClosed, WouldDeadlock
+from modelguard.runtime.threads import Wakeup
 from modelguard.serving._decorated import Decorated
 from modelguard.serving._loops import TrioWaiter
 from modelguard.serving._requests import ENDED, NOTHING_YET, LoopWaiter, Request, StreamRequest, Waiter

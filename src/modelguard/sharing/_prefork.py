@@ -24,7 +24,7 @@ from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.model_guard import ModelGuard, guards
 from modelguard.lifecycle.model_guard import guards as all_guards
-from modelguard.lifecycle.runtime import THREADS
+from modelguard.runtime.background import THREADS
 from modelguard.sharing import _graph, _hazards, _immortal, _trial
 from modelguard.sharing._hazards import Hazard
 from modelguard.sharing._immortal import ImmortalReport

@@ -24,7 +24,7 @@ from typing import IO, Any, TypeVar
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported, PublishFailed, WeightsMissing, WeightsRefused
-from modelguard.lifecycle.runtime import HostLock
+from modelguard.runtime.host_lock import HostLock
 from modelguard.sharing import _weights_formats
 
 # What is published at a path, and whether its files are trustworthy and unchanged.

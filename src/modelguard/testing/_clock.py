@@ -15,10 +15,10 @@ from modelguard.environment._gpu import TORCH_CUDA, DeviceMemory
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _loading, _trimming, runtime
 from modelguard.lifecycle._engine import Engine, engines
-from modelguard.lifecycle._fork import TICKER, Ticked
 from modelguard.lifecycle._pool_engine import pool_engines
 from modelguard.lifecycle.model_guard import ModelGuard, guard_of, guards
-from modelguard.lifecycle.runtime import Held, HostLock
+from modelguard.runtime.background import TICKER, Ticked
+from modelguard.runtime.host_lock import Held, HostLock
 from modelguard.serving import _shared_threads, deadlines
 from modelguard.testing._loader import any_held
 

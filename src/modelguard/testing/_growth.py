@@ -288,7 +288,7 @@ def _runner(fn: Callable[[Any], object]) -> _Run:
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
 
         def run_async(given: list[Any]) -> None:
-            from modelguard.lifecycle._waiting import raise_on_event_loop
+            from modelguard.runtime.waiting import raise_on_event_loop
 
             raise_on_event_loop(
                 "assert_no_growth", "assert_no_growth", "await asyncio.to_thread(assert_no_growth, fn, inputs)"

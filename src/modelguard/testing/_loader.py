@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from modelguard import _units
-from modelguard._threads import WeakRegistry
 from modelguard.errors import InvalidOption
+from modelguard.runtime.threads import WeakRegistry
 
 __all__ = ["Loader", "Model", "any_held"]
 

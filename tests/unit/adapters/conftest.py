@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from modelguard import ModelGuard, guard, telemetry
-from modelguard.lifecycle.runtime import HostLock, Runtime, use
+from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.runtime.host_lock import HostLock
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number, outcome, 
 
 from modelguard import Backoff, ModelGuard
 from modelguard.errors import LoadFailed, Reloading, WouldDeadlock
-from modelguard.lifecycle.runtime import HostLock
+from modelguard.runtime.host_lock import HostLock
 from modelguard.telemetry import GenerationReleased, LoadDiscarded, LoadErrored, LoadFinished, SwapChosen
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.lifecycle.world import TIMEOUT, Loader, World, outcome
 
 from modelguard.lifecycle import runtime
-from modelguard.lifecycle.runtime import MAX_WAIT, HostLock, private_folder
+from modelguard.runtime.host_lock import MAX_WAIT, HostLock, private_folder
 from modelguard.telemetry import LoadStarted
 
 

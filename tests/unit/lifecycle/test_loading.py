@@ -14,7 +14,7 @@ from tests.unit.lifecycle.world import TIMEOUT, World
 from modelguard.lifecycle import _loading
 from modelguard.lifecycle._loading import Late, StallMeter
 from modelguard.lifecycle._loading import _within as within
-from modelguard.lifecycle.runtime import resolve
+from modelguard.runtime.waiting import resolve
 from modelguard.telemetry import LoadFinished
 
 

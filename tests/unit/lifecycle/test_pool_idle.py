@@ -19,7 +19,8 @@ from tests.unit.lifecycle.world import MB, World, outcome, until
 
 from modelguard import Changed, Idle, pool, telemetry
 from modelguard.errors import InvalidOption, LoadFailed
-from modelguard.lifecycle import _fork, runtime
+from modelguard.lifecycle import runtime
+from modelguard.runtime import background
 from modelguard.telemetry import GenerationReleased, LoadStarted, UnloadStarted
 
 
@@ -284,8 +285,8 @@ class TestReleases:
         def note(what: str) -> Any:
             return lambda ticked: asked.append(what) if ticked is made._engine else None
 
-        monkeypatch.setattr(_fork.TICKER, "add", note("add"))
-        monkeypatch.setattr(_fork.TICKER, "remove", note("remove"))
+        monkeypatch.setattr(background.TICKER, "add", note("add"))
+        monkeypatch.setattr(background.TICKER, "remove", note("remove"))
         with runtime.use(lambda: dataclasses.replace(world.runtime, ticks=True)):
             made = pool(world.loader.load, max_memory=100 * MB, idle="10s", name="pool")
         use(made, "a")

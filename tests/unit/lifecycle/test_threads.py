@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, until
 
-from modelguard.lifecycle import runtime
-from modelguard.lifecycle.runtime import NamedThreads
+from modelguard.runtime import background
+from modelguard.runtime.background import NamedThreads
 
 
 class Job:
@@ -61,7 +61,7 @@ class Pool:
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     made = Pool()
     yield made
-    monkeypatch.setattr(runtime, "_IDLE_THREADS", 0)
+    monkeypatch.setattr(background, "_IDLE_THREADS", 0)
     made.workers.end_idle()
     for thread in made.threads:
         thread.join(TIMEOUT)
@@ -102,7 +102,7 @@ def test_work_that_is_done_is_not_held_on_to(pool: Pool) -> None:
 
 def test_few_threads_wait(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many names there are, only some threads are kept for later; the others end."""
-    monkeypatch.setattr(runtime, "_IDLE_THREADS", 2)
+    monkeypatch.setattr(background, "_IDLE_THREADS", 2)
     for n in range(5):
         pool.run(f"load-{n}")
     assert 2 == len(pool.workers._idle)
@@ -111,7 +111,7 @@ def test_few_threads_wait(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_thread_that_waited_long_enough_ends(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread without work is not kept for ever, and its successor does as well."""
-    monkeypatch.setattr(runtime, "_IDLE_SECONDS", 0.001)
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.001)
     first = pool.run("load")
     first.join(TIMEOUT)
     assert not first.is_alive()
@@ -142,7 +142,7 @@ def test_work_that_comes_in_the_last_moment_is_done(pool: Pool, monkeypatch: pyt
                 raise Empty
             return super().get(block, timeout)
 
-    monkeypatch.setattr(runtime, "SimpleQueue", LastMoment)
+    monkeypatch.setattr(background, "SimpleQueue", LastMoment)
     first = Job()
     pool.start("load", first)
     assert second.done.wait(TIMEOUT)

@@ -15,10 +15,10 @@ from tests.unit.lifecycle.world import TIMEOUT, World, until
 
 from modelguard import TTL, guard
 from modelguard.errors import LoadFailed
-from modelguard.lifecycle import _fork
-from modelguard.lifecycle._fork import Ticker
+from modelguard.lifecycle import _engine
 from modelguard.lifecycle.policies import Policy, Snapshot
 from modelguard.lifecycle.runtime import use
+from modelguard.runtime.background import Ticker
 
 
 class Ticked:
@@ -243,7 +243,7 @@ class TestGuards:
         self, world: World, monkeypatch: pytest.MonkeyPatch, ticker: Ticker
     ) -> None:
         """A guard that is in use is asked in the background by itself: time passes for idle models too."""
-        monkeypatch.setattr(_fork, "TICKER", ticker)
+        monkeypatch.setattr(_engine, "TICKER", ticker)
         object.__setattr__(world.runtime, "ticks", True)
         guarded = world.guard(reload_on=TTL("1h"))
         assert [] == list(ticker._guards)
@@ -257,7 +257,7 @@ class TestGuards:
         self, world: World, monkeypatch: pytest.MonkeyPatch, ticker: Ticker
     ) -> None:
         """Although the garbage collector has not run yet."""
-        monkeypatch.setattr(_fork, "TICKER", ticker)
+        monkeypatch.setattr(_engine, "TICKER", ticker)
         object.__setattr__(world.runtime, "ticks", True)
         with use(lambda: world.runtime):
             guarded = guard(dict, reload_on=TTL("1h"))
@@ -310,10 +310,10 @@ class TestGuards:
 
         object.__setattr__(world.runtime, "ticks", True)
         guarded = world.guard()
-        monkeypatch.setattr(_fork, "TICKER", Full)
+        monkeypatch.setattr(_engine, "TICKER", Full)
         with pytest.raises(LoadFailed, match="can't start new thread") as failure:
             guarded.load(timeout=TIMEOUT)
-        monkeypatch.setattr(_fork, "TICKER", ticker)
+        monkeypatch.setattr(_engine, "TICKER", ticker)
         world.tick(failure.value.retry_after)
         guarded.load()
         assert guarded.ready

@@ -12,10 +12,10 @@ from tests.unit.lifecycle.world import MB, World
 
 from modelguard import memory
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.lifecycle import _fork
 from modelguard.lifecycle._options import TrimSchedule
 from modelguard.lifecycle._trimming import running
 from modelguard.lifecycle.runtime import use
+from modelguard.runtime import background
 from modelguard.telemetry import MemoryTrimmed
 
 
@@ -248,7 +248,7 @@ class TestTheProcess:
         def refuse(_: object) -> None:
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(_fork.TICKER, "add", refuse)
+        monkeypatch.setattr(background.TICKER, "add", refuse)
         with use(lambda: replace(world.runtime, ticks=True)), pytest.raises(RuntimeError, match="new thread"):
             memory.trim_every("30s")
         assert running() is None

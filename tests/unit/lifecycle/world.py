@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from tests.unit.lifecycle.gpus import FakeGpu
 
 from modelguard import ModelGuard, ModelPool, guard, pool, telemetry
-from modelguard.lifecycle.runtime import Fingerprint, HostLock, Runtime, use
+from modelguard.lifecycle.runtime import Fingerprint, Runtime, use
+from modelguard.runtime.host_lock import HostLock
 
 T = TypeVar("T")
 E = TypeVar("E", bound=telemetry.Event)

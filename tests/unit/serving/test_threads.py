@@ -9,7 +9,7 @@ import pytest
 from tests.unit.serving.gated import TIMEOUT, until
 from tests.unit.serving.queues import queue_of, request
 
-from modelguard._threads import Wakeup
+from modelguard.runtime.threads import Wakeup
 from modelguard.serving import _threads
 from modelguard.serving._requests import Request
 from modelguard.serving._threads import BatchThreads, LockedQueue, Work
