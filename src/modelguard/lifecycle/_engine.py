@@ -40,16 +40,92 @@ if TYPE_CHECKING:
     from modelguard.lifecycle.runtime import Runtime
 
 
-# The half of a guard's engine that starts loads, and has calls wait for them.
-
-
 M = TypeVar("M")
 
 _MEANWHILE = (Reason("requested", "requested during a load"),)
 
 
-class EngineLoads(Generic[M]):
-    """Runs the loads of one guard, one at a time, which all who need the model join.
+# Models at interpreter exit: their ``unload`` hooks are called, so that files, threads and connections are closed.
+
+
+_guards: WeakRegistry[GuardContext[Any]] = WeakRegistry()
+
+
+def unload(guard: GuardContext[Any]) -> None:
+    """Unload the guard's model at interpreter exit, if the guard has a hook for it and is not closed by then."""
+    if guard.options.unload is not None:
+        _guards.add(guard)
+        threads.before_exit("models", _unload_all)
+
+
+def _unload_all(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for guard in list(_guards):
+        _unload(guard, max(0.0, until - time.monotonic()))
+
+
+def _unload(guard: GuardContext[Any], seconds: float) -> None:
+    """Call the hook, unless calls still run on the model after ``seconds`` or a parent process loaded it."""
+    current, previous = guard.state.close(), guard.state.take_previous()
+    for old in (current, previous):
+        if old is not None and old.pid == os.getpid() and not guard.state.drain(old, seconds):
+            _call(guard, old)
+
+
+def _call(guard: GuardContext[Any], old: Generation[Any]) -> None:
+    error = _release.unload(guard, guard.state.take_model(old))
+    if error is not None:
+        telemetry.emit(telemetry.CallbackErrored(guard=guard.name, callback="unload", error=error))
+
+
+# Back to the previous model of a guard, at once: nothing is loaded.
+
+
+def roll_back(guard: GuardContext[M]) -> None:
+    """Make the generation that the current one has replaced current again; a load under way is cancelled.
+
+    The one that took calls is released in the background.
+
+    Raises:
+        NoPreviousModel: None is kept.
+        GuardClosed: The guard is closed.
+    """
+    if not guard.options.keep_previous:
+        why = "the guard keeps none"
+        raise NoPreviousModel(guard.name, why=why, fix="Make it with guard(..., keep_previous=True).")
+    swapped = guard.state.roll_back(LoadFailed(guard.name, "rollback() was called during the load"))
+    if swapped is None:
+        why = "no reload has kept one since the first load, the last rollback, a release or a shortage of memory"
+        raise NoPreviousModel(guard.name, why=why, fix="Call reload() to load a model.")
+    back, old = swapped
+    guard.shown.show(back.version)
+    telemetry.emit(
+        telemetry.RolledBack(
+            guard=guard.name,
+            generation=back.number,
+            version=back.version,
+            replaced=old.number,
+            replaced_version=old.version,
+        )
+    )
+    in_background(guard, partial(drain_and_release, guard, old))
+
+
+Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+#: Results of these types cannot be lazy. One look-up in this set saves two failed attribute look-ups on most calls.
+_EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset})
+
+_engines: WeakRegistry[Engine[Any]] = WeakRegistry()
+
+
+def engines() -> tuple[Engine[Any], ...]:
+    """The engines of this process, those of pooled models included."""
+    return tuple(_engines)
+
+
+class Engine(Generic[M]):
+    """Runs one guard. Its loads run one at a time, and all who need the model join them.
 
     Attributes:
         guard: Options, state and runtime.
@@ -58,11 +134,20 @@ class EngineLoads(Generic[M]):
         checks: Ask the policies, and start what is due.
     """
 
+    fork_rank = fork.Rank.GUARD
+
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
         self.name = options.name
         self.state: GuardState[M] = GuardState(options.name)
         self.guard = GuardContext(options, self.state, runtime)
         self.checks = Checks(self.guard, self._start)
+        _hooks.import_events()
+        _engines.add(self)
+        unload(self.guard)
+        fork.register(self)
+
+    def __repr__(self) -> str:
+        return f"<Engine of guard {self.name!r}>"
 
     @property
     def loading(self) -> bool:
@@ -193,101 +278,6 @@ class EngineLoads(Generic[M]):
     def check_interval(self) -> float:
         """Seconds until :meth:`check` should be called again; infinity if only the ends of calls matter."""
         return self.checks.interval
-
-
-# Models at interpreter exit: their ``unload`` hooks are called, so that files, threads and connections are closed.
-
-
-_guards: WeakRegistry[GuardContext[Any]] = WeakRegistry()
-
-
-def unload(guard: GuardContext[Any]) -> None:
-    """Unload the guard's model at interpreter exit, if the guard has a hook for it and is not closed by then."""
-    if guard.options.unload is not None:
-        _guards.add(guard)
-        threads.before_exit("models", _unload_all)
-
-
-def _unload_all(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    for guard in list(_guards):
-        _unload(guard, max(0.0, until - time.monotonic()))
-
-
-def _unload(guard: GuardContext[Any], seconds: float) -> None:
-    """Call the hook, unless calls still run on the model after ``seconds`` or a parent process loaded it."""
-    current, previous = guard.state.close(), guard.state.take_previous()
-    for old in (current, previous):
-        if old is not None and old.pid == os.getpid() and not guard.state.drain(old, seconds):
-            _call(guard, old)
-
-
-def _call(guard: GuardContext[Any], old: Generation[Any]) -> None:
-    error = _release.unload(guard, guard.state.take_model(old))
-    if error is not None:
-        telemetry.emit(telemetry.CallbackErrored(guard=guard.name, callback="unload", error=error))
-
-
-# Back to the previous model of a guard, at once: nothing is loaded.
-
-
-def roll_back(guard: GuardContext[M]) -> None:
-    """Make the generation that the current one has replaced current again; a load under way is cancelled.
-
-    The one that took calls is released in the background.
-
-    Raises:
-        NoPreviousModel: None is kept.
-        GuardClosed: The guard is closed.
-    """
-    if not guard.options.keep_previous:
-        why = "the guard keeps none"
-        raise NoPreviousModel(guard.name, why=why, fix="Make it with guard(..., keep_previous=True).")
-    swapped = guard.state.roll_back(LoadFailed(guard.name, "rollback() was called during the load"))
-    if swapped is None:
-        why = "no reload has kept one since the first load, the last rollback, a release or a shortage of memory"
-        raise NoPreviousModel(guard.name, why=why, fix="Call reload() to load a model.")
-    back, old = swapped
-    guard.shown.show(back.version)
-    telemetry.emit(
-        telemetry.RolledBack(
-            guard=guard.name,
-            generation=back.number,
-            version=back.version,
-            replaced=old.number,
-            replaced_version=old.version,
-        )
-    )
-    in_background(guard, partial(drain_and_release, guard, old))
-
-
-Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-
-#: Results of these types cannot be lazy. One look-up in this set saves two failed attribute look-ups on most calls.
-_EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset})
-
-_engines: WeakRegistry[Engine[Any]] = WeakRegistry()
-
-
-def engines() -> tuple[Engine[Any], ...]:
-    """The engines of this process, those of pooled models included."""
-    return tuple(_engines)
-
-
-class Engine(EngineLoads[M]):
-    """Runs one guard."""
-
-    fork_rank = fork.Rank.GUARD
-
-    def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
-        super().__init__(options, runtime)
-        _hooks.import_events()
-        _engines.add(self)
-        unload(self.guard)
-        fork.register(self)
-
-    def __repr__(self) -> str:
-        return f"<Engine of guard {self.name!r}>"
 
     def move_to(self, runtime: Runtime) -> None:
         """Use another runtime from now on. For tests, which move a guard to their clock and back."""

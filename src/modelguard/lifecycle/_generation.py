@@ -6,12 +6,9 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 
@@ -110,51 +107,6 @@ class Generation(Generic[M]):
 
     def __repr__(self) -> str:
         return f"<generation {self.number}, {len(self.leases)} in flight>"
-
-
-# The call that encloses a piece of code, as a context variable carries it.
-
-
-#: What a context holds while a call runs: the call's generation and how deeply calls on it are nested. The end of the
-#: call empties the list, so a context that outlives its call (a task started inside it) can tell.
-Enclosing = list[Any]
-
-
-class EnclosingCalls(Generic[M]):
-    """Which call of one guard encloses the running code.
-
-    Attributes:
-        name: The guard's name.
-        enclosing: What the context holds, None outside of calls.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.enclosing: ContextVar[Enclosing | None] = ContextVar(f"modelguard {name}", default=None)
-
-    def enclosing_generation(self) -> Generation[M] | None:
-        """The generation of the call that encloses this one, if any."""
-        outer = tuple(self.enclosing.get() or ())  # one read: another thread may be emptying the list
-        return outer[0] if outer else None
-
-    def nest(self, generation: Generation[M]) -> Enclosing:
-        """Make what the context holds while a call runs on ``generation``."""
-        outer = self.enclosing.get()
-        if not outer:
-            return [generation, 1]
-        both = tuple(outer)  # one read, as above
-        return [generation, both[1] + 1 if both and both[0] is generation else 1]
-
-    @contextmanager
-    def running_on(self, generation: Generation[M]) -> Iterator[None]:
-        """Run guarded functions that the block calls on ``generation``. The block itself does not count as a use."""
-        enclosing = self.nest(generation)
-        token = self.enclosing.set(enclosing)
-        try:
-            yield
-        finally:
-            enclosing.clear()
-            self.enclosing.reset(token)
 
 
 # One load or release: under way, or due and postponed.

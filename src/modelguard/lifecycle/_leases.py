@@ -9,8 +9,8 @@ from contextvars import Token
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
 from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._generation import Enclosing, Generation
-from modelguard.lifecycle._state import GuardState
+from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._state import Enclosing, GuardState
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -35,12 +35,6 @@ if TYPE_CHECKING:
     from modelguard.lifecycle.status import PoolStatus
 
 
-# How the models of a pool end: evicted for room, for age, because nobody uses them, on request, or with the pool.
-#
-# All of them leave the pool first, under its lock, and are released afterwards. That takes the pool's one turn to load,
-# because a release would falsify the size that a load measures.
-
-
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
 
@@ -52,33 +46,58 @@ _END = 30.0
 
 _REQUESTED = Reason("requested", "requested")
 
+#: Of a model's age, at random, so that not all end at once.
+_JITTER = 0.1
 
-class PoolReleases(Generic[K, M]):
-    """The models of one pool, and their ends.
+_pool_engines: WeakRegistry[PoolEngine[Any, Any]] = WeakRegistry()
 
-    Attributes:
+
+def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
+    """The engines of this process's pools."""
+    return tuple(_pool_engines)
+
+
+class PoolEngine(Generic[K, M]):
+    """Runs one pool.
+
+    All models leave the pool first, under its lock, and are released afterwards. That takes the pool's one turn to
+    load, because a release would falsify the size that a load measures.
+
+    Args:
+        make: Makes the engine of one key's model, with the runtime that it is to use.
         options: The pool's bounds.
         runtime: Clock, chance and threads.
+
+    Attributes:
         paused: Age, changed sources and idleness end no model.
     """
 
-    def __init__(self, options: PoolOptions, runtime: Runtime) -> None:
+    fork_rank = fork.Rank.POOL
+
+    def __init__(self, make: Callable[[Any, Runtime], Engine[M]], options: PoolOptions, runtime: Runtime) -> None:
         self.options = options
         self.runtime = runtime
         self.paused = False
+        self._make = make
         self._shown_pause = ShownPause(options.name)
         self._models: PoolLRU[K, M] = PoolLRU(options.max_memory)
         self._sources: PoolSources[K] = PoolSources(options.name, options.reload_on)
         self._idle: IdleKeys[K, M] = IdleKeys(options.idle)
+        self._sizes: LRUCache[K, int] = LRUCache(REMEMBERED)
+        self._failed: LRUCache[K, Engine[M]] = LRUCache(REMEMBERED)
         self._closed = False
-        self._evictions = 0
+        self._loads = self._evictions = 0
         _hooks.import_events()
         self._renew_locks()
+        _pool_engines.add(self)
+        fork.register(self)
 
     def _renew_locks(self) -> None:
         self._changed = threading.Condition(threading.RLock())
         self._one_load = threading.Lock()  # sizes are measured, so models are loaded one at a time
         self._releasing: Future[None] | None = None
+        self._queue = RoomQueue(self.runtime.clock)
+        self._fetches: Fetches[K, M] = Fetches(self.name)
 
     @property
     def name(self) -> str:
@@ -286,43 +305,6 @@ class PoolReleases(Generic[K, M]):
         """The states of the models that are being loaded."""
         with self._changed:
             return [model.engine.state for model in self._models.values() if model.loading and model.engine is not None]
-
-
-_JITTER = 0.1
-
-
-_pool_engines: WeakRegistry[PoolEngine[Any, Any]] = WeakRegistry()
-
-
-def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
-    """The engines of this process's pools."""
-    return tuple(_pool_engines)
-
-
-class PoolEngine(PoolReleases[K, M]):
-    """Runs one pool.
-
-    Args:
-        make: Makes the engine of one key's model, with the runtime that it is to use.
-        options: The pool's bounds.
-        runtime: Clock, chance and threads.
-    """
-
-    fork_rank = fork.Rank.POOL
-
-    def __init__(self, make: Callable[[Any, Runtime], Engine[M]], options: PoolOptions, runtime: Runtime) -> None:
-        super().__init__(options, runtime)
-        self._make = make
-        self._sizes: LRUCache[K, int] = LRUCache(REMEMBERED)
-        self._failed: LRUCache[K, Engine[M]] = LRUCache(REMEMBERED)
-        self._loads = 0
-        _pool_engines.add(self)
-        fork.register(self)
-
-    def _renew_locks(self) -> None:
-        super()._renew_locks()
-        self._queue = RoomQueue(self.runtime.clock)
-        self._fetches: Fetches[K, M] = Fetches(self.name)
 
     def status(self) -> PoolStatus[K]:
         """The pool's figures at this moment."""

@@ -1,8 +1,8 @@
 """The state of one guard, under one lock. It starts no thread, reads no clock and emits no event.
 
-Which load is under way, who waits for it, and what that makes of the generations (:mod:`._generation_state`) and of the
-calls that run on them (:mod:`._call_state`): each change is a short method. The work itself is done elsewhere:
-:mod:`._engine` asks for loads, :mod:`._reload` runs them and :mod:`._release` ends a generation.
+Which calls run on which generation, which generation takes calls, which load is under way and who waits for it: each
+change is a short method. The work itself is done elsewhere: :mod:`._engine` asks for loads, :mod:`._reload` runs them
+and :mod:`._release` ends a generation.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle._generation import (
     Creep,
-    EnclosingCalls,
     Generation,
     LoadJob,
     Outcome,
@@ -31,9 +31,6 @@ from modelguard.runtime.threads import WeakRegistry
 
 if TYPE_CHECKING:
     from modelguard.telemetry import GenerationReleased, Reason
-
-
-# Which calls run on which generation of a guard: the part of its state that each call changes.
 
 
 M = TypeVar("M")
@@ -55,10 +52,19 @@ class HeldLease(Protocol):
         ...
 
 
-class CallState(EnclosingCalls[M]):
-    """Calls of one guard, and the generations that they run on.
+#: What a context holds while a call runs: the call's generation and how deeply calls on it are nested. The end of the
+#: call empties the list, so a context that outlives its call (a task started inside it) can tell.
+Enclosing = list[Any]
+
+
+class GuardState(Generic[M]):
+    """State of one guard. Fields are read freely; they change only inside its methods, under ``lock``.
+
+    A generation is put in service, retired, drained of its calls and released; or it is kept, and put back in service.
 
     Attributes:
+        name: The guard's name.
+        enclosing: What the context holds while a call runs, None outside of calls.
         lock: Is held while a field changes, except for the leases of a generation.
         drained: Is notified when a call on a retired generation has ended.
         current: The generation that takes new calls; None if there is none.
@@ -67,22 +73,77 @@ class CallState(EnclosingCalls[M]):
         abandoned: Those of them whose calls have taken too long.
         closed: Whether calls are refused.
         held_leases: Leases that objects hold, which a forked child may have to take again.
+        generations: The number of the last one that took calls.
+        pinned: A rollback has made the current generation current again, and its source has not changed since.
+        unloaded: There is no generation because it was released until its next use.
+        postponed: What the policies of the current generation ask for, and must wait.
+        least_memory: The least private memory, in bytes, that a release has left so far.
+        creep: What replacements leave behind. Used by the one load that runs.
+        epoch: How many forks lie between this process and the one that made the guard.
+        job: The load under way, if any.
+        paused: Policies start nothing. What others ask for goes on.
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
+        self.name = name
+        self.enclosing: ContextVar[Enclosing | None] = ContextVar(f"modelguard {name}", default=None)
         self.current: Generation[M] | None = None
         self.previous: Generation[M] | None = None
         self.draining: set[Generation[M]] = set()
         self.abandoned: set[Generation[M]] = set()
         self.closed = False
         self.held_leases: WeakRegistry[HeldLease] = WeakRegistry()
+        self.generations = 0
+        self.pinned = False
+        self.unloaded = False
+        self.postponed: PostponedJob | None = None
+        self.last_release: GenerationReleased | None = None
+        self.least_memory: int | None = None
+        self.creep = Creep()
+        self._released_model: weakref.ref[Any] | None = None
+        self.epoch = 0
+        self.job: LoadJob | None = None
+        self.paused = False
+        self.requests = 0
+        self.reloads = 0
+        self.failures = 0
+        self.failure: LoadFailed | None = None
+        self.retry_at = -math.inf
+        self.model_bytes: int | None = None
         self._renew_locks()
 
     def _renew_locks(self) -> None:
         # Reentrant: the garbage collector may return a dropped lease at any point, also under this lock.
         self.lock = threading.RLock()
         self.drained = threading.Condition(self.lock)
+        self.job_ended = threading.Condition(self.lock)
+        self.waiting = Waiters()
+
+    # Calls
+
+    def enclosing_generation(self) -> Generation[M] | None:
+        """The generation of the call that encloses this one, if any."""
+        outer = tuple(self.enclosing.get() or ())  # one read: another thread may be emptying the list
+        return outer[0] if outer else None
+
+    def nest(self, generation: Generation[M]) -> Enclosing:
+        """Make what the context holds while a call runs on ``generation``."""
+        outer = self.enclosing.get()
+        if not outer:
+            return [generation, 1]
+        both = tuple(outer)  # one read, as above
+        return [generation, both[1] + 1 if both and both[0] is generation else 1]
+
+    @contextmanager
+    def running_on(self, generation: Generation[M]) -> Iterator[None]:
+        """Run guarded functions that the block calls on ``generation``. The block itself does not count as a use."""
+        enclosing = self.nest(generation)
+        token = self.enclosing.set(enclosing)
+        try:
+            yield
+        finally:
+            enclosing.clear()
+            self.enclosing.reset(token)
 
     def enter(self) -> Generation[M] | None:
         """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
@@ -161,37 +222,6 @@ class CallState(EnclosingCalls[M]):
         with self.lock:
             generations = {self.current, self.previous, *self.draining, *self.abandoned}
             return sum(len(generation.leases) for generation in generations if generation is not None)
-
-
-# Which generation takes calls, which is kept, and how the others end: the part of a guard's state that swaps change.
-#
-# A generation is put in service, retired, drained of its calls and released; or it is kept, and put back in service.
-
-
-class GenerationState(CallState[M]):
-    """The generations of one guard, from the moment in which they take calls to their release.
-
-    Attributes:
-        generations: The number of the last one that took calls.
-        pinned: A rollback has made the current generation current again, and its source has not changed since.
-        unloaded: There is no generation because it was released until its next use.
-        postponed: What the policies of the current generation ask for, and must wait.
-        least_memory: The least private memory, in bytes, that a release has left so far.
-        creep: What replacements leave behind. Used by the one load that runs.
-        epoch: How many forks lie between this process and the one that made the guard.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.generations = 0
-        self.pinned = False
-        self.unloaded = False
-        self.postponed: PostponedJob | None = None
-        self.last_release: GenerationReleased | None = None
-        self.least_memory: int | None = None
-        self.creep = Creep()
-        self._released_model: weakref.ref[Any] | None = None
-        self.epoch = 0
 
     # In service
 
@@ -342,57 +372,6 @@ class GenerationState(CallState[M]):
             released = None if self._released_model is None else self._released_model()
             previous = None if self.previous is None else self.previous.model
             return any(model is known for known in (current, previous, released))
-
-    # Fork
-
-    def after_fork_in_child(self, jitter: float) -> None:
-        """Keep the current and the previous generation; locks, leases and jitter are the child's own.
-
-        Only the forking thread lives on. So the only leases left are those of the calls that enclose the fork, and
-        those of generators and the like that this thread has begun.
-        """
-        held = [lease for lease in self.held_leases if lease.survives_fork()]
-        self._renew_locks()
-        self.epoch += 1
-        self.postponed = self.last_release = self.least_memory = None
-        self.draining.clear()
-        self.abandoned.clear()
-        self.creep = Creep()
-        for generation in (self.current, self.previous):
-            if generation is not None:
-                generation.leases = []
-                generation.uses = generation.errors = 0
-                generation.jitter = jitter
-        enclosing = self.enclosing.get()
-        if enclosing:
-            enclosing[0].leases = [None] * enclosing[1]
-        for lease in held:
-            lease.retake_in_child()
-
-
-class GuardState(GenerationState[M]):
-    """State of one guard. Fields are read freely; they change only inside its methods, under ``lock``.
-
-    Attributes:
-        job: The load under way, if any.
-        paused: Policies start nothing. What others ask for goes on.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.job: LoadJob | None = None
-        self.paused = False
-        self.requests = 0
-        self.reloads = 0
-        self.failures = 0
-        self.failure: LoadFailed | None = None
-        self.retry_at = -math.inf
-        self.model_bytes: int | None = None
-
-    def _renew_locks(self) -> None:
-        super()._renew_locks()
-        self.job_ended = threading.Condition(self.lock)
-        self.waiting = Waiters()
 
     # Waiting for a generation
 
@@ -588,7 +567,7 @@ class GuardState(GenerationState[M]):
                 job.covers, job.replaces = self.requests, False
             return job.by_policy
 
-    # Rollback, close, fork
+    # Rollback and close
 
     def roll_back(self, failure: LoadFailed) -> tuple[Generation[M], Generation[M]] | None:
         """Make the previous generation current again, and leave it there until its source changes.
@@ -630,9 +609,31 @@ class GuardState(GenerationState[M]):
         with self.lock:
             self.closed = False
 
+    # Fork
+
     def after_fork_in_child(self, jitter: float) -> None:
-        """Keep the current and the previous generation; loads, failures and counters are the child's own."""
-        super().after_fork_in_child(jitter)
+        """Keep the current and the previous generation; locks, leases and jitter are the child's own.
+
+        Only the forking thread lives on. So the only leases left are those of the calls that enclose the fork, and
+        those of generators and the like that this thread has begun.
+        """
+        held = [lease for lease in self.held_leases if lease.survives_fork()]
+        self._renew_locks()
+        self.epoch += 1
+        self.postponed = self.last_release = self.least_memory = None
+        self.draining.clear()
+        self.abandoned.clear()
+        self.creep = Creep()
+        for generation in (self.current, self.previous):
+            if generation is not None:
+                generation.leases = []
+                generation.uses = generation.errors = 0
+                generation.jitter = jitter
+        enclosing = self.enclosing.get()
+        if enclosing:
+            enclosing[0].leases = [None] * enclosing[1]
+        for lease in held:
+            lease.retake_in_child()
         self.job = None
         self.reloads = self.failures = 0
         self.failure, self.retry_at = None, -math.inf

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, Loader, World, outcome
 
-from modelguard.lifecycle import runtime
+from modelguard.runtime import host_lock
 from modelguard.runtime.host_lock import MAX_WAIT, HostLock, private_folder
 from modelguard.telemetry import LoadStarted
 
@@ -127,7 +127,7 @@ class TestALockThatIsHeldElsewhere:
     @pytest.fixture(autouse=True)
     def _other_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The kernel says that another process holds the lock."""
-        monkeypatch.setattr(runtime, "_lock", lambda _descriptor: False)
+        monkeypatch.setattr(host_lock, "_lock", lambda _descriptor: False)
 
     @pytest.mark.parametrize(("cancelled", "how"), [(False, "timed_out"), (True, "cancelled")])
     def test_is_waited_for(self, turn: Turn, folder: Path, cancelled: bool, how: str) -> None:  # noqa: FBT001

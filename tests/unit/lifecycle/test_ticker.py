@@ -187,6 +187,7 @@ def test_a_stopped_ticker_keeps_its_guards_for_its_children(ticker: Ticker) -> N
     assert [] == new(before)
     ticker.before_fork()
     ticker.after_fork_in_child()
+    ticker.start_again()
     assert first.is_asked()
     assert second.is_asked()
 
