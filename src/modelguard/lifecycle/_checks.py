@@ -99,14 +99,6 @@ Action = Literal["load", "unload", "end_workers"]
 
 
 class Due(NamedTuple, Generic[M]):
-    """A load or a release that is due.
-
-    Attributes:
-        reasons: Why.
-        generation: The generation that is over; None for the retry of a failed load.
-        action: What is to be done.
-    """
-
     reasons: tuple[Reason, ...]
     generation: Generation[M] | None
     action: Action = "load"
@@ -133,7 +125,6 @@ class Evaluator(Generic[M]):
         self._uses_seen = -1
 
     def decide_by(self, policy: Policy | None) -> None:
-        """Ask only this part of the guard's policy from now on."""
         self._members = alternatives(policy)
         self._members_if_pinned = alternatives(source_part(policy))
         self.readings.decide_by(policy)
@@ -158,7 +149,6 @@ class Evaluator(Generic[M]):
         return None
 
     def after_load(self) -> None:
-        """Set the alarm of a generation that was just installed."""
         generation = self._guard.state.current
         if generation is not None:
             self._reported.clear()
@@ -168,7 +158,6 @@ class Evaluator(Generic[M]):
                 self._guard.state.set_alarm(generation, snapshot.uses)
 
     def after_fork_in_child(self) -> None:
-        """Start the child's own readings."""
         self._lock = threading.Lock()
         self._reported.clear()
         self._uses_seen = -1
@@ -247,7 +236,6 @@ class Evaluator(Generic[M]):
                 )
 
     def _set_alarm(self, generation: Generation[M], snapshot: Snapshot) -> None:
-        """Let calls end on the fast path until the policy's answer may change."""
         members = self._asked()
         if not members:
             self.interval = _IDLE if self._members else math.inf
@@ -319,14 +307,12 @@ class Postponing:
 
     @property
     def interval(self) -> float:
-        """Seconds until the next check of what waits is useful."""
         waits = self._guard.state.postponed
         if waits is None or waits.until is None:
             return _INTERVAL
         return min(_INTERVAL, max(0.0, waits.until - self._guard.runtime.clock()))
 
     def postpones(self, due: Due[Any]) -> bool:
-        """Whether it must wait, which is recorded and reported."""
         state, over = self._guard.state, due.generation
         if over is None:  # the retry of a failed load
             return False
@@ -392,7 +378,6 @@ class Recycling:
         self.takes_calls = takes_calls
 
     def in_this_process(self, ask: Ask) -> None:
-        """This process calls ``ask`` from now on."""
         self._ask = ask
         self.here = True
 
@@ -453,7 +438,6 @@ class Checks(Generic[M]):
 
     @property
     def readings(self) -> Readings:
-        """What the policies read."""
         return self._evaluator.readings
 
     @property
@@ -463,14 +447,12 @@ class Checks(Generic[M]):
 
     @property
     def interval(self) -> float:
-        """Seconds until the next check is useful; infinity if only the ends of calls matter."""
         interval = self._evaluator.interval
         if self._guard.state.postponed is not None:
             interval = self._postponing.interval
         return interval if self._trimmer is None else min(interval, self._trimmer.check_interval())
 
     def check(self) -> bool:
-        """Ask the policies now, and trim if it is time; true if a reload was started."""
         if self._trimmer is not None and self._guard.state.current is not None:
             self._trimmer.tick()
         return self.ask(sample=True)
@@ -549,7 +531,6 @@ class Checks(Generic[M]):
     # What changes the checks
 
     def set_paused(self, *, paused: bool) -> None:
-        """Hold back what policies ask for, or no longer; then what is due starts with the next check."""
         guard = self._guard
         with guard.state.lock:  # so that what is shown is what is set
             changed = guard.state.set_paused(paused=paused)
@@ -559,16 +540,13 @@ class Checks(Generic[M]):
 
     @property
     def renew(self) -> Callable[[], object] | None:
-        """What asks another process for new weights, instead of a reload in this one."""
         return self._recycling.renew
 
     def recycle_in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None) -> None:
-        """Have children that are forked from now on ask for a fresh process instead of reloading."""
         self._recycling.in_children(ask, takes_calls=takes_calls, renew=renew)
         self._evaluator.decide_by(self._recycling.policy)
 
     def recycle_here(self, ask: Ask, *, renews: bool) -> None:
-        """Ask for a fresh process instead of reloading, from now on; without ``renews`` not for new weights."""
         self._recycling.in_this_process(ask)
         if not renews:
             self._evaluator.decide_by(subset(self._guard.options.reload_on, renews=False))
@@ -586,7 +564,6 @@ class Checks(Generic[M]):
             logger.exception("modelguard could not ask the policies of guard %r", self._guard.name)
 
     def after_fork_in_child(self) -> None:
-        """Start with own locks, jitter and readings; ask for recycling where that was prepared."""
         self._ticking = threading.Lock()
         self._recycling.after_fork_in_child()
         self._evaluator.decide_by(self._recycling.policy)

@@ -120,7 +120,6 @@ _engines: WeakRegistry[Engine[Any]] = WeakRegistry()
 
 
 def engines() -> tuple[Engine[Any], ...]:
-    """The engines of this process, those of pooled models included."""
     return tuple(_engines)
 
 
@@ -268,11 +267,9 @@ class Engine(Generic[M]):
     # What the ticker asks
 
     def check(self) -> bool:
-        """Ask the policies now, and trim if it is time; true if a reload was started."""
         return self.checks.check()
 
     def tick(self) -> None:
-        """:meth:`check`, as the ticker calls it: does not block."""
         self.checks.tick()
 
     def check_interval(self) -> float:
@@ -311,7 +308,6 @@ class Engine(Generic[M]):
         return generation
 
     async def aenter(self, timeout: float | None = None) -> Generation[M]:
-        """:meth:`enter` without blocking the event loop."""
         generation = self.state.enter()
         if generation is not None:
             return generation
@@ -322,7 +318,6 @@ class Engine(Generic[M]):
         return generation
 
     def leave(self, generation: Generation[M], *, failed: bool) -> None:
-        """Return a lease, and do what its end calls for."""
         if self.state.leave(generation, failed):
             self._after_call(generation)
 
@@ -431,7 +426,6 @@ class Engine(Generic[M]):
     # Loads
 
     def load(self, timeout: _units.Duration | None = None) -> None:
-        """Block until there is a current generation; load one if need be."""
         waiting.raise_on_event_loop(self.name, "load", "await guard.aload()")
         self.ensure_loaded(timeout)
 
@@ -441,12 +435,10 @@ class Engine(Generic[M]):
         self._wait_until_ready(self._timeout(timeout))
 
     async def aload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`load` for a coroutine."""
         self.state.raise_if_closed()
         await self._await_until_ready(self._timeout(timeout))
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None = None) -> None:
-        """Replace the model by one whose load begins after this call."""
         if wait:
             waiting.raise_on_event_loop(self.name, "reload", "await guard.areload()")
             self.raise_inside_call("reload")
@@ -457,13 +449,11 @@ class Engine(Generic[M]):
             wait_for_load(self.state, future, Timeout(timeout))
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`reload` for a coroutine."""
         self.raise_inside_call("areload")
         waiting.require_asyncio("waiting for a model in a coroutine")  # before the load begins
         await wait_for_load_on_loop(self.state, self._request_reload(), Timeout(timeout))
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
-        """Release the model until its next use, after a load that is under way."""
         waiting.raise_on_event_loop(self.name, "unload", "await guard.aunload()")
         self.raise_inside_call("unload")
         self.state.raise_if_closed()
@@ -479,16 +469,13 @@ class Engine(Generic[M]):
                 wait_for_end_of_job(self.state, job, limit)
 
     async def aunload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`unload` without blocking the event loop."""
         work = functools.partial(self.unload, timeout)
         await waiting.run(work, f"modelguard-unload-{self.name}", self.guard.runtime.start_thread)
 
     def rollback(self) -> None:
-        """Make the generation that the current one has replaced current again. Does not block."""
         roll_back(self.guard)
 
     def warm_up(self) -> None:
-        """Run the warm-up on the current generation, if there are both."""
         warmup, generation = self.guard.options.warmup, self.state.current
         if warmup is not None and generation is not None:
             with self.state.running_on(generation), own_thread.stay():
@@ -497,7 +484,6 @@ class Engine(Generic[M]):
 
     @property
     def ready(self) -> bool:
-        """Whether calls get a model: one is loaded, or ``Idle`` released it and the next call loads it."""
         state = self.state
         ready_when_idle = state.unloaded and not state.failures and self.guard.options.ready_when_idle
         return state.current is not None or ready_when_idle
@@ -519,7 +505,6 @@ class Engine(Generic[M]):
     # Policies
 
     def set_paused(self, *, paused: bool) -> None:
-        """Hold back what policies ask for, or no longer; what is due by then starts soon."""
         self.checks.set_paused(paused=paused)
         if not paused and self.checks.needed and self.state.current is not None and self.guard.runtime.ticks:
             with suppress(RuntimeError):  # the system gives no thread; the next call tries again
@@ -535,23 +520,19 @@ class Engine(Generic[M]):
         return subset(self.guard.options.reload_on, renews=True) is not None
 
     def recycle_in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None = None) -> None:
-        """Have children that are forked from now on ask for a fresh process instead of reloading."""
         self.state.raise_if_closed()
         self.checks.recycle_in_children(ask, takes_calls=takes_calls, renew=renew)
 
     def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
-        """Ask for a fresh process instead of reloading, from now on; without ``renews`` not for new weights."""
         self.state.raise_if_closed()
         self.checks.recycle_here(ask, renews=renews)
 
     # The end, and forks
 
     def reopen(self) -> None:
-        """Accept calls again after :meth:`close`; the next use loads a model."""
         self.state.reopen()
 
     def close(self, timeout: _units.Duration | None = None) -> None:
-        """Refuse further calls, wait for those under way up to a bound, and release the model."""
         seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
         waiting.raise_on_event_loop(self.name, "close", "await guard.aclose()")
         self.raise_inside_call("close")
@@ -567,20 +548,16 @@ class Engine(Generic[M]):
             self.guard.recorded.clear()
 
     async def aclose(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`close` without blocking the event loop."""
         work = functools.partial(self.close, timeout)
         await waiting.run(work, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
 
     def before_fork(self) -> None:
-        """Keep other threads out of the state while the process forks."""
         self.state.lock.acquire()
 
     def after_fork_in_parent(self) -> None:
-        """Let them in again."""
         self.state.lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Start with own locks, counters, jitter and readings; ask for recycling where that was prepared."""
         self.state.after_fork_in_child(self.guard.runtime.random())
         self.checks.after_fork_in_child()
         if self.guard.recorded is not None:

@@ -99,7 +99,6 @@ class Generation(Generic[M]):
         self.dropped = False
 
     def drop(self) -> M:
-        """Give up the model and return it, for the release."""
         model = self.model
         self.dropped = True
         del self.model
@@ -191,18 +190,15 @@ class Waiters:
         return len(self._requests)
 
     def add(self, request: int) -> Future[Outcome]:
-        """Wait for a load that began after ``request``."""
         future: Future[Outcome] = Future()
         future.set_running_or_notify_cancel()  # so that a waiter's cancellation cannot touch it
         self._requests[future] = request
         return future
 
     def remove(self, future: Future[Outcome]) -> None:
-        """Remove a waiter, if it still waits."""
         self._requests.pop(future, None)
 
     def pop(self, covers: float) -> list[Future[Outcome]]:
-        """Remove and return those whose request is covered."""
         done = [future for future, request in self._requests.items() if request <= covers]
         for future in done:
             del self._requests[future]
@@ -221,8 +217,6 @@ def is_plain_value(model: object) -> bool:
 
 
 class KnownModels:
-    """All models that a family of guards has loaded, as long as they live."""
-
     def __init__(self) -> None:
         self._models: dict[int, weakref.KeyedRef[int, object]] = {}
 

@@ -55,7 +55,6 @@ class Lease(Generic[M]):
 
     @classmethod
     def take(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
-        """Take a lease; the caller must end it."""
         return cls.of(engine, engine.enter(timeout))
 
     @classmethod
@@ -66,7 +65,6 @@ class Lease(Generic[M]):
 
     @classmethod
     async def atake(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
-        """:meth:`take` without blocking the event loop."""
         return cls.of(engine, await engine.aenter(timeout))
 
     if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
@@ -103,7 +101,6 @@ class Lease(Generic[M]):
             self.drop()
 
     def enter_taken(self) -> M:
-        """Begin the use of a lease that was taken before; returns the model. :meth:`end` ends it."""
         assert self._generation is not None  # noqa: S101 - it was taken and has not ended
         return self._begin(self._generation)
 
@@ -123,7 +120,6 @@ class Lease(Generic[M]):
 
     @property
     def engine(self) -> Engine[M]:
-        """Whose model it lends."""
         return self._engine
 
     @property
@@ -162,7 +158,6 @@ class Lease(Generic[M]):
                 state.enclosing.reset(token)
 
     def end_with(self, error: BaseException | None) -> None:
-        """Return the lease at the end of a block."""
         if isinstance(error, GeneratorExit):  # of a generator that may have been dropped
             self.drop()
         elif isinstance(error, Exception):
@@ -182,7 +177,6 @@ class Lease(Generic[M]):
         return self._generation is not None and self._engine.repair(self._generation, error)
 
     def end(self, *, failed: bool) -> None:
-        """Return the lease, once."""
         generation = self._give_up()
         if generation is not None:
             self._engine.leave(generation, failed=failed)
@@ -224,7 +218,6 @@ class Lease(Generic[M]):
         return self._generation is not None and not self._enclosing and self._thread == threading.get_ident()
 
     def retake_in_child(self) -> None:
-        """Take the lease again in that child."""
         if self._generation is not None:
             self._epoch = self._engine.state.epoch
             self._generation.leases.append(None)

@@ -165,7 +165,6 @@ def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:
 
 
 def _verdict(guard: GuardContext[M], generation: Generation[M]) -> object:
-    """What ``validate`` returns, called with the old model too if it takes that."""
     validate = guard.options.validate
     assert validate is not None  # noqa: S101 - the caller has looked
     if not guard.options.validates_both:
@@ -312,12 +311,10 @@ def inline() -> Iterator[None]:
 
 
 def active() -> bool:
-    """Whether guards run inline now."""
     return _active
 
 
 def load(guard: GuardContext[M]) -> None:
-    """Load the model in this thread, unless there is one."""
     with _lock:
         guard.state.raise_if_closed()
         if guard.state.current is None:
@@ -336,7 +333,6 @@ async def aload(guard: GuardContext[M]) -> None:
 
 
 def unload(guard: GuardContext[Any]) -> None:
-    """Drop the model, if there is one."""
     with _lock:
         guard.state.retire_until_next_use(if_unused=False)
 

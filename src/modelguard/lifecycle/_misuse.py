@@ -103,21 +103,11 @@ def check_keyword(argument: str, value: object, others: tuple[object, ...], *, f
 
 
 def check_wait(wait: object) -> None:
-    """Check an argument ``wait``, which is easily taken for a duration.
-
-    Raises:
-        InvalidOption: It is not a bool.
-    """
     if not isinstance(wait, bool):
         raise InvalidOption("wait", wait, why="must be True or False", fix="To bound the wait, give timeout='5s'.")
 
 
 def check_ask(ask: object) -> None:
-    """Check what a guard is told to call when this process should be replaced.
-
-    Raises:
-        InvalidOption: It cannot be called.
-    """
     if not callable(ask):
         fix = "Give a function that takes the reasons."
         raise InvalidOption("ask", ask, why="must be a function of one argument", fix=fix)
@@ -186,7 +176,6 @@ _POSITIONAL = (
 
 
 def plain_function(function: Any) -> Any:
-    """The function inside a ``classmethod`` or ``staticmethod``."""
     return function.__func__ if isinstance(function, classmethod | staticmethod) else function
 
 
@@ -227,7 +216,6 @@ def receivers(function: Any) -> int:
 
 
 def without_model(function: Any, *, at: int) -> inspect.Signature:
-    """The signature of ``function`` less the parameter that takes the model."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     if len(parameters) > at and parameters[at].kind is not inspect.Parameter.VAR_POSITIONAL:

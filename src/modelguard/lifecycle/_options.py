@@ -165,9 +165,7 @@ class ModelWorkers(Protocol):
     """The worker processes of a model that is a mold."""
 
     @property
-    def ended(self) -> bool:
-        """Whether they have ended until the next call."""
-        ...
+    def ended(self) -> bool: ...
 
     def end(self, reasons: tuple[Reason, ...]) -> None:
         """End them until the next call, unless one has a call. Does not block."""
@@ -229,7 +227,6 @@ class GuardOptions(Generic[M]):
 
     @property
     def keeps_mold(self) -> bool:
-        """Whether ``Idle`` is to end only the workers of a mold."""
         return self.reload_on is not None and any(part.ends_workers for part in self.reload_on.parts())
 
     @property
@@ -506,7 +503,6 @@ class Unpacked(NamedTuple):
 
 
 def unpacked(returned: object) -> Unpacked:
-    """Take apart what a loader returned."""
     if isinstance(returned, Loaded):
         return Unpacked(returned.model, returned.version)
     return Unpacked(returned, None)

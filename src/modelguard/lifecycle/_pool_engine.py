@@ -53,7 +53,6 @@ _pool_engines: WeakRegistry[PoolEngine[Any, Any]] = WeakRegistry()
 
 
 def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
-    """The engines of this process's pools."""
     return tuple(_pool_engines)
 
 
@@ -101,12 +100,10 @@ class PoolEngine(Generic[K, M]):
 
     @property
     def name(self) -> str:
-        """The pool's name."""
         return self.options.name
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed and not opened again."""
         return self._closed
 
     # On request
@@ -147,12 +144,10 @@ class PoolEngine(Generic[K, M]):
             self._one_load.release()
 
     async def aunload(self, keys: tuple[K, ...], timeout: Timeout) -> None:
-        """:meth:`unload` without blocking the event loop."""
         work = partial(self.unload, keys, timeout)
         await waiting.run(work, f"modelguard-unload-{self.name}", self.runtime.start_thread)
 
     def set_paused(self, *, paused: bool) -> None:
-        """Let age, changed sources and idleness end no model, or let them again."""
         with self._changed:
             changed, self.paused = self.paused is not paused, paused
             self._shown_pause.show(paused=paused)
@@ -189,7 +184,6 @@ class PoolEngine(Generic[K, M]):
                 model.engine.state.close()
 
     def close(self, timeout: Timeout | None = None) -> None:
-        """Refuse further leases, wait for those under way, and release every model."""
         waiting.raise_on_event_loop(self.name, "close", "await pool.aclose()")
         TICKER.remove(self)
         with self._changed:
@@ -210,12 +204,10 @@ class PoolEngine(Generic[K, M]):
             wait([releasing], _END if timeout is None else timeout.left())
 
     async def aclose(self, timeout: Timeout | None = None) -> None:
-        """:meth:`close` without blocking the event loop."""
         work = partial(self.close, timeout)
         await waiting.run(work, f"modelguard-close-{self.name}", self.runtime.start_thread)
 
     def reopen(self) -> None:
-        """Lend models again after :meth:`close`."""
         with self._changed:
             self._closed = False
 
@@ -235,7 +227,6 @@ class PoolEngine(Generic[K, M]):
             probe.poll(self.runtime)
 
     def check_interval(self) -> float:
-        """Seconds until :meth:`tick` should be called again."""
         return min(self._sources.interval, self._idle.interval)
 
     def _has_to_look(self) -> bool:
@@ -264,7 +255,6 @@ class PoolEngine(Generic[K, M]):
         self._releasing.add_done_callback(lambda _: one_load.release())  # also where the system gives no thread
 
     def _close_evicted(self) -> None:
-        """Release what was evicted. Blocks."""
         with self._changed:
             evicted, self._models.evicted = self._models.evicted, []
             self._evictions += sum(model.until_next_use is None for model in evicted)
@@ -302,12 +292,10 @@ class PoolEngine(Generic[K, M]):
                 )
 
     def _states_of_loads(self) -> list[GuardState[M]]:
-        """The states of the models that are being loaded."""
         with self._changed:
             return [model.engine.state for model in self._models.values() if model.loading and model.engine is not None]
 
     def status(self) -> PoolStatus[K]:
-        """The pool's figures at this moment."""
         from modelguard.lifecycle.status import PoolStatus
 
         with self._changed:
@@ -348,7 +336,6 @@ class PoolEngine(Generic[K, M]):
                 self._unpin(model)
 
     async def atake(self, key: K, wait: float) -> Lease[M]:
-        """:meth:`take` without blocking the event loop."""
         deadline = time.monotonic() + wait
         while (lease := self.take_now(key)) is None:
             waiting.require_asyncio("waiting for a model in a coroutine")
@@ -455,7 +442,6 @@ class PoolEngine(Generic[K, M]):
         return max((size for size in self._sizes.values() if size <= self._models.maxsize), default=0)
 
     def why_full(self, key: K) -> Overloaded:
-        """Why a caller has not got the model of ``key``."""
         with self._changed:
             return Overloaded(self._why_full(key, self._models.get(key)))
 
@@ -562,15 +548,12 @@ class PoolEngine(Generic[K, M]):
     # Fork
 
     def before_fork(self) -> None:
-        """Keep other threads out while the process forks."""
         self._changed.acquire()
 
     def after_fork_in_parent(self) -> None:
-        """Let them in again."""
         self._changed.release()
 
     def after_fork_in_child(self) -> None:
-        """Start with own locks, and without the loads of the parent's threads."""
         self._renew_locks()
         probes = {model.probe for model in self._models.values() if model.probe is not None}
         for probe in probes.union(self._sources.kept()):

@@ -81,8 +81,6 @@ class PooledFunction(NamedTuple):
 
 
 class Keyed(Generic[M]):
-    """The decorator that calling a :class:`~modelguard.ModelPool` returns."""
-
     def __init__(
         self,
         lease: Callable[[Any], PoolLease[M]],
@@ -111,7 +109,6 @@ class Keyed(Generic[M]):
     @overload
     def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
     def __call__(self, function: Any, /) -> Any:
-        """Decorate ``function``: functions, methods, coroutines and generators alike."""
         check_function(plain_function(function), None)
         key_of = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call(function)
 

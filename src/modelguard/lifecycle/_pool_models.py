@@ -29,15 +29,6 @@ _OVERDUE = 0.25
 
 
 class PooledModel(Generic[M]):
-    """One model of the pool.
-
-    Attributes:
-        pins: Callers that have found it and are about to take their lease.
-        failure: Why its load failed, for the callers that waited for it.
-        probe: Knows whether its source has changed since its load; None without one.
-        until_next_use: Why it is to be released until its next use; None if that was not asked for.
-    """
-
     def __init__(self, size: int) -> None:
         self.engine: Engine[M] | None = None
         self.size = size
@@ -54,13 +45,11 @@ class PooledModel(Generic[M]):
 
     @property
     def unused(self) -> bool:
-        """Whether nobody uses the model or is about to."""
         if self.loading or self.pins or self.engine is None:
             return False
         return not self.engine.state.in_flight
 
     def admit(self, now: float, ttl: float) -> None:
-        """Lend it from now on, for ``ttl`` seconds."""
         self.loading = False
         self.expires = now + ttl
         self._unused_since = now
@@ -121,7 +110,6 @@ class Place:
         self._since = 0.0
 
     def first(self) -> bool:
-        """Whether it is this caller's turn to make room."""
         if self not in self._queue:
             self._queue.append(self)
             self._since = self._clock()
@@ -147,7 +135,6 @@ class RoomQueue:
 
     @contextmanager
     def place(self) -> Iterator[Place]:
-        """A place in the queue for the block."""
         place = Place(self._places, self._clock)
         try:
             yield place
@@ -170,7 +157,6 @@ class PoolLRU(Cache[K, PooledModel[M]]):
         self.evicted: list[PooledModel[M]] = []
 
     def touch(self, key: K) -> PooledModel[M] | None:
-        """The model of ``key``, which is the most recently used one from now on."""
         model = self.get(key)
         if model is not None:
             del self[key]
@@ -230,7 +216,6 @@ class PoolSources(Generic[K]):
         return math.inf if self._policy is None else min(1.0, self._policy.every)
 
     def of(self, key: K) -> Probe | None:
-        """The probe of a key; None without one."""
         policy = self._policy
         if policy is None:
             return None
@@ -274,7 +259,6 @@ class IdleKeys(Generic[K, M]):
 
     @property
     def interval(self) -> float:
-        """Seconds until the next look; infinity if none is needed."""
         return self._after / _LOOKS
 
     @property
@@ -301,7 +285,6 @@ class IdleKeys(Generic[K, M]):
             self.unloads += 1
 
     def wake(self, key: K) -> bool:
-        """The model of ``key`` is about to be loaded; returns whether it was one of them."""
         try:
             del self._keys[key]
         except KeyError:
@@ -309,5 +292,4 @@ class IdleKeys(Generic[K, M]):
         return True
 
     def clear(self) -> None:
-        """The pool is closed, so nothing is loaded again."""
         self._keys.clear()

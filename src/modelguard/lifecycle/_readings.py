@@ -106,7 +106,6 @@ class ProbedSource:
 
     @property
     def expects_confirmation(self) -> bool:
-        """Whether the next answer should come soon."""
         return 0 < self._in_a_row < self._needed and not self.unsteady
 
     def _forget_candidate(self, *, steady: bool = True) -> None:
@@ -163,7 +162,6 @@ class Probe:
 
     @property
     def answers(self) -> ProbeAnswers:
-        """What is known of its answers."""
         with self._lock:
             return ProbeAnswers(changed=self._source.changed, unsteady=self._source.unsteady)
 
@@ -285,11 +283,9 @@ class Probes:
         self._asked = tuple(self._known)
 
     def decide_by(self, policy: Policy | None) -> None:
-        """Ask only those of this part of the policy from now on."""
         self._asked = tuple(_of(policy))
 
     def after_fork_in_child(self, runtime: Runtime) -> None:
-        """Start without threads."""
         for probe in self._known.values():
             probe.after_fork_in_child(runtime)
 
@@ -299,17 +295,14 @@ class Probes:
         return {part: probe.wait(call, future) for part, probe, call, future in asked}
 
     def loaded(self, values: Mapping[Changed, object], runtime: Runtime) -> None:
-        """A model was loaded, just before which the probes returned these values."""
         for part, value in values.items():
             self._known[part].loaded(value, runtime)
 
     def poll(self, runtime: Runtime) -> None:
-        """Ask those for which it is time. Does not wait for answers."""
         for part in self._used(runtime):
             self._known[part].poll(runtime)
 
     def answers(self) -> Mapping[Any, ProbeAnswers]:
-        """What is known of each probe."""
         return MappingProxyType({part.probe: self._known[part].answers for part in self._asked})
 
     def _used(self, runtime: Runtime) -> tuple[Changed, ...]:
@@ -373,7 +366,6 @@ class _GpuReadings:
 
     @property
     def gpus(self) -> tuple[GpuMemory, ...] | None:
-        """Each device; None before the first reading."""
         if not self._read:
             return None
         found = self._devices.copy().items()
@@ -426,7 +418,6 @@ class Readings:
         self._before.update(files)
 
     def start(self, generation: Generation[Any] | None) -> None:
-        """Start with no readings, for ``generation``."""
         self.generation = generation.number if generation is not None else 0
         self._memory = _Series()
         self._gpu = _GpuReadings()
@@ -436,7 +427,6 @@ class Readings:
         self._uses = 0
 
     def decide_by(self, policy: Policy | None) -> None:
-        """Ask only the probes of this part of the guard's policy from now on."""
         self._probes.decide_by(policy)
 
     def after_fork_in_child(self, generation: Generation[Any] | None) -> None:
@@ -510,7 +500,6 @@ class Readings:
 
     @property
     def interval(self) -> float:
-        """Seconds until the next reading of memory."""
         reads = self._reads_memory or self._reads_gpu
         return max(0.0, self._next_reading - self._guard.runtime.clock()) if reads else math.inf
 

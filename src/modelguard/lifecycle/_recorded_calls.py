@@ -43,7 +43,6 @@ class Exclusion:
         self.renew_locks()
 
     def renew_locks(self) -> None:
-        """Start with free locks, as a child after a fork must: the thread that held one does not exist there."""
         self._turn = threading.Lock()
         self._counting = threading.Lock()
         self._ended = self._begun
@@ -114,7 +113,6 @@ class RecordedCall:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return len(self._arguments)
 
     def prepared(self) -> Callable[[Any], Any] | None:
@@ -173,19 +171,16 @@ class RecordedCalls:
         return recorded
 
     def snapshot(self) -> tuple[RecordedCall, ...]:
-        """The calls, from the oldest to the latest."""
         with self._lock:
             return tuple(self._calls)
 
     def clear(self) -> None:
-        """Forget them all."""
         with self._lock:
             self._calls.clear()
             self._size = 0
             self._first, self._next = self._rule.count, float("-inf")
 
     def after_fork_in_child(self) -> None:
-        """Start with own locks. The thread that held one does not exist here."""
         self._lock = threading.Lock()
         self.exclusion.renew_locks()
         self._size = sum(call.size for call in self._calls)

@@ -85,8 +85,6 @@ _ROOM_INTERVAL = 0.25
 
 
 class Deferred(NamedTuple):
-    """How long a load waited for a pause, and by how many bytes private memory grew meanwhile."""
-
     seconds: float
     growth: int
 

@@ -36,9 +36,7 @@ class _Owner(Protocol):
     runtime: Runtime
 
     @property
-    def name(self) -> str:
-        """For the events."""
-        ...
+    def name(self) -> str: ...
 
 
 class Trimmer:
@@ -66,7 +64,6 @@ class Trimmer:
         """Nothing."""
 
     def check_interval(self) -> float:
-        """Seconds until the next tick is useful."""
         return max(0.0, self._next - self._owner.runtime.clock())
 
     def tick(self) -> None:

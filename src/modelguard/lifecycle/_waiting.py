@@ -82,11 +82,6 @@ class Search:
         return max(0.0, min(seconds, self._next - time.monotonic()))
 
     def look(self) -> None:
-        """Search, if it is time.
-
-        Raises:
-            WouldDeadlock: A load waits for this thread.
-        """
         if time.monotonic() >= self._next:
             for state in self._states():
                 raise_if_load_waits_here(state)
@@ -151,7 +146,6 @@ def _raise_on_circle(state: GuardState[Any], me: int) -> None:
 
 
 def after_fork_in_child() -> None:
-    """Forget the parent's waiting threads, which do not exist in the child."""
     _waiting.clear()
 
 

@@ -85,7 +85,6 @@ def drive(take: Callable[[], Lease[Any]], start: Callable[[Any], Generator[Any, 
 async def adrive(
     take: Callable[[], Lease[Any] | Awaitable[Lease[Any]]], start: Callable[[Any], AsyncGenerator[Any, Any]]
 ) -> AsyncGenerator[Any, Any]:
-    """:func:`drive` for asynchronous generators."""
     taken = take()
     lease = taken if isinstance(taken, Lease) else await taken
     lease.detach()
@@ -186,8 +185,6 @@ class _LeasedIterator(_Leased):
 
 
 class _LeasedAsyncIterator(_Leased):
-    """The same for asynchronous iterators."""
-
     def __aiter__(self) -> Any:
         return self
 
@@ -199,7 +196,6 @@ class _LeasedAsyncIterator(_Leased):
             raise
 
     async def aclose(self) -> None:
-        """Close what can be closed."""
         try:
             if hasattr(self.__wrapped__, "aclose"):
                 await self._self_lease.astep(self.__wrapped__.aclose())
@@ -267,11 +263,6 @@ class Guarded(_FunctionWrapper):
         return self._self_receivers
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the function with the model.
-
-        wrapt looks for an instance first, which costs a quarter of a microsecond. A function that is called without
-        being bound has none.
-        """
         return self._self_call(args, kwargs)
 
     @property
@@ -307,14 +298,6 @@ class _MethodFunction(_CallableProxy):
 
 
 def decorate(engine: Engine[Any], function: Any, *, owner: object, in_use: bool) -> Guarded:
-    """Wrap ``function`` so that it runs on the model of ``engine``.
-
-    Args:
-        engine: Lends the model.
-        function: What is decorated.
-        owner: What :func:`owner_of` returns.
-        in_use: Whether somebody else may refer to the function already.
-    """
     decorated = wrap(
         function,
         call=engine.wrapper(is_lazy, lambda generation, result: keep(Lease.of(engine, generation), result)),
@@ -366,7 +349,6 @@ def wrap(
 
 
 def owner_of(function: object) -> object:
-    """The guard of a decorated function, None if no guard decorates it."""
     parent = getattr(function, "_self_parent", None)  # if it is bound to an instance
     return getattr(function if parent is None else parent, "_self_guard", None)
 

@@ -291,11 +291,9 @@ class Turns:
             return True
 
     def before_fork(self) -> None:
-        """Keep other threads out while the process forks: a child asks the policies in its first moment."""
         self._lock.acquire()
 
     def after_fork_in_parent(self) -> None:
-        """Let them in again."""
         self._lock.release()
 
     def after_fork_in_child(self) -> None:

@@ -38,7 +38,6 @@ class NamedThreads:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Threads do not survive a fork."""
         # Reentrant: the garbage collector may return a dropped lease in here, which may start work.
         self._lock = threading.RLock()
         self._idle: dict[str, tuple[SimpleQueue[Work | None], threading.Thread]] = {}
@@ -141,13 +140,9 @@ _SHORTEST, _LONGEST = 0.05, 1.0
 class Ticked(Protocol):
     """What the ticker needs of a guard."""
 
-    def tick(self) -> None:
-        """Ask the policies now. Does not block."""
-        ...
+    def tick(self) -> None: ...
 
-    def check_interval(self) -> float:
-        """Seconds until the next check is useful; infinity if none is."""
-        ...
+    def check_interval(self) -> float: ...
 
 
 class Ticker:
@@ -214,7 +209,7 @@ class Ticker:
             try:
                 guard.tick()
                 interval = min(interval, guard.check_interval())
-            except BaseException:  # noqa: BLE001 - one guard's failure must not keep the others from being checked
+            except BaseException:
                 with suppress(BaseException):  # nor may a log handler that raises
                     logging.getLogger("modelguard").exception("modelguard could not ask the policies of %r", guard)
         return interval
@@ -224,15 +219,12 @@ class Ticker:
     fork_rank = fork.Rank.TICKER
 
     def before_fork(self) -> None:
-        """Keep other threads out while the process forks."""
         self._lock.acquire()
 
     def after_fork_in_parent(self) -> None:
-        """Let them in again."""
         self._lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Forget the parent's thread."""
         self._renew()
 
     def start_again(self) -> None:

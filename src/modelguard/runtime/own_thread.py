@@ -30,7 +30,6 @@ def stay() -> Iterator[None]:
 
 
 def required() -> bool:
-    """Whether the calling context is inside such a block."""
     return _in_own_thread.get()
 
 
@@ -54,5 +53,4 @@ def reruns() -> Iterator[None]:
 
 
 def is_rerun() -> bool:
-    """Whether the calling context is inside such a block."""
     return _rerunning.get()

@@ -91,11 +91,9 @@ class WeakRegistry(Generic[T]):
         self._references: set[weakref.ref[T]] = set()
 
     def add(self, item: T) -> None:
-        """List it from now on."""
         self._references.add(weakref.ref(item, self._references.discard))
 
     def discard(self, item: T) -> None:
-        """List it no longer, if it is listed."""
         self._references.discard(weakref.ref(item))
 
     def __iter__(self) -> Iterator[T]:

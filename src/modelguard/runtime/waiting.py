@@ -22,16 +22,13 @@ class Timeout:
         self._seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
 
     def waited(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self._started
 
     def left(self) -> float | None:
-        """Remaining seconds, at least 0; None without a bound."""
         return None if self._seconds is None else max(0.0, self._seconds - self.waited())
 
 
 def on_event_loop() -> bool:
-    """Whether this thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -116,7 +116,7 @@ def test_the_worst_comes_first() -> None:
 
 def test_our_own_threads_are_not_hazards() -> None:
     """Modelguard's threads hold no lock while the process forks, and start again in the child."""
-    assert () == find_hazards(Process(python=[("modelguard-ticker", "modelguard.lifecycle._fork.Ticker._run")]))
+    assert () == find_hazards(Process(python=[("modelguard-ticker", "modelguard.runtime.background.Ticker._run")]))
 
 
 def test_native_threads_without_openmp_are_not_hazards() -> None:
