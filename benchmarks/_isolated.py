@@ -7,7 +7,7 @@ import os
 import threading
 from typing import Any
 
-from modelguard import Errors, MemoryGrowth, guard, isolate
+from modelguard import Errors, MemoryGrowth, Swap, guard, isolate
 
 TEXT = "銀座でランチをご一緒しましょう。"
 SENTENCES = [f"The quick brown fox number {number} jumps over the lazy dog." for number in range(16)]
@@ -22,7 +22,7 @@ def load_spacy() -> Any:
 
 
 spacy_model = guard(load_spacy, reload_on=Errors(1), warmup=lambda nlp: nlp(TEXT), name="ja_ginza")
-in_process = guard(load_spacy, reload_on=None, swap="load_first", defer=0, warmup=lambda nlp: nlp(TEXT))
+in_process = guard(load_spacy, reload_on=None, swap=Swap("load_first", defer=0), warmup=lambda nlp: nlp(TEXT))
 
 
 def find_entities(nlp: Any, text: str) -> tuple[int, list[str]]:

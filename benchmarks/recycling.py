@@ -39,9 +39,9 @@ PATIENCE = 120.0
 
 GUARDED = """
     import os, spacy
-    from modelguard import Errors, guard
+    from modelguard import Errors, Swap, guard
 
-    nlp = guard(lambda: spacy.load("ja_ginza"), reload_on=Errors(1), defer=0, warmup=lambda nlp: nlp("銀座"))
+    nlp = guard(lambda: spacy.load("ja_ginza"), reload_on=Errors(1), swap=Swap(defer=0), warmup=lambda nlp: nlp("銀座"))
 
     @nlp
     def analyse(nlp, path):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import _common
 
-from modelguard import MemoryGrowth, Policy, Uses, guard, memory, telemetry
+from modelguard import MemoryGrowth, Policy, Swap, Uses, guard, memory, telemetry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,7 +82,7 @@ def zone() -> Tokenize:
 
 
 def guarded(policy: Policy) -> Tokenize:
-    decorated: Tokenize = guard(load, reload_on=policy, defer=0)(words)
+    decorated: Tokenize = guard(load, reload_on=policy, swap=Swap(defer=0))(words)
     return decorated
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from modelguard import TTL, MemoryLimit, guard
+from modelguard import TTL, MemoryLimit, Swap, guard
 from modelguard.frameworks.asgi import ModelGuardMiddleware
 
 
@@ -24,7 +24,7 @@ words = guard(
     Model,
     reload_on=TTL("12h") | MemoryLimit("80%"),  # of the container's limit, which deployment.yaml sets
     load_timeout="60s",  # the longest load: probes and the grace period in deployment.yaml allow for it
-    drain_timeout="30s",
+    swap=Swap(drain_timeout="30s"),
     name="words",
 )
 

@@ -25,6 +25,7 @@ from modelguard import (
     Loaded,
     MemoryGrowth,
     Modified,
+    Swap,
     Uses,
     guard,
     isolate,
@@ -202,7 +203,7 @@ def revised(loaded: Model) -> int:
 
 
 @isolate(workers=1)
-@guard(load_revision, reload_on=Changed(revision, every="100ms"), keep_previous=True, backoff=QUICK)
+@guard(load_revision, reload_on=Changed(revision, every="100ms"), swap=Swap(keep_previous=True), backoff=QUICK)
 def undoable(loaded: Model) -> int:
     """The same, with the previous mold kept."""
     return loaded.pid

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from tests.unit.lifecycle.recipes import definitions
 
-from modelguard import Changed, Loaded, guard, telemetry
+from modelguard import Changed, Loaded, Swap, guard, telemetry
 
 SOURCE, URL = os.environ["SOURCE"], os.environ["URL"]
 
@@ -90,8 +90,7 @@ nlp = guard(
     load,
     reload_on=Changed(probe, every="100ms", timeout="2s"),
     validate=canary,
-    keep_previous=True,
-    defer=0,
+    swap=Swap(keep_previous=True, defer=0),
     name="nlp",
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.process.harness import run_python
 
-from modelguard import TTL, Changed, Uses, batched, guard, pool, replicas, telemetry
+from modelguard import TTL, Changed, Swap, Uses, batched, guard, pool, replicas, telemetry
 from modelguard.lifecycle.model_guard import guards
 from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.telemetry import Event, Reason, RecycleAsked
@@ -72,7 +72,7 @@ def in_child(work: Callable[[], None], seconds: float = 20) -> None:
 
 def test_a_ready_generation_is_carried_over_and_the_child_is_its_own_master() -> None:
     """The child serves the parent's model at once, counts for itself, and reloads and closes alone."""
-    guarded = guard(Model, reload_on=Uses(100), defer=0)
+    guarded = guard(Model, reload_on=Uses(100), swap=Swap(defer=0))
     who = guarded(lambda model: model.pid)
     parent = os.getpid()
     for _ in range(7):
@@ -93,7 +93,7 @@ def test_a_ready_generation_is_carried_over_and_the_child_is_its_own_master() ->
 
 def test_the_childs_policies_go_on() -> None:
     """A policy becomes due in the child by the child's own calls, and its ticker thread runs."""
-    guarded = guard(Model, reload_on=Uses(3) | TTL("200ms"), defer=0)
+    guarded = guard(Model, reload_on=Uses(3) | TTL("200ms"), swap=Swap(defer=0))
     who = guarded(lambda model: model.pid)
     who()
 
@@ -124,7 +124,7 @@ def test_the_childs_probes_start_anew() -> None:
             over.wait(60)
         return value[0]
 
-    guarded = guard(Model, reload_on=Changed(probe, every="50ms"), defer=0)
+    guarded = guard(Model, reload_on=Changed(probe, every="50ms"), swap=Swap(defer=0))
     who = guarded(lambda model: model.pid)
     assert parent == who()
     hang.set()
@@ -176,7 +176,9 @@ def test_a_fork_from_inside_a_call_keeps_that_calls_lease() -> None:
     """In the child the forking call still holds its model; calls of other threads hold nothing there."""
     other_inside, other_out = threading.Event(), threading.Event()
     unloaded: list[int] = []
-    guarded = guard(Model, reload_on=None, unload=lambda model: unloaded.append(model.pid), drain_timeout="300ms")
+    guarded = guard(
+        Model, reload_on=None, unload=lambda model: unloaded.append(model.pid), swap=Swap(drain_timeout="300ms")
+    )
 
     @guarded
     def other(model: Model) -> None:
@@ -209,7 +211,7 @@ def test_a_fork_from_inside_a_call_keeps_that_calls_lease() -> None:
 def test_a_shared_model_is_recycled_instead_of_reloaded(events: list[Event]) -> None:
     """In a prepared parent's child a due policy asks the server for a fresh worker, once; the model serves on."""
     asked: list[tuple[Reason, ...]] = []
-    guarded = guard(Model, reload_on=Uses(3), defer=0)
+    guarded = guard(Model, reload_on=Uses(3), swap=Swap(defer=0))
     who = guarded(lambda model: model.pid)
     who()
     guarded.recycle_in_children(asked.append)
@@ -310,7 +312,7 @@ def test_forks_while_threads_use_guards_and_pools_never_hang() -> None:
     """Children forked at random moments of calls, reloads and pool leases can all use guard and pool."""
     order_alone = Runtime(private=lambda: 0, headroom=lambda: None, trim=lambda: "none")
     with use(lambda: order_alone):
-        guarded = guard(Model, reload_on=Uses(20), defer=0)
+        guarded = guard(Model, reload_on=Uses(20), swap=Swap(defer=0))
         voices = pool(lambda key: Model(), max_memory="1 GB", max_models=2)
     who = guarded(lambda model: model.pid)
     done = threading.Event()

@@ -83,13 +83,14 @@ def test_a_fork_writes_to_no_other_modules() -> None:
 
 LOADING_AFTER_A_FORK = """
     import json, os, sys
-    from modelguard import MemoryGrowth, Uses, allocator, guard
+    from modelguard import MemoryGrowth, Swap, Uses, allocator, guard, memory
 
     class Model:
         def __call__(self, text):
             return text.split()
 
-    nlp = guard(Model, reload_on=Uses(3) | MemoryGrowth("1 GB"), trim_every="1m", defer=0)
+    nlp = guard(Model, reload_on=Uses(3) | MemoryGrowth("1 GB"), swap=Swap(defer=0))
+    memory.trim_every("1m")
 
     @nlp
     def words(model, text):

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from modelguard import Backoff, Uses, guard, telemetry
+from modelguard import Backoff, Swap, Uses, guard, telemetry
 from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle.model_guard import ModelGuard
@@ -98,12 +98,10 @@ class LifecycleMachine(RuleBasedStateMachine):
             self.guard: ModelGuard[Model] = guard(
                 self.load,
                 reload_on=Uses(USES),
-                swap=swap,  # type: ignore[arg-type]
+                swap=Swap(swap, drain_timeout=0, defer=0),  # type: ignore[arg-type]
                 validate=self.validate,
                 unload=self.unload,
-                drain_timeout=0,
                 wait_timeout=0,
-                defer=0,
                 backoff=Backoff(10, 10),
                 name="machine",
             )

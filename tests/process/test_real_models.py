@@ -58,7 +58,7 @@ def test_a_blank_pipeline_through_6000_unseen_texts_stays_flat() -> None:
         """
         import json, random, string
         import spacy
-        from modelguard import Uses, guard, memory, telemetry
+        from modelguard import Swap, Uses, guard, memory, telemetry
         from modelguard.telemetry import GenerationReleased
 
         floors, peaks = [], []
@@ -67,7 +67,7 @@ def test_a_blank_pipeline_through_6000_unseen_texts_stays_flat() -> None:
                 floors.append(memory.usage().private_dirty - start)
         telemetry.set_hooks([hook])
         draw = random.Random(0)
-        nlp = guard(lambda: spacy.blank("en"), reload_on=Uses(250), defer=0, swap="drain_first")
+        nlp = guard(lambda: spacy.blank("en"), reload_on=Uses(250), swap=Swap("drain_first", defer=0))
         tokens = nlp(lambda nlp, text: [token.text for token in nlp(text)])
         tokens("warm up")
         start = memory.usage().private_dirty

@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from modelguard import Backoff, Changed, Loaded, ModelGuard, Replay, batched, guard, telemetry
+from modelguard import Backoff, Changed, Loaded, ModelGuard, Replay, Swap, batched, guard, telemetry
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -145,9 +145,7 @@ def service(url: str) -> ModelGuard[Model]:
     return guard(
         load,
         reload_on=Changed(etag, every="100ms", timeout="20s"),
-        replay=Replay(30, max_slowdown=20, timeout="1m"),
-        keep_previous=True,
-        defer=0,
+        swap=Swap(replay=Replay(30, max_slowdown=20, timeout="1m"), keep_previous=True, defer=0),
         backoff=Backoff("50ms", "200ms"),
         unload=Model.unload,
         name="canary",

@@ -21,9 +21,9 @@ import random, string, threading
 import spacy
 from modelguard import guard, telemetry
 from modelguard.adapters.spacy import IndexGrowth, zoned
-from modelguard import memory
+from modelguard import Swap, memory
 
-nlp = guard(lambda: spacy.blank("en"), reload_on=IndexGrowth("4 MB"), defer=0, name="en")
+nlp = guard(lambda: spacy.blank("en"), reload_on=IndexGrowth("4 MB"), swap=Swap(defer=0), name="en")
 released = threading.Event()
 telemetry.set_hooks([lambda event: isinstance(event, telemetry.GenerationReleased) and released.set()])
 draw = random.Random(0)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from tests.process.harness import run_python
 
-from modelguard import Backoff, Uses, guard, pool, telemetry
+from modelguard import Backoff, Swap, Uses, guard, pool, telemetry
 from modelguard.errors import LoadFailed, Overloaded
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.runtime import Runtime, use
@@ -144,11 +144,9 @@ def test_no_call_is_lost_and_nothing_left_alive(swap: str, reloads: int) -> None
         guarded = guard(
             load,
             reload_on=Uses(50),
-            swap=swap,  # type: ignore[arg-type]
+            swap=Swap(swap, defer=0, drain_timeout=20),  # type: ignore[arg-type]
             unload=Model.close,
-            defer=0,
             backoff=Backoff(0.001, 0.002),
-            drain_timeout=20,
             wait_timeout=20,
             name="stress",
         )
@@ -286,7 +284,7 @@ def test_a_pool_s_private_memory_stays_within_its_budget_and_one_model(
         f"""
         import array, gc, json, random, threading
         from concurrent.futures import ThreadPoolExecutor
-        from modelguard import memory, pool, telemetry
+        from modelguard import Swap, memory, pool, telemetry
 
         class Model:
             def __init__(self, key):
@@ -332,7 +330,7 @@ def test_events_tell_of_every_generation_once() -> None:
             released.append(event.generation)
 
     telemetry.set_hooks([hook])
-    guarded = guard(Model, reload_on=Uses(10), defer=0, name="events")
+    guarded = guard(Model, reload_on=Uses(10), swap=Swap(defer=0), name="events")
     used = guarded(lambda model: model.open)
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(lambda _: used(), range(500)))

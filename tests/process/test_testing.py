@@ -179,12 +179,12 @@ def test_the_fixtures_work_in_each_worker_of_xdist(pytester: pytest.Pytester) ->
     pytest.importorskip("xdist", reason="needs pytest-xdist")
     source = """
         import pytest
-        from modelguard import TTL, guard
+        from modelguard import TTL, Swap, guard
 
         @pytest.mark.parametrize("hours", range(1, 7))
         @pytest.mark.modelguard_memory("50 MB")
         def test_it(modelguard_clock, modelguard_loader, hours):
-            nlp = guard(modelguard_loader, reload_on=TTL("1h"), defer=0)
+            nlp = guard(modelguard_loader, reload_on=TTL("1h"), swap=Swap(defer=0))
             nlp.load()
             modelguard_clock.advance(f"{hours}h")
             assert (hours + 1, 1) == (nlp.status().generation, modelguard_loader.alive)

@@ -20,13 +20,12 @@ MB = 10**6
 
 HOLES = """
     import json, time
-    from modelguard import guard, memory
+    from modelguard import memory
 
     kept = []
-    model = guard(object, reload_on=None, trim_every={every!r})
+    {trim}
 
-    @model
-    def holes(model):
+    def holes():
         blocks = [bytearray(100_000) for _ in range(2_000)]  # each too small for a mapping of its own
         kept.append(bytearray(100_000))  # holds the heap's end where it is
 
@@ -42,12 +41,12 @@ HOLES = """
 @pytest.mark.parametrize("every", ["300ms", "50 MB"])
 def test_what_glibc_keeps_is_given_back_beside_the_calls(every: str) -> None:
     """200 MB are freed in the middle of the heap: the ticker's thread returns them within the interval."""
-    assert run_python(HOLES.format(every=every, patience=30), 50) < 50 * MB
+    assert run_python(HOLES.format(trim=f"memory.trim_every({every!r})", patience=30), 50) < 50 * MB
 
 
 def test_without_the_option_glibc_keeps_it() -> None:
-    """The same without ``trim_every``: else the test above would show nothing."""
-    assert run_python(HOLES.format(every=None, patience=1), 50) > 150 * MB
+    """The same without it: else the test above would show nothing."""
+    assert run_python(HOLES.format(trim="", patience=1), 50) > 150 * MB
 
 
 #: A web service without a guard; each request for `/holes` frees 200 MB in the middle of the worker's heap.

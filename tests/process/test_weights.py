@@ -191,7 +191,7 @@ import torch
 from fastapi import FastAPI
 
 from modelguard import Modified, guard
-from modelguard import weights
+from modelguard import Swap, weights
 
 torch.set_num_threads(1)
 FOLDER = Path(os.environ["FOLDER"])
@@ -216,7 +216,7 @@ def write_down(model):
 
 if "MAPPED" in os.environ:
     weights.publish(make, PATH, key="1")
-    net = guard(lambda: weights.load(build, PATH), reload_on=Modified(PATH, atomic=True), warmup=write_down, defer=0)
+    net = guard(lambda: weights.load(build, PATH), reload_on=Modified(PATH, atomic=True), warmup=write_down, swap=Swap(defer=0))
 else:
     net = guard(make, reload_on=None, warmup=write_down)
 
@@ -318,7 +318,7 @@ def test_a_guard_gives_an_old_version_back(tmp_path: Path) -> None:
     """Reloads follow publications, calls never see half a model, and old versions do not stay mapped."""
     import torch
 
-    from modelguard import Modified, guard
+    from modelguard import Modified, Swap, guard
 
     def model(value: int) -> Any:
         layer = torch.nn.Linear(500, 500)
@@ -331,7 +331,7 @@ def test_a_guard_gives_an_old_version_back(tmp_path: Path) -> None:
     net = guard(
         lambda: weights.load(lambda: torch.nn.Linear(500, 500), path),
         reload_on=Modified(path, atomic=True),
-        defer=0,
+        swap=Swap(defer=0),
     )
 
     @net

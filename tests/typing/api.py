@@ -29,6 +29,7 @@ from modelguard import (
     Policy,
     Replay,
     Snapshot,
+    Swap,
     Uses,
     batched,
     control,
@@ -87,7 +88,7 @@ def pauses(model: ModelGuard[Model]) -> None:
     if postponed is not None:
         assert_type(postponed.seconds, float | None)
         assert_type(postponed.reasons, tuple[telemetry.Reason, ...])
-    assert_type(guard(load, reload_on=None, min_lifetime="1m"), ModelGuard[Model])
+    assert_type(guard(load, reload_on=None, swap=Swap(min_lifetime="1m")), ModelGuard[Model])
 
 
 def on_a_gpu(model: ModelGuard[Model], now: Snapshot) -> None:
@@ -165,10 +166,12 @@ assert_type(guard(load_async, reload_on=None, validate=compare), ModelGuard[Mode
 
 # `replay` takes a number of calls, or a rule.
 
-assert_type(guard(load, reload_on=None, replay=100), ModelGuard[Model])
-assert_type(guard(load_async, reload_on=None, replay=Replay(same=math.isclose, max_slowdown=None)), ModelGuard[Model])
+assert_type(guard(load, reload_on=None, swap=Swap(replay=100)), ModelGuard[Model])
+assert_type(
+    guard(load_async, reload_on=None, swap=Swap(replay=Replay(same=math.isclose, max_slowdown=None))), ModelGuard[Model]
+)
 
-kept = guard(load_version, reload_on=Changed(etag), keep_previous=True)
+kept = guard(load_version, reload_on=Changed(etag), swap=Swap(keep_previous=True))
 assert_type(kept, ModelGuard[Model])
 assert_type(kept.rollback(), None)
 assert_type(kept.status().previous, int)

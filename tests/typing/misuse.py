@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from modelguard import TTL, Replay, Uses, batched, guard, pool
+from modelguard import TTL, Replay, Swap, Uses, batched, guard, pool
 
 
 class Model:
@@ -57,7 +57,7 @@ guard(load, reload_on="1h")  # WRONG
 guard(load, reload_on=TTL("1h"), swap="load_frist")  # WRONG
 guard(load, reload_on=TTL("1h"), warmup=lambda model: model.perdict("a"))  # WRONG
 guard(load, reload_on=TTL("1h") | 50_000)  # WRONG
-guard(load, reload_on=None, replay="100")  # WRONG
+guard(load, reload_on=None, swap=Swap(replay="100"))  # WRONG
 Replay(100, same=len)  # WRONG
 Uses("many")  # WRONG
 

@@ -18,6 +18,7 @@ from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._target import Say, Target
 from modelguard.environment import _proc
 from modelguard.isolation.isolate import Isolated, isolate
+from modelguard.lifecycle._options import Swap
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import guard
 from modelguard.lifecycle.model_guard import ModelGuard
@@ -128,12 +129,13 @@ class _Zones:
 def _guarded(plain: Any, config: dict[str, Any], policy: Policy | None) -> Any:
     """The function with a guard that has another policy, and does not wait for a pause between calls."""
     if config["load"]:
-        return guard(_target.load(config["load"]), reload_on=policy, defer=0)(plain)
+        return guard(_target.load(config["load"]), reload_on=policy, swap=Swap(defer=0))(plain)
     owner = owner_of(plain)
     if not isinstance(owner, ModelGuard):
         raise TypeError(f"{config['target']} has no guard")
     context = owner.engine.guard
-    options = dataclasses.replace(context.options, reload_on=policy, defer=0.0)
+    swap = dataclasses.replace(context.options.swap, defer=0)
+    options = dataclasses.replace(context.options, reload_on=policy, swap=swap)
     return ModelGuard(options, context.runtime)(plain.__wrapped__)
 
 

@@ -157,12 +157,11 @@ class Molds:
         context.options = replace(
             context.options,
             load=partial(self._load, guard),
-            swap="load_first",
+            swap=replace(context.options.swap, mode="load_first", defer=0),
             warmup=None,
             validate=None,
             unload=None,
             load_timeout=None,  # the mold has one for each guard
-            defer=0.0,
         )
         guard.engine.move_to(replace(context.runtime, private=partial(self._bytes, guard)))
 

@@ -118,7 +118,7 @@ def check_shareable(source: GuardOptions[Any], option: str = "scope", value: str
         InvalidOption: A policy that asks for new weights is a class of the application's own, or has a function of its
             own; or the guard keeps its previous model.
     """
-    if source.keep_previous and option == "scope":
+    if source.swap.keep_previous and option == "scope":
         why = "cannot be used with keep_previous=True: the broker keeps no previous mold"
         raise InvalidOption("scope", "host", why=why, fix="Leave keep_previous out, or write scope='process'.")
     renewing = subset(source.reload_on, renews=True, unloads=True)
@@ -211,7 +211,6 @@ def for_broker(source: GuardOptions[Any]) -> GuardOptions[Any]:
         warmup=None,
         validate=None,
         unload=None,
-        trim_schedule=None,
     )
 
 

@@ -574,7 +574,7 @@ class HostScope:
 
     def _close(self) -> None:
         self._ended.set()
-        until = time.monotonic() + self._source.drain_timeout
+        until = time.monotonic() + self._source.swap.drain_timeout
         while self.running and time.monotonic() < until:
             time.sleep(_POLL)
         with self._joining:

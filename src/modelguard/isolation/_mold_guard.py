@@ -109,12 +109,10 @@ class MoldGuard:
             source,
             load=self._load,
             reload_on=subset(source.reload_on, renews=True, unloads=True),
-            swap="auto",
+            swap=replace(source.swap, mode="auto", defer=0),  # the load is in another process, and stalls no call
             warmup=None,
             validate=None,
             unload=self._end,
-            defer=0.0,  # the load is in another process, and stalls no call
-            trim_schedule=None,
             prefork=False,
             name=self._options.name,
             workers=_Workers(self),
@@ -285,9 +283,9 @@ class MoldGuard:
         mold = self.current
         if mold is not None and mold.died is not None:
             return -1  # it takes no calls, so nothing is lost if it goes first
-        if self._source.swap == "auto":
+        if self._source.swap.mode == "auto":
             return runtime.headroom()
-        return None if self._source.swap == "load_first" else -1
+        return None if self._source.swap.mode == "load_first" else -1
 
     def _pids(self) -> list[int]:
         return [

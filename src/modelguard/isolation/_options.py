@@ -161,7 +161,7 @@ def check_source(function: Any, owner: object, recycle_on: Policy | None, start:
     if isinstance(owner, ModelReplicas):
         why = "takes its model from replicas, and a worker runs one call at a time"
         raise InvalidOption("function", function, why=why, fix="Decorate it with a guard, and give workers=.")
-    if isinstance(owner, ModelGuard) and (replay := owner.engine.guard.options.replay) is not None:
+    if isinstance(owner, ModelGuard) and (replay := owner.engine.guard.options.swap.replay) is not None:
         why = "compares two models in one process, and under isolate each mold has one"
         raise InvalidOption("replay", replay, why=why, fix="Leave it out, and check each new model with validate=.")
     if start == "spawn":

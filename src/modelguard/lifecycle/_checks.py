@@ -15,7 +15,6 @@ from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation, LoadJob, PostponedJob
 from modelguard.lifecycle._policy import Backoff, Policy, Snapshot, alternatives, source_part, subset
 from modelguard.lifecycle._readings import Readings
-from modelguard.lifecycle._trimming import Trimmer
 from modelguard.lifecycle.policies import GpuPolicy
 from modelguard.lifecycle.runtime import Fingerprint
 from modelguard.telemetry import logger
@@ -316,7 +315,7 @@ class Postponing:
         state, over = self._guard.state, due.generation
         if over is None:  # the retry of a failed load
             return False
-        now, until = self._guard.runtime.clock(), over.born + self._guard.options.min_lifetime
+        now, until = self._guard.runtime.clock(), over.born + self._guard.options.swap.min_lifetime
         if state.paused:
             job = PostponedJob(due.reasons, "paused", None)
         elif now < until:
@@ -429,9 +428,7 @@ class Checks(Generic[M]):
     def __init__(self, guard: GuardContext[M], start: Callable[[LoadJob | None], bool]) -> None:
         self._guard = guard
         self._start = start
-        schedule = guard.options.trim_schedule
         self._evaluator = Evaluator(guard)
-        self._trimmer = None if schedule is None else Trimmer(schedule, guard)
         self._recycling = Recycling(guard)
         self._postponing = Postponing(guard)
         self._ticking = threading.Lock()
@@ -443,18 +440,15 @@ class Checks(Generic[M]):
     @property
     def needed(self) -> bool:
         """Whether anything can become due by itself, without calls."""
-        return self._guard.options.reload_on is not None or self._trimmer is not None
+        return self._guard.options.reload_on is not None
 
     @property
     def interval(self) -> float:
-        interval = self._evaluator.interval
         if self._guard.state.postponed is not None:
-            interval = self._postponing.interval
-        return interval if self._trimmer is None else min(interval, self._trimmer.check_interval())
+            return self._postponing.interval
+        return self._evaluator.interval
 
     def check(self) -> bool:
-        if self._trimmer is not None and self._guard.state.current is not None:
-            self._trimmer.tick()
         return self.ask(sample=True)
 
     def tick(self) -> None:
@@ -568,5 +562,3 @@ class Checks(Generic[M]):
         self._recycling.after_fork_in_child()
         self._evaluator.decide_by(self._recycling.policy)
         self._evaluator.after_fork_in_child()
-        if self._trimmer is not None:
-            self._trimmer.after_fork_in_child()

@@ -38,7 +38,7 @@ class GuardContext(Generic[M]):
         self.recorded = self._recorded_calls()
 
     def _recorded_calls(self) -> RecordedCalls | None:
-        rule = self.options.replay
+        rule = self.options.swap.replay
         if rule is None:
             return None
         # Here, because few guards need it.

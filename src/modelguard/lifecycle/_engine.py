@@ -90,9 +90,9 @@ def roll_back(guard: GuardContext[M]) -> None:
         NoPreviousModel: None is kept.
         GuardClosed: The guard is closed.
     """
-    if not guard.options.keep_previous:
+    if not guard.options.swap.keep_previous:
         why = "the guard keeps none"
-        raise NoPreviousModel(guard.name, why=why, fix="Make it with guard(..., keep_previous=True).")
+        raise NoPreviousModel(guard.name, why=why, fix="Make it with guard(..., swap=Swap(keep_previous=True)).")
     swapped = guard.state.roll_back(LoadFailed(guard.name, "rollback() was called during the load"))
     if swapped is None:
         why = "no reload has kept one since the first load, the last rollback, a release or a shortage of memory"

@@ -148,8 +148,8 @@ def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
             _validate(guard, generation)
         if guard.options.warmup is not None:
             resolve(guard.options.warmup(generation.model))
-        if guard.options.replay is not None and guard.recorded is not None:
-            _replay(guard, generation, guard.recorded, guard.options.replay)
+        if guard.options.swap.replay is not None and guard.recorded is not None:
+            _replay(guard, generation, guard.recorded, guard.options.swap.replay)
     if generation.number == 1:
         _options.check_gpu(guard.options.reload_on, guard.runtime.gpu, loaded=True)
 

@@ -25,6 +25,7 @@ from modelguard.telemetry.reasons import Reason
 __all__ = [
     "Loaded",
     "Replay",
+    "Swap",
 ]
 
 
@@ -134,31 +135,94 @@ M = TypeVar("M")
 
 SwapMode = Literal["auto", "load_first", "drain_first"]
 
-# As code objects spell it, with links unresolved; the separator excludes a neighbour with a longer name.
-_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 
+@dataclass(frozen=True, init=False)
+class Swap:
+    """How one model takes the place of another: ``guard(..., swap=Swap("drain_first", drain_timeout="2m"))``.
 
-@dataclass(frozen=True)
-class TrimSchedule:
-    """When to trim: after so many seconds, or after so many bytes of growth; the other one is infinite."""
+    Durations are seconds, a ``timedelta`` or text such as ``"250ms"``, ``"1h30m"`` or ``"2d"``.
 
-    seconds: float = math.inf
-    growth: float = math.inf
+    Args:
+        mode: ``"load_first"``: the old generation takes calls until the new one is ready; needs memory for both.
+            ``"drain_first"``: calls wait while the old one ends and returns its memory, and only then the new one
+            loads; if that load fails, no generation takes calls until a retry succeeds. ``"auto"``, the default: load
+            first if 1.25 times the size of the model, as it was measured, may still be allocated, else drain first;
+            load first if one of the two is unknown. Once reloads have left a tenth of the model's size behind (at least
+            17 MB), the next one drains first, which returns it.
+        defer: How long a due reload waits for a pause between calls, because a loader that holds the GIL stalls every
+            call beside it. The load starts when no call has run for 50 ms after one ended, or when ``defer`` has
+            passed; a guard without any calls waits for all of it. 0 does not wait, and neither does
+            :meth:`ModelGuard.reload`, nor a policy that protects memory where ``"auto"`` would drain first. Default
+            five seconds.
+        drain_timeout: How long a replaced generation may take to finish its calls. After that the guard continues
+            without it and emits ``GenerationAbandoned``: the model stays loaded for these calls, and is released when
+            the last of them ends. Default 30 seconds.
+        min_lifetime: A policy does not replace or release a model before it has taken calls for this long, so that a
+            policy that is due at once after every load cannot cause one reload after another. This holds for policies
+            that protect memory too. What waits is in ``status().postponed`` and in the event ``ReloadPostponed``.
+            :meth:`ModelGuard.reload` and :meth:`ModelGuard.unload` do not wait. Default: 0, no bound.
+        keep_previous: Keep the model that a reload has replaced, for :meth:`ModelGuard.rollback`, until the next reload
+            has succeeded. Costs the memory of a second model all the time, and of a third one during a load. Nothing is
+            kept where memory is short: after ``drain_first``, and after a reload because of ``MemoryGrowth``,
+            ``MemoryLimit`` or GPU memory.
+        replay: Keep the arguments of so many recent calls, and run these calls on both models before a new one replaces
+            the current one: it is rejected (``ModelRejected``) if more than a tenth of its answers differ, or if it
+            takes more than twice as long. :class:`Replay` sets other bounds. Decorated functions run again then, so
+            they must do nothing but answer. Nothing is compared if no model takes calls: at the first load, after
+            ``drain_first`` and ``Idle``. Default: none is kept.
 
-    def __str__(self) -> str:
-        return _units.format_seconds(self.seconds) if self.growth == math.inf else _units.format_bytes(int(self.growth))
+    Raises:
+        InvalidOption: One of them is invalid, or ``"drain_first"``, which never has two models, is to keep or compare
+            two.
+    """
+
+    mode: SwapMode
+    defer: float
+    drain_timeout: float
+    min_lifetime: float
+    keep_previous: bool
+    replay: Replay | None
+
+    def __init__(
+        self,
+        mode: SwapMode = "auto",
+        *,
+        defer: _units.Duration = 5.0,
+        drain_timeout: _units.Duration = 30.0,
+        min_lifetime: _units.Duration = 0.0,
+        keep_previous: bool = False,
+        replay: Replay | int | None = None,
+    ) -> None:
+        if mode not in get_args(SwapMode):
+            names = ", ".join(repr(name) for name in get_args(SwapMode))
+            raise InvalidOption("swap", mode, why="must be one of the known modes", fix=f"Choose one of {names}.")
+        object.__setattr__(self, "mode", mode)
+        for name, given in (("defer", defer), ("drain_timeout", drain_timeout), ("min_lifetime", min_lifetime)):
+            object.__setattr__(self, name, _units.seconds(given, name, zero=True))
+        object.__setattr__(self, "keep_previous", _flag("keep_previous", keep_previous))
+        object.__setattr__(self, "replay", Replay.parse(replay))
+        for name, does, instead in (
+            ("keep_previous", "keeps two models in memory", "keeps the previous model where there is room"),
+            ("replay", "compares two models", "compares where there is room for both"),
+        ):
+            if (value := getattr(self, name)) and mode == "drain_first":
+                why = f"{does}, and swap='drain_first' never has two"
+                raise InvalidOption(name, value, why=why, fix=f"Leave one of them out; swap='auto' {instead}.")
 
     @classmethod
-    def parse(cls, value: _units.Duration) -> "TrimSchedule":
-        """Read ``trim_every``: a size if it is text that ends in a B, as in ``"100 MB"``, else a duration."""
-        if isinstance(value, str) and value.rstrip().upper().endswith("B"):
-            return cls(growth=_units.size(value, "trim_every"))
-        try:
-            return cls(seconds=_units.seconds(value, "trim_every"))
-        except InvalidOption:
-            fix = "Write for example '30s', or '100 MB' to trim whenever the process has grown by that much."
-            why = "must be a duration of more than 0 s, or a size"
-            raise InvalidOption("trim_every", value, why=why, fix=fix) from None
+    def parse(cls, value: object) -> "Swap":
+        """Read a guard's ``swap``: a rule, or the name of a mode."""
+        return value if isinstance(value, Swap) else cls(value)  # type: ignore[arg-type] # which is checked there
+
+
+def _flag(name: str, given: object) -> bool:
+    if not isinstance(given, bool):
+        raise InvalidOption(name, given, why="must be True or False", fix=f"Write {name}=True.")
+    return given
+
+
+# As code objects spell it, with links unresolved; the separator excludes a neighbour with a longer name.
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 
 
 class ModelWorkers(Protocol):
@@ -177,22 +241,16 @@ class GuardOptions(Generic[M]):
 
     load: Callable[[], Any]
     reload_on: Policy | None
-    swap: SwapMode
+    swap: Swap
     warmup: Callable[[M], object] | None
     validate: Callable[..., object] | None
     unload: Callable[[M], object] | None
     load_timeout: float | None
     wait_timeout: float
-    drain_timeout: float
-    defer: float
-    min_lifetime: float
     backoff: Backoff
-    trim_schedule: TrimSchedule | None
     prefork: bool
     name: str
-    keep_previous: bool = False
     retry: bool = False
-    replay: Replay | None = None
     family: KnownModels | None = None  # of the guards among which no model may be the same object
     workers: ModelWorkers | None = None  # that Idle(keep="mold") ends
 
@@ -201,23 +259,10 @@ class GuardOptions(Generic[M]):
             given = getattr(self, argument)
             if given is not None and not (argument == "validate" and takes_old_model(given)):
                 check_callable(argument, given, arguments=1, fix=_FIXES[argument])
-        if self.swap not in get_args(SwapMode):
-            names = ", ".join(repr(name) for name in get_args(SwapMode))
-            raise InvalidOption("swap", self.swap, why="must be one of the known modes", fix=f"Choose one of {names}.")
         if not isinstance(self.backoff, Backoff):
             raise InvalidOption("backoff", self.backoff, why="must be a Backoff", fix="Write Backoff('1s', '1m').")
-        for argument in ("prefork", "keep_previous", "retry"):
-            given = getattr(self, argument)
-            if not isinstance(given, bool):
-                raise InvalidOption(argument, given, why="must be True or False", fix=f"Write {argument}=True.")
-        if self.keep_previous and self.swap == "drain_first":
-            why = "keeps two models in memory, and swap='drain_first' never has two"
-            fix = "Leave one of them out; swap='auto' keeps the previous model where there is room."
-            raise InvalidOption("keep_previous", self.keep_previous, why=why, fix=fix)
-        if self.replay is not None and self.swap == "drain_first":
-            why = "compares two models, and swap='drain_first' never has two"
-            fix = "Leave one of them out; swap='auto' compares where there is room for both."
-            raise InvalidOption("replay", self.replay, why=why, fix=fix)
+        for argument in ("prefork", "retry"):
+            _flag(argument, getattr(self, argument))
         object.__setattr__(self, "name", _units.name(self.name))
 
     @property
@@ -382,18 +427,17 @@ def _check_idle(members: list[Idle]) -> None:
             warn_never_due(member, f"{first!r} ends its mold before")
 
 
-def check_min_lifetime(policy: Policy | None, given: _units.Duration) -> float:
-    """The seconds of ``min_lifetime``.
+def check_min_lifetime(policy: Policy | None, seconds: float) -> None:
+    """Check that no ``TTL`` alone replaces the model before its minimum age.
 
     Raises:
-        InvalidOption: It is not a duration, or longer than the age at which a ``TTL`` alone replaces the model.
+        InvalidOption: One does.
     """
-    seconds = _units.seconds(given, "min_lifetime", zero=True)
     for member in alternatives(policy):
         if isinstance(member, TTL) and member.seconds < seconds:
+            given, why = _units.format_seconds(seconds), f"is longer than {member!r}, which is due before"
             fix = f"Give at most {_units.format_seconds(member.seconds)!r}, or a longer TTL."
-            raise InvalidOption("min_lifetime", given, why=f"is longer than {member!r}, which is due before", fix=fix)
-    return seconds
+            raise InvalidOption("min_lifetime", given, why=why, fix=fix)
 
 
 def memory_bound(argument: str, value: int | str | _units.Percentage, limit: Callable[[], int | None]) -> int:

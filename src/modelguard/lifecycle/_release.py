@@ -146,7 +146,7 @@ def drain_and_release(guard: GuardContext[M], old: Generation[M], timeout: float
         timeout: Default: the guard's ``drain_timeout``.
     """
     started = guard.runtime.clock()
-    timeout = guard.options.drain_timeout if timeout is None else timeout
+    timeout = guard.options.swap.drain_timeout if timeout is None else timeout
     remaining = guard.state.drain(old, timeout)
     if remaining:
         telemetry.emit(

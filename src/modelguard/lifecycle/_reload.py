@@ -211,7 +211,7 @@ class Reload(Generic[M]):
         uses, call_ended, read = None, job.after_call, -math.inf
         while not job.urgent and not self._is_cancelled():
             generation, now = guard.state.current, runtime.clock()
-            if generation is None or now - started >= guard.options.defer:
+            if generation is None or now - started >= guard.options.swap.defer:
                 break
             if now - read >= _ROOM_INTERVAL:
                 if self._memory_is_short():
@@ -246,7 +246,7 @@ class Reload(Generic[M]):
         guard = self._guard
         size, room = guard.state.model_bytes, guard.runtime.headroom()
         chosen: Swap
-        if guard.options.swap == "auto":
+        if guard.options.swap.mode == "auto":
             need = int(PEAK * (size or 0))
             if room is not None and room < need and guard.state.previous is not None:
                 self._release_previous()
@@ -260,7 +260,7 @@ class Reload(Generic[M]):
                 chosen, crept = "drain_first", _units.format_bytes(guard.state.creep.amount)
                 why = f"earlier reloads left {crept} behind in all, which it returns"
         else:
-            chosen, why = guard.options.swap, "set by the guard's author"
+            chosen, why = guard.options.swap.mode, "set by the guard's author"
         telemetry.emit(telemetry.SwapChosen(guard=guard.name, swap=chosen, why=why, model_bytes=size, headroom=room))
         return chosen
 
@@ -297,7 +297,7 @@ class Reload(Generic[M]):
             generation = loaded.generation
             generation.fruitless_reloads = self._fruitless_reloads
             waited = 0.0 if since is None else guard.runtime.clock() - since
-            keep = guard.options.keep_previous and swap == "load_first" and not self._protects_memory()
+            keep = guard.options.swap.keep_previous and swap == "load_first" and not self._protects_memory()
             installed, over = guard.state.install(self._job, generation, discardable=discardable, keep=keep)
             if installed:
                 guard.shown.show(generation.version)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Protocol, Self
+from dataclasses import dataclass
+from typing import Self
 
 from modelguard import _units, telemetry
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import runtime
-from modelguard.lifecycle._options import TrimSchedule
 from modelguard.lifecycle._readings import pause_after
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.runtime import fork
 from modelguard.runtime.background import TICKER
-
-__all__ = ["Trimmer", "Trimming", "running", "trim_every"]
 
 #: Seconds of processor time in which little can be freed. A waiting worker of gunicorn takes 4 ms in 30 s, ticker
 #: included; uvicorn's, whose event loop wakes ten times a second, 60.
@@ -26,49 +24,73 @@ _PAUSE = 1.0
 _PROCESS = "process"
 
 
-class _Owner(Protocol):
-    """What trims: a guard, or the process.
+@dataclass(frozen=True)
+class TrimSchedule:
+    """When to trim: after so many seconds, or after so many bytes of growth; the other one is infinite."""
 
-    Attributes:
-        runtime: A test may replace it.
-    """
+    seconds: float = math.inf
+    growth: float = math.inf
 
-    runtime: Runtime
+    def __str__(self) -> str:
+        return _units.format_seconds(self.seconds) if self.growth == math.inf else _units.format_bytes(int(self.growth))
 
-    @property
-    def name(self) -> str: ...
+    @classmethod
+    def parse(cls, value: _units.Duration) -> TrimSchedule:
+        """Read ``trim_every``: a size if it is text that ends in a B, as in ``"100 MB"``, else a duration."""
+        if isinstance(value, str) and value.rstrip().upper().endswith("B"):
+            return cls(growth=_units.size(value, "trim_every"))
+        try:
+            return cls(seconds=_units.seconds(value, "trim_every"))
+        except InvalidOption:
+            fix = "Write for example '30s', or '100 MB' to trim whenever the process has grown by that much."
+            why = "must be a duration of more than 0 s, or a size"
+            raise InvalidOption("trim_every", value, why=why, fix=fix) from None
 
 
-class Trimmer:
-    """Trims for one owner, in the ticker's thread, so that no call waits for it."""
+class Trimming:
+    """What :func:`trim_every` has started, until :meth:`stop` or the end of a ``with`` block."""
 
     fork_rank = fork.Rank.POOL
 
-    def __init__(self, schedule: TrimSchedule, owner: _Owner) -> None:
-        self._schedule = schedule
-        self._owner = owner
+    def __init__(self, schedule: TrimSchedule, world: Runtime) -> None:
+        self.schedule = schedule
+        self.runtime = world
         self._pause = schedule.seconds if schedule.growth == math.inf else _PAUSE
         self.after_fork_in_child()
+
+    def stop(self) -> None:
+        """Trim no more. Further calls have no effect. A process that was forked before goes on."""
+        TICKER.remove(self)
+        if running() is self:
+            _running.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"Trimming({str(self.schedule)!r}, {'runs' if running() is self else 'stopped'})"
+
+    def before_fork(self) -> None:  # noqa: D102 - it has nothing to keep: the child starts anew
+        pass
+
+    after_fork_in_parent = before_fork
 
     def after_fork_in_child(self) -> None:
         """Start anew: the readings are of the parent's memory, and a thread of the parent may have held the lock."""
         self._busy = threading.Lock()
         self._cpu = -math.inf
         self._floor: int | None = None
-        self._next = self._owner.runtime.clock() + self._pause
-
-    def before_fork(self) -> None:
-        """Nothing: the child makes a lock of its own."""
-
-    def after_fork_in_parent(self) -> None:
-        """Nothing."""
+        self._next = self.runtime.clock() + self._pause
 
     def check_interval(self) -> float:
-        return max(0.0, self._next - self._owner.runtime.clock())
+        return max(0.0, self._next - self.runtime.clock())
 
     def tick(self) -> None:
         """Trim if it is time and the process has worked since the last time: an idle one frees nothing."""
-        runtime = self._owner.runtime
+        runtime = self.runtime
         now = runtime.clock()
         if now < self._next or not self._busy.acquire(blocking=False):
             return
@@ -76,14 +98,14 @@ class Trimmer:
             self._next = now + self._pause
             if runtime.cpu() - self._cpu < _IDLE:
                 return
-            if self._schedule.growth == math.inf or self._has_grown():
+            if self.schedule.growth == math.inf or self._has_grown():
                 self._trim()
             self._cpu = runtime.cpu()
         finally:
             self._busy.release()
 
     def _has_grown(self) -> bool:
-        runtime = self._owner.runtime
+        runtime = self.runtime
         started = runtime.clock()
         held = self._slack()
         now = runtime.clock()
@@ -91,17 +113,17 @@ class Trimmer:
         if self._floor is None:  # only a trim shows how much is in use, and growth counts from there
             return True
         self._floor = min(self._floor, held)
-        return held - self._floor >= self._schedule.growth
+        return held - self._floor >= self.schedule.growth
 
     def _slack(self) -> int:
         """Bytes that are held but not in use, and those that malloc does not know about: growth here can be returned.
 
         Private memory alone does not work: the memory that a long call uses now would count as the floor.
         """
-        return self._owner.runtime.private() - (self._owner.runtime.in_use() or 0)
+        return self.runtime.private() - (self.runtime.in_use() or 0)
 
     def _trim(self) -> None:
-        runtime = self._owner.runtime
+        runtime = self.runtime
         before, in_use = runtime.private(), runtime.in_use() or 0
         started = runtime.clock()
         trim = runtime.try_trim()
@@ -112,7 +134,7 @@ class Trimmer:
         self._floor = after - max(in_use, runtime.in_use() or 0)
         telemetry.emit(
             telemetry.MemoryTrimmed(
-                guard=self._owner.name,
+                guard=_PROCESS,
                 bytes_before=before,
                 bytes_after=after,
                 trimmed_by=trim.allocator,
@@ -124,36 +146,12 @@ class Trimmer:
         )
 
 
-class Trimming:
-    """What :func:`trim_every` has started, until :meth:`stop` or the end of a ``with`` block."""
-
-    def __init__(self, schedule: TrimSchedule, world: Runtime) -> None:
-        self.name = _PROCESS
-        self.schedule = schedule
-        self.runtime = world
-        self.trimmer = Trimmer(schedule, self)
-
-    def stop(self) -> None:
-        """Trim no more. Further calls have no effect. A process that was forked before goes on."""
-        TICKER.remove(self.trimmer)
-        if _running.get(self.name) is self:
-            del _running[self.name]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def __repr__(self) -> str:
-        return f"Trimming({str(self.schedule)!r}, {'runs' if running() is self else 'stopped'})"
-
-
+#: Under one name, so that of two threads that come at once one wins.
 _running: dict[str, Trimming] = {}
 
 
 def running() -> Trimming | None:
-    """What trims this process now, guards left aside."""
+    """What trims this process now."""
     return _running.get(_PROCESS)
 
 
@@ -178,14 +176,14 @@ def trim_every(every: _units.Duration) -> Trimming:
     world = runtime.default()
     world.check_trim()
     made = Trimming(TrimSchedule.parse(every), world)
-    found = _running.setdefault(made.name, made)  # one step: two threads may get here at once
+    found = _running.setdefault(_PROCESS, made)  # one step: two threads may get here at once
     if found.schedule != made.schedule:
         fix = "Call it once in a process, or stop() what the first call returned."
         raise InvalidOption("trim_every", every, why=f"this process is trimmed every {found.schedule} already", fix=fix)
     if found is made and world.ticks:
-        fork.register(made.trimmer)
+        fork.register(made)
         try:
-            TICKER.add(made.trimmer)
+            TICKER.add(made)
         except RuntimeError:  # the system gives no thread
             made.stop()
             raise

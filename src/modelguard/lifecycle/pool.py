@@ -288,17 +288,13 @@ def pool(
     common = _options.GuardOptions[Any](
         load=lambda: None,  # replaced for each key
         reload_on=None,
-        swap="auto",
+        swap=_options.Swap(defer=0),
         warmup=warmup,
         validate=validate,
         unload=unload,
         load_timeout=None if load_timeout is None else _units.seconds(load_timeout, "load_timeout"),
         wait_timeout=30.0,
-        drain_timeout=30.0,
-        defer=0.0,
-        min_lifetime=0.0,
         backoff=Backoff() if backoff is None else backoff,
-        trim_schedule=None,
         prefork=False,
         name=title,
         # Without a hook nothing is closed, and two keys may well have one model.

@@ -646,10 +646,10 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
     if options.keeps_mold:
         why = "is for isolated functions, and copies are in this process"
         raise InvalidOption("keep", "mold", why=why, fix="Leave it out, to release the copies that nobody uses.")
-    if options.replay is not None:
+    if options.swap.replay is not None:
         why = "calls the current model beside its other calls, and a replica takes one call at a time"
         raise InvalidOption(
-            "replay", options.replay, why=why, fix="Leave it out, and use validate= to compare the two."
+            "replay", options.swap.replay, why=why, fix="Leave it out, and use validate= to compare the two."
         )
     hide(model)
     loading: list[Callable[[], bool]] = []

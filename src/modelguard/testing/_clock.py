@@ -84,7 +84,7 @@ class Clock:
     its one GPU. Random jitter is always 0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes its shortest
     wait, which is half.
 
-    Policies, ``defer``, backoffs, ``trim_every`` and the ``ttl`` and ``idle`` of pools use this clock. Timeouts of
+    Policies, ``defer``, backoffs, ``memory.trim_every`` and the ``ttl`` and ``idle`` of pools use this clock. Timeouts of
     callers stay in real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout`` and
     the timeouts of leases. For everything in ``batched`` real time goes on, and :meth:`advance` adds to it.
     """
@@ -207,7 +207,7 @@ class Clock:
         Then deadlines of batched calls expire, batches that are due begin, and those that overstay count as hung.
 
         A due reload waits for a pause between calls, up to the guard's ``defer``. This time passes too: up to five more
-        seconds for each reload, unless the guard has ``defer=0``.
+        seconds for each reload, unless the guard has ``swap=Swap(defer=0)``.
 
         Args:
             duration: Seconds, a ``timedelta``, or text such as ``"1h30m"``; 0 evaluates the policies now.
@@ -300,7 +300,7 @@ class Clock:
     def _others(self) -> list[Ticked]:
         """What else the ticker would check: pools, and ``memory.trim_every``."""
         trimming = _trimming.running()
-        own = [trimming.trimmer] if trimming is not None and trimming.runtime is self._runtime else []
+        own = [trimming] if trimming is not None and trimming.runtime is self._runtime else []
         return [*own, *(pool for pool in pool_engines() if pool.runtime is self._runtime)]
 
     def _evaluate(self) -> None:

@@ -8,7 +8,7 @@ from itertools import count as numbers
 import pytest
 from sample_service import Counter, count, count_all, counter
 
-from modelguard import TTL, guard
+from modelguard import TTL, Swap, guard
 from modelguard.testing import Clock, Env, Loader, assert_no_growth, assert_shared_after_fork
 
 
@@ -29,7 +29,7 @@ def test_it_is_replaced_every_hour(modelguard_clock: Clock) -> None:
 
 def test_a_failed_reload_changes_nothing(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """While the new weights cannot be loaded the old model answers, and later the new one."""
-    model = guard(modelguard_loader, reload_on=TTL("1h"), defer=0)
+    model = guard(modelguard_loader, reload_on=TTL("1h"), swap=Swap(defer=0))
     number = model(lambda loaded: loaded.number)
     assert 1 == number()
     modelguard_loader.fail(1)

@@ -21,7 +21,7 @@ spacy = pytest.importorskip("spacy")
 
 from spacy.training import Example  # noqa: E402 - after the check above
 
-from modelguard import ModelGuard, Snapshot, guard, guard_of, telemetry  # noqa: E402
+from modelguard import ModelGuard, Snapshot, Swap, guard, guard_of, telemetry  # noqa: E402
 from modelguard.adapters.spacy import ADAPTER, IndexGrowth, zoned  # noqa: E402
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported  # noqa: E402
 from modelguard.lifecycle import _adapters  # noqa: E402
@@ -125,7 +125,7 @@ def test_index_growth_without_its_unit_is_refused() -> None:
 
 def test_a_guard_replaces_a_pipeline_whose_index_has_grown(runtime: Runtime) -> None:
     """Measured on the real thing: new words in zones bring a new generation, and the index is small again."""
-    growing = guard(lambda: spacy.blank("en"), reload_on=IndexGrowth("500 kB"), defer=0)
+    growing = guard(lambda: spacy.blank("en"), reload_on=IndexGrowth("500 kB"), swap=Swap(defer=0))
 
     @zoned(growing)
     def work(nlp: Nlp, words: int, start: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, Changed, Idle, Isolated, Uses, batched, guard, guard_of, isolate, pool
+from modelguard import TTL, Changed, Idle, Isolated, Swap, Uses, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import status
@@ -24,13 +24,13 @@ def predict(loaded: dict[str, int], text: str) -> str:
     return text * len(loaded)
 
 
-@guard(dict, reload_on=None, keep_previous=True)
+@guard(dict, reload_on=None, swap=Swap(keep_previous=True))
 def kept(loaded: dict[str, int], text: str) -> str:
     """Use the model of a guard that keeps the previous one."""
     return text * len(loaded)
 
 
-@guard(dict, reload_on=None, replay=10)
+@guard(dict, reload_on=None, swap=Swap(replay=10))
 def compared(loaded: dict[str, int], text: str) -> str:
     """Use the model of a guard that compares two."""
     return text * len(loaded)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.lifecycle.world import World, number
 
-from modelguard import TTL, Between, Cron, ModelGuard, Snapshot, Uses, guard
+from modelguard import TTL, Between, Cron, ModelGuard, Snapshot, Swap, Uses, guard
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.lifecycle import _policy
 from modelguard.lifecycle._policy import subset
@@ -168,7 +168,7 @@ class TestInAGuard:
     def test_with_the_fixture_of_tests(self, modelguard_clock: Clock, modelguard_loader: Loader) -> None:
         """``modelguard_clock.wall`` sets the time of day, and ``advance`` brings the moment."""
         modelguard_clock.wall = datetime(2026, 3, 28, 23, tzinfo=UTC)
-        nlp = guard(modelguard_loader, reload_on=Cron("30 2 * * *", tz="Europe/Berlin"), defer=0)
+        nlp = guard(modelguard_loader, reload_on=Cron("30 2 * * *", tz="Europe/Berlin"), swap=Swap(defer=0))
         nlp.load()
         modelguard_clock.advance("1h59m")
         assert 1 == nlp.status().generation

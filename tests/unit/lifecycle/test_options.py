@@ -56,7 +56,6 @@ class CallableModel:
         ("name", ""),
         ("name", 7),
         ("name", " "),
-        ("trim_every", "100 M"),
     ],
 )
 def test_options_are_checked_where_they_are_written(world: World, option: str, value: object) -> None:
@@ -124,8 +123,8 @@ def test_durations_are_read_as_people_write_them(world: World) -> None:
     assert (90, 0, 0.5, 0) == (
         settings.load_timeout,
         settings.wait_timeout,
-        settings.drain_timeout,
-        settings.defer,
+        settings.swap.drain_timeout,
+        settings.swap.defer,
     )
 
 
@@ -136,8 +135,8 @@ def test_the_defaults_are_bounded() -> None:
         settings.swap,
         settings.load_timeout,
         settings.wait_timeout,
-        settings.drain_timeout,
-        settings.defer,
+        settings.swap.drain_timeout,
+        settings.swap.defer,
         settings.backoff,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, Idle, MemoryGrowth, MemoryLimit, Uses, batched, guard
+from modelguard import TTL, Idle, MemoryGrowth, MemoryLimit, Swap, Uses, batched, guard
 from modelguard.errors import (
     GuardClosed,
     InvalidOption,
@@ -262,7 +262,7 @@ def calls_of(pair: ModelReplicas[Exclusive]) -> list[Any]:
 
 def test_no_replica_is_ever_used_twice_at_once() -> None:
     """Threads and event loops, calls and streams, while reloads roll and calls fail."""
-    pair = replicas(guard(Exclusive, reload_on=Uses(50), defer=0, name="exclusive"), 2)
+    pair = replicas(guard(Exclusive, reload_on=Uses(50), swap=Swap(defer=0), name="exclusive"), 2)
     calls = calls_of(pair)
     done: list[None] = []
 
@@ -304,7 +304,7 @@ def test_a_due_policy_rolls(modelguard_clock: Clock, modelguard_loader: Loader) 
         most = max(most, loading)
         return modelguard_loader()
 
-    pair = replicas(guard(load, reload_on=TTL("1h"), defer=0), 3)
+    pair = replicas(guard(load, reload_on=TTL("1h"), swap=Swap(defer=0)), 3)
     pair.load()
     modelguard_clock.advance("59m")
     assert [1, 1, 1] == generations(pair)
@@ -315,7 +315,7 @@ def test_a_due_policy_rolls(modelguard_clock: Clock, modelguard_loader: Loader) 
 
 def test_uses_count_for_each_replica(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """The one that was used is replaced."""
-    pair = replicas(guard(modelguard_loader, reload_on=Uses(3), defer=0), 2)
+    pair = replicas(guard(modelguard_loader, reload_on=Uses(3), swap=Swap(defer=0)), 2)
     pair.load()
     number = pair(lambda model: model.number)
     held = pair._free.take()  # the first one
@@ -328,7 +328,7 @@ def test_uses_count_for_each_replica(modelguard_clock: Clock, modelguard_loader:
 @pytest.mark.parametrize("policy", [MemoryGrowth("50 MB"), MemoryLimit("150 MB")])
 def test_memory_is_that_of_the_process(policy: Any, modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """Growth replaces the oldest replica, and the load of a replica is no growth of another one."""
-    pair = replicas(guard(modelguard_loader, reload_on=policy, defer=0), 2)
+    pair = replicas(guard(modelguard_loader, reload_on=policy, swap=Swap(defer=0)), 2)
     pair.load()
     modelguard_clock.advance("5m")
     assert [1, 1] == generations(pair)
@@ -363,7 +363,7 @@ def test_closing_and_opening_again(pair: ModelReplicas[Any], modelguard_loader: 
 
 def test_idle_replicas_are_released(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """A copy that is not needed for a while gives its memory back, and is loaded again when it is."""
-    pair = replicas(guard(modelguard_loader, reload_on=Idle("10m"), defer=0), 2)
+    pair = replicas(guard(modelguard_loader, reload_on=Idle("10m"), swap=Swap(defer=0)), 2)
     number = pair(lambda model: model.number)
     pair.load()
     for _ in range(3):

@@ -247,12 +247,12 @@ class TestGuards:
         monkeypatch.setattr(_engine, "TICKER", ticker)
         object.__setattr__(world.runtime, "ticks", True)
         guarded = world.guard(reload_on=TTL("1h"))
-        assert [] == list(ticker._guards)
+        assert guarded.engine not in list(ticker._guards)  # others of this process may be
         guarded.load()
         world.tick(3600)
         until(lambda: guarded.status().generation == 2)
         guarded.close()
-        assert [] == list(ticker._guards)
+        assert guarded.engine not in list(ticker._guards)  # others of this process may be
 
     def test_a_dropped_guard_reloads_no_more(
         self, world: World, monkeypatch: pytest.MonkeyPatch, ticker: Ticker

@@ -12,17 +12,28 @@ from tests.unit.lifecycle.world import MB, World
 
 from modelguard import memory
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.lifecycle._options import TrimSchedule
-from modelguard.lifecycle._trimming import running
-from modelguard.lifecycle.runtime import use
+from modelguard.lifecycle._trimming import Trimming, TrimSchedule, running
+from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.runtime import background
 from modelguard.telemetry import MemoryTrimmed
 
 
-def call(world: World, guard: Any) -> None:
-    """Use the guarded model, which takes a second of processor time."""
-    with guard.lease():
-        world.cpu += 1.0
+@pytest.fixture(autouse=True)
+def in_this_world(world: World) -> Iterator[None]:
+    """Time and memory of what is trimmed here are the world's; nothing goes on after the test."""
+    with use(lambda: world.runtime):
+        yield
+    trimming = running()
+    if trimming is not None:
+        trimming.stop()
+
+
+def started(every: Any, runtime: Runtime | None = None) -> Trimming:
+    """What `trim_every` starts, in another runtime than the world's if there is one."""
+    if runtime is None:
+        return memory.trim_every(every)
+    with use(lambda: runtime):
+        return memory.trim_every(every)
 
 
 def trims(world: World) -> int:
@@ -33,83 +44,74 @@ def trims(world: World) -> int:
 class TestAnInterval:
     def test_passes_between_two_trims(self, world: World) -> None:
         """With "30s", memory is returned every 30 seconds, and the event says how much and how long it took."""
-        guard = world.guard(trim_every="30s")
-        call(world, guard)
+        trimming = started("30s")
+        world.cpu += 1.0
         world.tick(29)
-        guard.check()
+        trimming.tick()
         assert 0 == trims(world)
         world.tick(1)
-        guard.check()
-        guard.check()
+        trimming.tick()
+        trimming.tick()
         assert 1 == trims(world)
         event = world.last(MemoryTrimmed)
-        assert ("model", "fake", 0.0) == (event.guard, event.trimmed_by, event.seconds)
-        call(world, guard)
+        assert ("process", "fake", 0.0) == (event.guard, event.trimmed_by, event.seconds)
+        world.cpu += 1.0
         world.tick(30)
-        guard.check()
+        trimming.tick()
         assert 2 == trims(world)
 
     def test_without_work_is_slept_through(self, world: World) -> None:
         """An idle process frees nothing, so nothing is trimmed."""
-        guard = world.guard(trim_every=30)
-        call(world, guard)
+        trimming = started(30)
+        world.cpu += 1.0
         for _ in range(5):
             world.tick(30)
-            guard.check()
+            trimming.tick()
         assert 1 == trims(world)
 
     def test_is_passed_to_the_ticker(self, world: World) -> None:
         """The ticker wakes when the next trim is due."""
-        guard = world.guard(trim_every="30s")
-        call(world, guard)
+        trimming = started("30s")
         world.tick(0.5)
-        guard.check()
-        assert 0 < guard.engine.check_interval() <= 30
-        assert math.inf == world.guard().engine.check_interval()
-
-    def test_before_the_first_load_is_slept_through(self, world: World) -> None:
-        """A guard that has loaded nothing trims nothing."""
-        guard = world.guard(trim_every="1s")
-        world.tick(10)
-        guard.check()
-        assert 0 == trims(world)
+        trimming.tick()
+        assert 29.5 == trimming.check_interval()
 
 
 class TestGrowth:
     def test_by_the_bound_is_what_is_waited_for(self, world: World) -> None:
         """With "100 MB", memory is returned at first, to know what is in use, and then after that much growth."""
-        guard = world.guard(trim_every="100 MB")
-        call(world, guard)
+        trimming = started("100 MB")
+        world.cpu += 1.0
         world.tick(1)
-        guard.check()
+        trimming.tick()
         for grown in (60, 30, 20, 50):
             world.memory += grown * MB
-            call(world, guard)
+            world.cpu += 1.0
             world.tick(1)
-            guard.check()
+            trimming.tick()
         assert 2 == trims(world)
 
     def test_is_counted_from_the_lowest_reading(self, world: World) -> None:
         """What is released in between lowers the mark from which growth counts."""
-        guard = world.guard(trim_every="100 MB")
-        call(world, guard)
+        trimming = started("100 MB")
+        world.cpu += 1.0
         for change in (0, -50, 99, 1):
             world.memory += change * MB
-            call(world, guard)
+            world.cpu += 1.0
             world.tick(1)
-            guard.check()
+            trimming.tick()
         assert 2 == trims(world)
 
     def test_is_of_what_is_not_in_use(self, world: World) -> None:
         """What a call holds at the moment of a reading is not a floor: when it is freed, it is returned."""
-        guard = world.guard(trim_every="100 MB")
-        call(world, guard)
+        trimming = started("100 MB")
+        world.cpu += 1.0
         world.memory, world.in_use = 300 * MB, 200 * MB
         for in_use in (200, 200, 20):
             world.in_use = in_use * MB
-            call(world, guard)
+            world.cpu += 1.0
             world.tick(1)
-            guard.check()
+            trimming.tick()
         assert 2 == trims(world)
 
     def test_is_also_of_what_a_call_frees_during_a_trim(self, world: World) -> None:
@@ -119,13 +121,13 @@ class TestGrowth:
             world.in_use = 20 * MB
             return world.trim()
 
-        guard = world.guard(trim_every="100 MB", runtime=replace(world.runtime, trim=trim))
-        call(world, guard)
+        trimming = started("100 MB", replace(world.runtime, trim=trim))
+        world.cpu += 1.0
         world.memory, world.in_use = 300 * MB, 200 * MB
         for _ in range(2):
-            call(world, guard)
+            world.cpu += 1.0
             world.tick(1)
-            guard.check()
+            trimming.tick()
         assert 2 == trims(world)
 
     def test_readings_take_a_hundredth_of_the_time(self, world: World) -> None:
@@ -137,78 +139,29 @@ class TestGrowth:
             world.tick(0.01)
             return world.memory
 
-        guard = world.guard(trim_every="100 MB", runtime=replace(world.runtime, private=slow))
-        call(world, guard)
+        trimming = started("100 MB", replace(world.runtime, private=slow))
+        world.cpu += 1.0
         world.tick(1)
-        guard.check()
+        trimming.tick()
         taken.clear()
         for _ in range(25):
-            call(world, guard)
-            guard.check()
+            world.cpu += 1.0
+            trimming.tick()
             world.tick(0.1)
         assert 2 == len(taken)
 
 
-class TestWhatCannotBeMeant:
-    @pytest.mark.parametrize("value", ["often", "0s", 0, -1, "0 MB", "-3 MB", math.nan, True, "ten MB"])
-    def test_is_refused_where_it_is_written(self, world: World, value: Any) -> None:
-        """A value that is neither a duration nor a size is rejected by name."""
-        with pytest.raises(InvalidOption, match="trim_every"):
-            world.guard(trim_every=value)
-
-    def test_is_refused_where_nothing_can_be_given_back(self, world: World) -> None:
-        """With an unknown allocator, the option is rejected instead of doing nothing."""
-
-        def refuse() -> None:
-            raise NotSupported("trim_every", reason="malloc is served by an unknown allocator (musl)")
-
-        with pytest.raises(NotSupported, match="musl"):
-            world.guard(trim_every="30s", runtime=replace(world.runtime, check_trim=refuse))
-
-
 class TestTheProcess:
-    @pytest.fixture(autouse=True)
-    def in_this_world(self, world: World) -> Iterator[None]:
-        """Time and memory of what is trimmed here are the world's; nothing goes on after the test."""
-        with use(lambda: world.runtime):
-            yield
-        trimming = running()
-        if trimming is not None:
-            trimming.stop()
-
-    def test_is_trimmed_without_a_guard(self, world: World) -> None:
-        """One line returns memory at each interval in which the process has worked, and the event names the process."""
-        trimming = memory.trim_every("30s")
-        counts = []
-        for seconds, cpu in ((29, 1), (1, 0), (30, 0.001), (30, 1)):
-            world.tick(seconds)
-            world.cpu += cpu
-            trimming.trimmer.tick()
-            counts.append(trims(world))
-        assert [0, 1, 1, 2] == counts
-        assert "process" == world.last(MemoryTrimmed).guard
-        assert 30 == trimming.trimmer.check_interval()
-
-    def test_is_trimmed_as_it_grows(self, world: World) -> None:
-        """With a size, memory is returned at first, and then whenever so much more can be returned."""
-        trimming = memory.trim_every("100 MB")
-        for grown in (0, 60, 30, 20, 50):
-            world.memory += grown * MB
-            world.cpu += 1.0
-            world.tick(1)
-            trimming.trimmer.tick()
-        assert 2 == trims(world)
-
     def test_a_forked_one_starts_anew(self, world: World) -> None:
         """A worker trims at its own intervals, whatever its parent had read by then."""
         trimming = memory.trim_every("30s")
         world.tick(29)
-        trimming.trimmer.after_fork_in_child()
+        trimming.after_fork_in_child()
         world.tick(1)
-        trimming.trimmer.tick()
+        trimming.tick()
         assert 0 == trims(world)
         world.tick(29)
-        trimming.trimmer.tick()
+        trimming.tick()
         assert 1 == trims(world)
 
     def test_has_one_interval(self) -> None:
@@ -226,7 +179,7 @@ class TestTheProcess:
             assert "Trimming('100 MB', runs)" == repr(second)
         assert running() is None
 
-    @pytest.mark.parametrize("value", ["often", 0, "0 MB", None])
+    @pytest.mark.parametrize("value", ["often", "0s", 0, -1, "0 MB", "-3 MB", math.nan, True, "ten MB", None])
     def test_what_is_no_interval_is_refused(self, value: Any) -> None:
         """A value that is neither a duration nor a size is rejected, and nothing starts."""
         with pytest.raises(InvalidOption, match="trim_every"):

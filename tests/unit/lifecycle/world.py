@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.unit.lifecycle.gpus import FakeGpu
 
-from modelguard import ModelGuard, ModelPool, guard, pool, telemetry
+from modelguard import ModelGuard, ModelPool, Swap, guard, pool, telemetry
 from modelguard.lifecycle.runtime import Fingerprint, Runtime, use
 from modelguard.runtime.host_lock import HostLock
 
@@ -87,6 +88,9 @@ class Loader:
         assert self.running.wait(TIMEOUT)
 
 
+_RULES = tuple(field.name for field in fields(Swap) if field.name != "mode")
+
+
 class World:
     """Makes guards and pools that live in it, records their events, and waits for their threads."""
 
@@ -137,7 +141,13 @@ class World:
     def guard(
         self, load: Callable[[], Any] | None = None, runtime: Runtime | None = None, **options: Any
     ) -> ModelGuard[Any]:
-        """Make a guard of this world. By default it loads numbered models and reloads only on request."""
+        """Make a guard of this world. By default it loads numbered models and reloads only on request.
+
+        What a ``Swap`` takes may stand among the options.
+        """
+        rules = {name: options.pop(name) for name in _RULES if name in options}
+        if rules:
+            options["swap"] = Swap(options.get("swap", "auto"), **rules)
         with use(lambda: runtime or self.runtime):
             made = guard(self.loader if load is None else load, **{"reload_on": None, "name": "model", **options})
         made.load = partial(self._load, made, made.load)  # type: ignore[method-assign]

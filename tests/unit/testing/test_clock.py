@@ -25,6 +25,7 @@ from modelguard import (
     Modified,
     Policy,
     Snapshot,
+    Swap,
     Uses,
     batched,
     guard,
@@ -55,7 +56,7 @@ def test_a_ttl_is_over_at_its_very_age(modelguard_clock: Clock, modelguard_loade
 
 def test_a_long_time_sees_many_reloads(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """A day in one step is lived through like a day: an hourly reload happens 24 times, less what deferring took."""
-    nlp = guard(modelguard_loader, reload_on=TTL("1h"), defer=0)
+    nlp = guard(modelguard_loader, reload_on=TTL("1h"), swap=Swap(defer=0))
     nlp.load()
     modelguard_clock.advance("24h")
     assert 25 == generation(nlp)
@@ -92,7 +93,7 @@ def test_what_a_load_starts_as_it_ends_is_waited_for(
             patch.setattr(threading, "Thread", Late)
             nlp.reload(wait=False)
 
-    nlp = guard(modelguard_loader, reload_on=None, defer=0)
+    nlp = guard(modelguard_loader, reload_on=None, swap=Swap(defer=0))
     nlp.load()
     modelguard_clock.settle()
     monkeypatch.setattr(Clock, "_running", look)
@@ -110,7 +111,7 @@ def test_guards_of_others_are_not_waited_for(modelguard_clock: Clock) -> None:
         threading.Event().wait(0.05)
         return object()
 
-    nlp = guard(slowly, reload_on=Uses(1), defer=0)
+    nlp = guard(slowly, reload_on=Uses(1), swap=Swap(defer=0))
     with other.lease():
         replacing = threading.Thread(target=other.reload)
         replacing.start()
@@ -192,7 +193,7 @@ def test_own_and_composed_policies_are_driven(modelguard_clock: Clock, modelguar
 
 def test_a_failed_reload_is_retried_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """The old model still serves after a failure, and the retry comes after its backoff."""
-    nlp = guard(modelguard_loader, reload_on=TTL("1h"), backoff=Backoff("10s", "10s"), defer=0)
+    nlp = guard(modelguard_loader, reload_on=TTL("1h"), backoff=Backoff("10s", "10s"), swap=Swap(defer=0))
     nlp.load()
     modelguard_loader.fail(1)
     modelguard_clock.advance("1h")
@@ -379,7 +380,7 @@ def test_a_misspelt_attribute_of_the_clock_is_an_error(modelguard_clock: Clock) 
 def test_probes_are_asked_as_time_passes(modelguard_clock: Clock) -> None:
     """What a probe returns in that time is evaluated, and the reload that follows has ended."""
     value = 0
-    model = guard(object, reload_on=Changed(lambda: value), defer=0)
+    model = guard(object, reload_on=Changed(lambda: value), swap=Swap(defer=0))
     voices = pool(lambda key: object(), max_memory="1 GB", reload_on=Changed(lambda key: value))
     model.load()
     with voices.lease("anna"):
@@ -411,7 +412,7 @@ def test_the_process_is_trimmed_as_time_passes() -> None:
 
 def test_gpu_memory_is_what_the_test_says(modelguard_clock: Clock) -> None:
     """A policy on GPU memory is tried on a machine without one."""
-    nlp = guard(object, reload_on=GpuMemoryGrowth("1 GB"), defer=0)
+    nlp = guard(object, reload_on=GpuMemoryGrowth("1 GB"), swap=Swap(defer=0))
     nlp.load()
     modelguard_clock.advance("10s")
     modelguard_clock.gpu_memory = "1.5 GB"
