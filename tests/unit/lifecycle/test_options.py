@@ -132,7 +132,7 @@ def test_the_defaults_are_bounded() -> None:
     """Waiting and draining end after 30 s, deferring after 5 s, and failures back off from a second to a minute."""
     settings = guard(load, reload_on=None).engine.guard.options
     assert ("auto", None, 30, 30, 5, Backoff("1s", "1m")) == (
-        settings.swap,
+        settings.swap.mode,
         settings.load_timeout,
         settings.wait_timeout,
         settings.swap.drain_timeout,
