@@ -14,8 +14,7 @@ if typing.TYPE_CHECKING:
     from modelguard.lifecycle._options import Loaded, Replay, Swap
     from modelguard.lifecycle._policy import Backoff
     from modelguard.lifecycle.cron import Cron
-    from modelguard.lifecycle.guard import guard
-    from modelguard.lifecycle.model_guard import ModelGuard, guard_of
+    from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
     from modelguard.lifecycle.policies import (
         TTL,
         Between,
@@ -85,8 +84,7 @@ _NAMES = {
     "modelguard.isolation.isolate": ("Isolated", "isolate"),
     "modelguard.lifecycle._policy": ("Backoff",),
     "modelguard.lifecycle.cron": ("Cron",),
-    "modelguard.lifecycle.guard": ("guard",),
-    "modelguard.lifecycle.model_guard": ("ModelGuard", "guard_of"),
+    "modelguard.lifecycle.guard": ("ModelGuard", "guard", "guard_of"),
     "modelguard.lifecycle.policies": (
         "TTL",
         "Between",

@@ -2,10 +2,197 @@
 
 from __future__ import annotations
 
-from modelguard import _public
+import math
+import threading
+from dataclasses import dataclass
+from typing import Self
+
+from modelguard import _public, _units, telemetry
 from modelguard.environment._memory import MemoryUsage, PrivateMeter, private, usage
-from modelguard.lifecycle._trimming import Trimming, trim_every
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle import runtime
+from modelguard.lifecycle._readings import pause_after
+from modelguard.lifecycle.runtime import Runtime
+from modelguard.runtime import fork
+from modelguard.runtime.background import TICKER
 
 __all__ = ["MemoryUsage", "PrivateMeter", "Trimming", "private", "trim_every", "usage"]
+
+
+#: Seconds of processor time in which little can be freed. A waiting worker of gunicorn takes 4 ms in 30 s, ticker
+#: included; uvicorn's, whose event loop wakes ten times a second, 60.
+_IDLE = 0.01
+#: Seconds until an idle process is looked at again, where growth is what is waited for.
+_PAUSE = 1.0
+#: The name of a process in events.
+_PROCESS = "process"
+
+
+@dataclass(frozen=True)
+class TrimSchedule:
+    """When to trim: after so many seconds, or after so many bytes of growth; the other one is infinite."""
+
+    seconds: float = math.inf
+    growth: float = math.inf
+
+    def __str__(self) -> str:
+        return _units.format_seconds(self.seconds) if self.growth == math.inf else _units.format_bytes(int(self.growth))
+
+    @classmethod
+    def parse(cls, value: _units.Duration) -> TrimSchedule:
+        """Read ``trim_every``: a size if it is text that ends in a B, as in ``"100 MB"``, else a duration."""
+        if isinstance(value, str) and value.rstrip().upper().endswith("B"):
+            return cls(growth=_units.size(value, "trim_every"))
+        try:
+            return cls(seconds=_units.seconds(value, "trim_every"))
+        except InvalidOption:
+            fix = "Write for example '30s', or '100 MB' to trim whenever the process has grown by that much."
+            why = "must be a duration of more than 0 s, or a size"
+            raise InvalidOption("trim_every", value, why=why, fix=fix) from None
+
+
+class Trimming:
+    """What :func:`trim_every` has started, until :meth:`stop` or the end of a ``with`` block."""
+
+    fork_rank = fork.Rank.POOL
+
+    def __init__(self, schedule: TrimSchedule, world: Runtime) -> None:
+        self.schedule = schedule
+        self.runtime = world
+        self._pause = schedule.seconds if schedule.growth == math.inf else _PAUSE
+        self.after_fork_in_child()
+
+    def stop(self) -> None:
+        """Trim no more. Further calls have no effect. A process that was forked before goes on."""
+        TICKER.remove(self)
+        if running() is self:
+            _running.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"Trimming({str(self.schedule)!r}, {'runs' if running() is self else 'stopped'})"
+
+    def before_fork(self) -> None:
+        """For forks: there is nothing to keep, since the child starts anew."""
+
+    after_fork_in_parent = before_fork
+
+    def after_fork_in_child(self) -> None:
+        """Start anew: the readings are of the parent's memory, and a thread of the parent may have held the lock."""
+        self._busy = threading.Lock()
+        self._cpu = -math.inf
+        self._floor: int | None = None
+        self._next = self.runtime.clock() + self._pause
+
+    def check_interval(self) -> float:
+        """For the ticker: seconds until the next look."""
+        return max(0.0, self._next - self.runtime.clock())
+
+    def tick(self) -> None:
+        """Trim if it is time and the process has worked since the last time: an idle one frees nothing."""
+        runtime = self.runtime
+        now = runtime.clock()
+        if now < self._next or not self._busy.acquire(blocking=False):
+            return
+        try:
+            self._next = now + self._pause
+            if runtime.cpu() - self._cpu < _IDLE:
+                return
+            if self.schedule.growth == math.inf or self._has_grown():
+                self._trim()
+            self._cpu = runtime.cpu()
+        finally:
+            self._busy.release()
+
+    def _has_grown(self) -> bool:
+        runtime = self.runtime
+        started = runtime.clock()
+        held = self._slack()
+        now = runtime.clock()
+        self._next = now + pause_after(now - started)
+        if self._floor is None:  # only a trim shows how much is in use, and growth counts from there
+            return True
+        self._floor = min(self._floor, held)
+        return held - self._floor >= self.schedule.growth
+
+    def _slack(self) -> int:
+        """Bytes that are held but not in use, and those that malloc does not know about: growth here can be returned.
+
+        Private memory alone does not work: the memory that a long call uses now would count as the floor.
+        """
+        return self.runtime.private() - (self.runtime.in_use() or 0)
+
+    def _trim(self) -> None:
+        runtime = self.runtime
+        before, in_use = runtime.private(), runtime.in_use() or 0
+        started = runtime.clock()
+        trim = runtime.try_trim()
+        seconds = runtime.clock() - started
+        after = runtime.private()
+        # Calls go on meanwhile. What they free during the trim must not count as the floor, or it would never be
+        # returned; so of the two figures the one that gives the lower floor counts.
+        self._floor = after - max(in_use, runtime.in_use() or 0)
+        telemetry.emit(
+            telemetry.MemoryTrimmed(
+                guard=_PROCESS,
+                bytes_before=before,
+                bytes_after=after,
+                trimmed_by=trim.allocator,
+                trim_error=trim.error,
+                seconds=seconds,
+                in_use=runtime.in_use(),
+                held=runtime.held(),
+            )
+        )
+
+
+#: Under one name, so that of two threads that come at once one wins.
+_running: dict[str, Trimming] = {}
+
+
+def running() -> Trimming | None:
+    """What trims this process now."""
+    return _running.get(_PROCESS)
+
+
+def trim_every(every: _units.Duration) -> Trimming:
+    """Return freed memory to the system again and again, in this process and in those that are forked from it.
+
+    It is done in a background thread, and only if the process has worked since the last time. Each time emits
+    ``MemoryTrimmed``, whose ``guard`` is ``"process"``. A process has one interval: a second call with the same one
+    returns what the first has returned.
+
+    Args:
+        every: An interval, such as ``"30s"`` or seconds; or a size such as ``"100 MB"`` (text that ends in B): then
+            memory is returned each time the process has grown by so much of what can be returned.
+
+    Returns:
+        Its ``stop()`` ends it, as does the end of a ``with`` block.
+
+    Raises:
+        InvalidOption: It is neither a duration nor a size, or another one is in force.
+        NotSupported: The allocator in force is not known, or this is not Linux.
+    """
+    world = runtime.default()
+    world.check_trim()
+    made = Trimming(TrimSchedule.parse(every), world)
+    found = _running.setdefault(_PROCESS, made)  # one step: two threads may get here at once
+    if found.schedule != made.schedule:
+        fix = "Call it once in a process, or stop() what the first call returned."
+        raise InvalidOption("trim_every", every, why=f"this process is trimmed every {found.schedule} already", fix=fix)
+    if found is made and world.ticks:
+        fork.register(made)
+        try:
+            TICKER.add(made)
+        except RuntimeError:  # the system gives no thread
+            made.stop()
+            raise
+    return found
+
 
 _public.set_module(globals())

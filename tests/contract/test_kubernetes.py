@@ -131,7 +131,7 @@ class TestTheService:
         """A pod that is told to end is not killed before its calls are answered."""
         options = app.words.engine.guard.options
         pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert pod["terminationGracePeriodSeconds"] >= pause + options.load_timeout + options.drain_timeout + GRACE
+        assert pod["terminationGracePeriodSeconds"] >= pause + options.load_timeout + options.swap.drain_timeout + GRACE
 
     def test_memory_has_a_limit_for_the_policy(self, app: Any, container: Manifest) -> None:
         """``MemoryLimit("80%")`` is of the container's limit, and the scheduler reserves all of it."""

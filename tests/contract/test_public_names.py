@@ -45,6 +45,7 @@ PUBLIC = [
     "Policy",
     "Replay",
     "Snapshot",
+    "Swap",
     "TTL",
     "Uses",
     "allocator",

@@ -14,7 +14,7 @@ import pytest
 from tests.process.harness import run_python
 
 from modelguard import TTL, Changed, Swap, Uses, batched, guard, pool, replicas, telemetry
-from modelguard.lifecycle.model_guard import guards
+from modelguard.lifecycle.guard import guards
 from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.telemetry import Event, Reason, RecycleAsked
 

@@ -19,7 +19,7 @@ from tests.process.harness import run_python
 
 from modelguard import Backoff, Swap, Uses, guard, pool, telemetry
 from modelguard.errors import LoadFailed, Overloaded
-from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.telemetry import Event, GenerationReleased
 

@@ -216,7 +216,8 @@ def write_down(model):
 
 if "MAPPED" in os.environ:
     weights.publish(make, PATH, key="1")
-    net = guard(lambda: weights.load(build, PATH), reload_on=Modified(PATH, atomic=True), warmup=write_down, swap=Swap(defer=0))
+    renewed = Modified(PATH, atomic=True)
+    net = guard(lambda: weights.load(build, PATH), reload_on=renewed, warmup=write_down, swap=Swap(defer=0))
 else:
     net = guard(make, reload_on=None, warmup=write_down)
 

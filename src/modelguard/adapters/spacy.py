@@ -31,7 +31,7 @@ from modelguard.errors import EscapedResult, InvalidOption, NotSupported, Overlo
 from modelguard.lifecycle._misuse import plain_function
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot
 from modelguard.lifecycle._wrappers import Guarded, is_lazy
-from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.guard import ModelGuard
 from modelguard.runtime import waiting
 from modelguard.telemetry.reasons import ReasonKind
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, WrongResults
-from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.guard import ModelGuard
 from modelguard.serving import Batched, batched
 
 __all__ = ["batched_pipeline"]

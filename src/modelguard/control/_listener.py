@@ -20,7 +20,7 @@ from modelguard.environment._proc import peer
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 from modelguard.isolation import status
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle.model_guard import ModelGuard, guards
+from modelguard.lifecycle.guard import ModelGuard, guards
 from modelguard.lifecycle.pool import ModelPool, pools
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import logger

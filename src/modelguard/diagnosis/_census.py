@@ -419,7 +419,7 @@ class _Chains:
 
 def guard_uses() -> list[tuple[str, int, int]]:
     """The guards of this process: name, generation, and calls that have ended on it."""
-    module = sys.modules.get("modelguard.lifecycle.model_guard")
+    module = sys.modules.get("modelguard.lifecycle.guard")
     statuses = [guard.status() for guard in module.guards()] if module is not None else []
     return [(status.name, status.generation, status.uses) for status in statuses]
 

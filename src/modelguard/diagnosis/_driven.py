@@ -18,8 +18,7 @@ from modelguard.environment import _allocator, _allocator_problems, _memory
 from modelguard.errors import ModelGuardError
 from modelguard.facts.growth import Verdict, judge
 from modelguard.lifecycle._wrappers import owner_of
-from modelguard.lifecycle.guard import guard
-from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.guard import ModelGuard, guard
 
 __all__ = ["main"]
 

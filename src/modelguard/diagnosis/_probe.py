@@ -234,7 +234,7 @@ def _call(file: str, functions: tuple[str, ...]) -> int | None:
 
 
 def _guards() -> dict[str, Any]:
-    module = sys.modules.get("modelguard.lifecycle.model_guard")
+    module = sys.modules.get("modelguard.lifecycle.guard")
     if module is None:
         return {"guards": []}
     prepared = sys.modules.get("modelguard.sharing._prefork")

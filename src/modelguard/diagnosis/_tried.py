@@ -20,8 +20,7 @@ from modelguard.environment import _proc
 from modelguard.isolation.isolate import Isolated, isolate
 from modelguard.lifecycle._options import Swap
 from modelguard.lifecycle._wrappers import owner_of
-from modelguard.lifecycle.guard import guard
-from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.guard import ModelGuard, guard
 from modelguard.lifecycle.policies import Policy, Uses
 
 __all__ = ["READINGS", "isolated_function", "main"]

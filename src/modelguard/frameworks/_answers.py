@@ -26,7 +26,7 @@ from modelguard.errors import (
     QuotaExceeded,
 )
 from modelguard.isolation import status as _isolated
-from modelguard.lifecycle.model_guard import guards
+from modelguard.lifecycle.guard import guards
 from modelguard.runtime import waiting
 from modelguard.runtime.background import THREADS
 from modelguard.serving import _shared_threads

@@ -35,7 +35,7 @@ from modelguard.isolation._molds import with_remote_traceback
 from modelguard.isolation._worker import flush_output, leave, portable
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._options import Loaded
-from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.guard import ModelGuard
 from modelguard.runtime.background import TICKER
 from modelguard.sharing import _prefork, _trial
 from modelguard.telemetry import _hooks

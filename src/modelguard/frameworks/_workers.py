@@ -21,8 +21,8 @@ from typing import Any, Literal, Protocol, TypeVar
 from modelguard import _units, prefork
 from modelguard.errors import ForkHazard, InvalidOption
 from modelguard.isolation import status as _isolated
-from modelguard.lifecycle.model_guard import ModelGuard
-from modelguard.lifecycle.model_guard import guards as all_guards
+from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.lifecycle.pool import pools as all_pools
 from modelguard.runtime import background
 from modelguard.serving import _shared_threads as _batched

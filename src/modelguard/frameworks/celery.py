@@ -26,7 +26,7 @@ from modelguard.frameworks._workers import PreforkOptions, Workers
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle.model_guard import ModelGuard
+    from modelguard.lifecycle.guard import ModelGuard
     from modelguard.prefork import ForkReport
 
 __all__ = ["install"]

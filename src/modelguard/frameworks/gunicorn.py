@@ -50,7 +50,7 @@ from modelguard.sharing import _prefork, _trial
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle.model_guard import ModelGuard
+    from modelguard.lifecycle.guard import ModelGuard
 
 __all__ = ["child_exit", "control_socket_disable", "on_starting", "post_fork", "preload_app"]
 

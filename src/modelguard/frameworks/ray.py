@@ -29,7 +29,7 @@ from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Overloaded
 from modelguard.frameworks._answers import Answer, WebOptions, problem
 from modelguard.isolation.isolate import Isolated
-from modelguard.lifecycle.model_guard import ModelGuard, guard_of
+from modelguard.lifecycle.guard import ModelGuard, guard_of
 from modelguard.serving import Batched, BatchedStream, Limits
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason

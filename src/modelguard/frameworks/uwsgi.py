@@ -34,7 +34,7 @@ from modelguard.frameworks._workers import PreforkOptions, Workers
 
 if TYPE_CHECKING:
     from modelguard import _units
-    from modelguard.lifecycle.model_guard import ModelGuard
+    from modelguard.lifecycle.guard import ModelGuard
     from modelguard.prefork import ForkReport
 
 __all__ = ["install"]

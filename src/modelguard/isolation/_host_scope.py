@@ -26,7 +26,7 @@ from modelguard.isolation._host_identity import NAME, check_shareable, identity_
 from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._options import GuardOptions
-from modelguard.lifecycle._pool_leases import afresh
+from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import State
 from modelguard.runtime import waiting
 from modelguard.runtime.background import THREADS

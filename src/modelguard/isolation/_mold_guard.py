@@ -30,7 +30,7 @@ from modelguard.lifecycle import runtime
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._options import GuardOptions, Loaded
 from modelguard.lifecycle._policy import subset
-from modelguard.lifecycle.model_guard import ModelGuard, hide
+from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.status import Postponed
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry.reasons import Reason

@@ -18,11 +18,10 @@ from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import engines
 from modelguard.lifecycle._options import GuardOptions, check_policy
 from modelguard.lifecycle._policy import Policy, subset
-from modelguard.lifecycle._pool_leases import PooledFunction
 from modelguard.lifecycle._wrappers import owner_of
-from modelguard.lifecycle.guard import guard
-from modelguard.lifecycle.model_guard import ModelGuard, hide
+from modelguard.lifecycle.guard import ModelGuard, guard, hide
 from modelguard.lifecycle.policies import Changed
+from modelguard.lifecycle.pool import PooledFunction
 from modelguard.lifecycle.replicas import ModelReplicas
 from modelguard.serving.breaker import Breaker
 from modelguard.telemetry import logger

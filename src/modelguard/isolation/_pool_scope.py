@@ -26,7 +26,7 @@ from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._pool_engine import PoolEngine
-from modelguard.lifecycle._pool_leases import afresh
+from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import Postponed
 from modelguard.runtime.threads import WeakRegistry
 from modelguard.runtime.waiting import Timeout

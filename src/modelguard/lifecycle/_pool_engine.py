@@ -20,8 +20,16 @@ from modelguard.lifecycle import _waiting
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._options import PoolOptions
-from modelguard.lifecycle._pool_leases import Fetches, afresh
-from modelguard.lifecycle._pool_models import REMEMBERED, IdleKeys, PooledModel, PoolLRU, PoolSources, RoomQueue
+from modelguard.lifecycle._pool_models import (
+    REMEMBERED,
+    Fetches,
+    IdleKeys,
+    PooledModel,
+    PoolLRU,
+    PoolSources,
+    RoomQueue,
+    afresh,
+)
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import TICKER
 from modelguard.runtime.threads import WeakRegistry

@@ -1,22 +1,335 @@
-"""``guard``: one model that is replaced in time, and provably gone afterwards."""
+"""``guard`` and ``ModelGuard``: one model that is replaced in time, and provably gone afterwards."""
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, overload
 
 from modelguard import _public, _units
+from modelguard._entered import Entered
+from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
+from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._policy import Backoff
-from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle._wrappers import decorate, owner_of
 from modelguard.lifecycle.policies import Policy
+from modelguard.runtime.threads import WeakRegistry
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._options import GuardOptions, Loaded, Swap, SwapMode
 
-__all__ = ["guard"]
+if TYPE_CHECKING:
+    from modelguard.lifecycle._options import GuardOptions
+    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.status import Status
+    from modelguard.telemetry.reasons import Reason
+
+__all__ = ["ModelGuard", "guard", "guard_of"]
 
 M = TypeVar("M")
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_guards: WeakRegistry[ModelGuard[Any]] = WeakRegistry()
+
+
+class ModelGuard(Entered, Generic[M]):
+    """A model with a lifecycle. Made by :func:`guard`; see there for the options.
+
+    It is a handle (``lease``, ``load``, ``reload``, ``status``, ``close``), a decorator, and a context manager that
+    loads on entry and closes on exit, for ``with`` and ``async with``. Entering it again after its end reopens it: an
+    application that has it in its lifespan can be started several times in one process. If it is entered several times
+    at once, as by a mounted sub-application too, the last exit closes it.
+
+    Attributes:
+        engine: What runs the guard. For modelguard's own integrations; it may change without notice.
+    """
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: object, **kwargs: object) -> Self:  # noqa: D102 - Python's own
+            _misuse.check_made_by("guard(load, reload_on=...)", cls, args, kwargs)
+            return super().__new__(cls)
+
+    def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
+        super().__init__()
+        self.engine: Engine[M] = Engine(options, runtime)
+        _guards.add(self)
+        # The engine is in reference cycles: without this, it would reload for nobody until the collector finds it.
+        weakref.finalize(self, self.engine.stop_checks).atexit = False
+
+    @property
+    def name(self) -> str:
+        """The guard's name, as events and errors show it."""
+        return self.engine.name
+
+    @property
+    def prefork(self) -> bool:
+        """Whether :func:`modelguard.prefork.prepare` shares this guard's model when no guard is named there."""
+        return self.engine.guard.options.prefork
+
+    @property
+    def reload_on(self) -> Policy | None:
+        """The policy that replaces the model; None if only a call of :meth:`reload` does."""
+        return self.engine.guard.options.reload_on
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"guard {self.name!r} cannot be pickled: import the module that makes it, in each process")
+
+    def __repr__(self) -> str:
+        from modelguard.lifecycle import status
+
+        return f"<ModelGuard {self.name!r} {status.state_of(self.engine.state)}>"
+
+    if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: it is the guard, not the model. Decorate a "
+                f"function that takes the model, or write: with guard.lease() as model: model.{name}"
+            )
+
+    # Use
+
+    @overload
+    def __call__(self, function: classmethod[S, Concatenate[M, P], R], /) -> classmethod[S, P, R]: ...
+    @overload
+    def __call__(self, function: staticmethod[Concatenate[M, P], R], /) -> staticmethod[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[M, P], R], /) -> Callable[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
+    def __call__(self, function: Any, /) -> Any:
+        """Decorate a function that takes the model as its first parameter, after ``self`` or ``cls`` in a class.
+
+        Callers leave the model out. Each call runs on one generation from start to end: functions, methods, class and
+        static methods, coroutines, generators and asynchronous generators. A plain function that returns a lazy
+        iterator keeps its lease until that iterator ends.
+
+        Raises:
+            InvalidOption: It is not a function, or has no parameter to take the model.
+        """
+        in_use = _misuse.in_use(sys.getrefcount(function))
+        return decorate(self.engine, function, owner=self, in_use=in_use)
+
+    def lease(self, timeout: _units.Duration | None = None) -> Lease[M]:
+        """Use the model for a block: ``with guard.lease() as model:``, or ``async with`` without blocking the loop.
+
+        Args:
+            timeout: How long to wait for a model. Default: for the first load as long as it takes, and
+                ``wait_timeout`` while a model is being replaced.
+
+        Raises:
+            GuardClosed, LoadFailed, Reloading: On entry.
+        """
+        return Lease(self.engine, None if timeout is None else _units.seconds(timeout, "timeout", zero=True))
+
+    @property
+    def version(self) -> str | None:
+        """The version of the current model, as its loader gave it; None if it gave none, or if there is no model."""
+        return self.engine.state.version
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls get a model: what a readiness probe should report.
+
+        One is loaded, or ``Idle`` has released it and the next call loads it (unless its ``ready`` is False).
+        """
+        return self.engine.ready
+
+    def load(self, timeout: _units.Duration | None = None) -> None:
+        """Load the model unless it is loaded. Blocks.
+
+        Raises:
+            LoadFailed: The load failed, or an earlier one did and its backoff has not passed.
+            Reloading: ``timeout`` has passed.
+            GuardClosed: The guard is closed.
+            WouldDeadlock: Called on a running event loop (use :meth:`aload`) or by the loader itself.
+        """
+        self.engine.load(timeout)
+
+    async def aload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`load` for a coroutine: does not block the event loop."""
+        await self.engine.aload(timeout)
+
+    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
+        """Replace the model by one whose load begins after this call. Does not wait for a pause or a backoff.
+
+        A load that is running already becomes stale: while an old generation takes calls, its model is discarded
+        (``LoadDiscarded``) and loaded again, once.
+
+        Args:
+            wait: Return when the new generation takes calls; if False, return at once.
+            timeout: How long to wait at most. Default: until the load has succeeded or failed.
+
+        Raises:
+            LoadFailed: The load failed. The old generation, if there is one, keeps taking calls.
+            Reloading: ``timeout`` has passed. The reload goes on.
+            GuardClosed: The guard is closed.
+            WouldDeadlock: With ``wait``: called inside a call on this guard, or on a running event loop.
+            InvalidOption: ``wait`` is not a bool.
+        """
+        _misuse.check_wait(wait)
+        self.engine.reload(wait=wait, timeout=timeout)
+
+    async def areload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`reload` for a coroutine: does not block the event loop."""
+        await self.engine.areload(timeout)
+
+    def unload(self, timeout: _units.Duration | None = None) -> None:
+        """Release the model until its next use, which loads it again. Blocks.
+
+        It waits for the calls that run, up to ``drain_timeout``, and for a load that is under way. Does nothing if no
+        model is loaded.
+
+        Args:
+            timeout: How long to wait at most. Default: until it is released.
+
+        Raises:
+            Reloading: ``timeout`` has passed. A release that has begun goes on.
+            GuardClosed: The guard is closed.
+            WouldDeadlock: Called inside a call on this guard, by its loader, or on a running event loop (use
+                :meth:`aunload`).
+        """
+        self.engine.unload(timeout)
+
+    async def aunload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`unload` for a coroutine: does not block the event loop."""
+        await self.engine.aunload(timeout)
+
+    def pause(self) -> None:
+        """Let policies start nothing until :meth:`resume`, as during an incident: no reload, release or new process.
+
+        What they would have done waits (``status().postponed``), and each policy that waits is reported once
+        (``ReloadPostponed``). A policy's reload that still waits for its beginning is given up; one that already loads
+        goes on. Calls, :meth:`load`, :meth:`reload` and :meth:`unload` work as usual, and so do loads that calls need.
+        Pausing twice is the same as once. It holds in this process and in children that are forked from now on.
+        """
+        self.engine.set_paused(paused=True)
+
+    def resume(self) -> None:
+        """End :meth:`pause`, however often it was called. What is due by then starts within about a second."""
+        self.engine.set_paused(paused=False)
+
+    def rollback(self) -> None:
+        """Go back to the model that the current one has replaced. Needs ``keep_previous=True``.
+
+        It takes the next call: nothing is loaded, and nothing is awaited, so this may be called anywhere. A load under
+        way is cancelled; calls that run on the current model end on it, and it is released. From now on no policy
+        replaces the model, and ``Idle`` does not release it, until ``Modified`` or ``Changed`` see that the source has
+        changed since the load that was rolled back, or until :meth:`reload`.
+
+        Raises:
+            NoPreviousModel: None is kept.
+            GuardClosed: The guard is closed.
+        """
+        self.engine.rollback()
+
+    def check(self) -> bool:
+        """Ask the policies now, as the background thread does regularly; returns whether a reload was started."""
+        return self.engine.check()
+
+    def close(self, timeout: _units.Duration | None = None) -> None:
+        """Refuse further calls, wait for those under way, and release the model.
+
+        Closing twice does nothing. Afterwards every use raises ``GuardClosed``.
+
+        Calls that still run when ``timeout`` has passed keep their model and end as usual: ``close`` returns,
+        ``GenerationAbandoned`` says how many there are, ``status().in_flight`` counts them down, and the model is
+        released when the last of them ends. A process that exits before then does not call ``unload`` for it.
+
+        Args:
+            timeout: How long to wait for calls at most; 0 does not wait. Default: ``drain_timeout``. The release that
+                follows, with the ``unload`` hook, is not bounded.
+
+        Raises:
+            InvalidOption: ``timeout`` is not a duration; then the guard stays open.
+            WouldDeadlock: Called inside a call on this guard, whose end it would wait for, or on a running event loop
+                (use :meth:`aclose`).
+        """
+        self.engine.close(timeout)
+
+    async def aclose(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`close` for a coroutine: does not block the event loop."""
+        await self.engine.aclose(timeout)
+
+    def status(self) -> Status:
+        """The guard's figures at this moment."""
+        from modelguard.lifecycle import status
+
+        return status.of(self.engine)
+
+    def _reopen(self) -> None:
+        self.engine.reopen()
+
+    def _open(self) -> None:
+        self._reopen()
+        self.load()
+
+    async def _aopen(self) -> None:
+        self._reopen()
+        await self.aload()
+
+    # For servers
+
+    def recycle_in_children(self, ask: Callable[[tuple[Reason, ...]], object], *, takes_calls: bool = True) -> None:
+        """Make forked children keep the model that they share with this process.
+
+        In a child that is forked from now on, a private reload would undo the sharing. When a policy is due there, it
+        calls ``ask(reasons)``, once, so that the server replaces the whole worker; the model is used until then.
+        ``TTL`` and ``Modified`` mean new weights, which a fresh child of this process would not have: children ignore
+        them, and this process acts on them.
+
+        Args:
+            ask: Called in the child, from whichever thread finds the policy due.
+            takes_calls: Whether calls run in this process too. If not, only ``TTL`` and ``Modified`` count here.
+        """
+        _misuse.check_ask(ask)
+        self.engine.recycle_in_children(ask, takes_calls=takes_calls)
+
+    def recycle_here(self, ask: Callable[[tuple[Reason, ...]], object]) -> None:
+        """Have this whole process replaced instead of its model.
+
+        From now on a due policy calls ``ask(reasons)``, once per generation, and the model is used until the process
+        ends. This is for servers whose processes each load their own model and are replaced by a fresh one.
+
+        Args:
+            ask: Called from whichever thread finds the policy due.
+        """
+        _misuse.check_ask(ask)
+        self.engine.recycle_here(ask)
+
+
+def guards() -> tuple[ModelGuard[Any], ...]:
+    """The guards of this process that somebody refers to, in no particular order."""
+    return tuple(_guards)
+
+
+def hide(guard: ModelGuard[Any]) -> None:
+    """Leave a guard out of :func:`guards`: this process never loads its model, or shows it in another way."""
+    _guards.discard(guard)
+
+
+def guard_of(function: Callable[..., object]) -> ModelGuard[Any]:
+    """The guard of a decorated function, for its ``status()``, ``reload()`` and so on.
+
+    Raises:
+        InvalidOption: No guard decorates ``function``.
+    """
+    owner = owner_of(function)
+    if not isinstance(owner, ModelGuard):
+        fix = "Decorate it, or keep the guard in a variable."
+        if isinstance(function, ModelGuard):
+            fix = "It is the guard itself: use it directly."
+        elif owner_of(getattr(function, "__wrapped__", None)) is not None:  # a batched function
+            fix = "A function that wraps it is: write guard_of(function.__wrapped__)."
+        raise InvalidOption("function", function, why="is not decorated by a guard", fix=fix)
+    return owner
+
 
 _FIX = 'Write guard(load, reload_on=TTL("1h")), or reload_on=None to replace the model only on request.'
 

@@ -21,9 +21,9 @@ from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import KnownModels
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, alternatives
-from modelguard.lifecycle._pool_leases import PoolLease, call_on
 from modelguard.lifecycle._wrappers import wrap
-from modelguard.lifecycle.model_guard import ModelGuard, hide
+from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.pool import PoolLease, call_on
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import logger

@@ -22,8 +22,8 @@ from modelguard.environment import _allocator, _memory
 from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, NotSupported
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._wrappers import owner_of
-from modelguard.lifecycle.model_guard import ModelGuard, guards
-from modelguard.lifecycle.model_guard import guards as all_guards
+from modelguard.lifecycle.guard import ModelGuard, guards
+from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.runtime.background import THREADS
 from modelguard.sharing import _graph, _hazards, _immortal, _trial
 from modelguard.sharing._hazards import Hazard

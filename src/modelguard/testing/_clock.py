@@ -10,13 +10,13 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
-from modelguard import _units
+from modelguard import _units, memory
 from modelguard.environment._gpu import TORCH_CUDA, DeviceMemory
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _loading, _trimming, runtime
+from modelguard.lifecycle import _loading, runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._pool_engine import pool_engines
-from modelguard.lifecycle.model_guard import ModelGuard, guard_of, guards
+from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
 from modelguard.runtime.background import TICKER, Ticked
 from modelguard.runtime.host_lock import Held, HostLock
 from modelguard.serving import _shared_threads, deadlines
@@ -84,9 +84,9 @@ class Clock:
     its one GPU. Random jitter is always 0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes its shortest
     wait, which is half.
 
-    Policies, ``defer``, backoffs, ``memory.trim_every`` and the ``ttl`` and ``idle`` of pools use this clock. Timeouts of
-    callers stay in real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout`` and
-    the timeouts of leases. For everything in ``batched`` real time goes on, and :meth:`advance` adds to it.
+    Policies, ``defer``, backoffs, ``memory.trim_every`` and the ``ttl`` and ``idle`` of pools use this clock. Timeouts
+    of callers stay in real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``
+    and the timeouts of leases. For everything in ``batched`` real time goes on, and :meth:`advance` adds to it.
     """
 
     # A misspelt attribute is an error, and does not go unnoticed.
@@ -272,7 +272,7 @@ class Clock:
         """End the test: wait for its threads, and move guards that outlive the test to real time."""
         self._installed.close()
         self.settle()
-        trimming = _trimming.running()
+        trimming = memory.running()
         if trimming is not None and trimming.runtime is self._runtime:
             trimming.stop()
         ahead = self._clock() - time.monotonic()
@@ -299,7 +299,7 @@ class Clock:
 
     def _others(self) -> list[Ticked]:
         """What else the ticker would check: pools, and ``memory.trim_every``."""
-        trimming = _trimming.running()
+        trimming = memory.running()
         own = [trimming] if trimming is not None and trimming.runtime is self._runtime else []
         return [*own, *(pool for pool in pool_engines() if pool.runtime is self._runtime)]
 

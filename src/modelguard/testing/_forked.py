@@ -15,7 +15,7 @@ from modelguard import _units
 from modelguard.environment import _memory
 from modelguard.errors import ForkHazard, InvalidOption, NotSupported
 from modelguard.lifecycle import _adapters
-from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.guard import ModelGuard
 from modelguard.sharing import _graph
 from modelguard.sharing._immortal import immortalize_unsupported
 from modelguard.sharing._trial import ForkedChild

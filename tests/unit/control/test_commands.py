@@ -18,7 +18,7 @@ from modelguard.control import _listener
 from modelguard.errors import InvalidOption, LoadFailed, NotSupported
 from modelguard.isolation import _processes, status
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
-from modelguard.lifecycle import model_guard
+from modelguard.lifecycle import guard as guard_module
 from modelguard.lifecycle.status import Postponed, State
 from modelguard.telemetry import Reason
 
@@ -26,7 +26,7 @@ from modelguard.telemetry import Reason
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModelGuard[Any], ModelGuard[Any]]]:
     """The only guards of this process: one with a model, one that was never loaded."""
-    monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
+    monkeypatch.setattr(guard_module, "_guards", weakref.WeakSet())
     monkeypatch.setattr(status, "_functions", weakref.WeakSet())
     monkeypatch.setattr("modelguard.lifecycle.pool._pools", weakref.WeakSet())
     loaded, new = guard(dict, reload_on=None, name="nlp"), guard(dict, reload_on=None, name="asr")

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.serving.gated import Gated
 
 from modelguard.isolation import status as _isolated
-from modelguard.lifecycle import model_guard
+from modelguard.lifecycle import guard as guard_module
 from modelguard.serving import _shared_threads
 
 
@@ -23,6 +23,6 @@ def model() -> Iterator[Gated]:
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guards, batched or isolated functions of other tests are known."""
-    monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
+    monkeypatch.setattr(guard_module, "_guards", weakref.WeakSet())
     monkeypatch.setattr(_shared_threads, "_batchers", weakref.WeakSet())
     monkeypatch.setattr(_isolated, "_functions", weakref.WeakSet())

@@ -19,7 +19,7 @@ from modelguard.errors import InvalidOption
 from modelguard.frameworks import asgi, wsgi
 from modelguard.frameworks.admin import Admin
 from modelguard.isolation import status
-from modelguard.lifecycle import model_guard
+from modelguard.lifecycle import guard as guard_module
 
 SECRET = "correct-horse-battery-staple"
 BEARER = f"Bearer {SECRET}"
@@ -87,7 +87,7 @@ def ask(request: pytest.FixtureRequest) -> Ask:
 @pytest.fixture
 def nlp(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelGuard[Any]]:
     """The only guard of this process that has a model, without isolated functions."""
-    monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
+    monkeypatch.setattr(guard_module, "_guards", weakref.WeakSet())
     monkeypatch.setattr(status, "_functions", weakref.WeakSet())
     monkeypatch.setattr("modelguard.lifecycle.pool._pools", weakref.WeakSet())
     with guard(dict, reload_on=None, name="nlp") as made:

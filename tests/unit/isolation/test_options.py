@@ -12,7 +12,7 @@ from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import status
 from modelguard.isolation._options import ScopeName
-from modelguard.lifecycle.model_guard import guards
+from modelguard.lifecycle.guard import guards
 
 model = guard(dict, reload_on=None, name="model")
 many = pool(dict, max_memory="1 GB")

@@ -23,7 +23,7 @@ from modelguard.errors import (
     Reloading,
     WouldDeadlock,
 )
-from modelguard.lifecycle.model_guard import guards
+from modelguard.lifecycle.guard import guards
 from modelguard.lifecycle.replicas import ModelReplicas, replicas
 from modelguard.testing import Clock, Loader
 

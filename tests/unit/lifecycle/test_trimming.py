@@ -12,8 +12,8 @@ from tests.unit.lifecycle.world import MB, World
 
 from modelguard import memory
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.lifecycle._trimming import Trimming, TrimSchedule, running
 from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.memory import Trimming, TrimSchedule, running
 from modelguard.runtime import background
 from modelguard.telemetry import MemoryTrimmed
 
