@@ -114,7 +114,7 @@ def roll_back(guard: GuardContext[M]) -> None:
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 #: Results of these types cannot be lazy. One look-up in this set saves two failed attribute look-ups on most calls.
-_EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset})
+EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset})
 
 _engines: WeakRegistry[Engine[Any]] = WeakRegistry()
 
@@ -366,7 +366,7 @@ class Engine(Generic[M]):
             try:
                 token = enclosing.set(mine)
                 result = wrapped(generation.model, *args, **kwargs)
-                if (kind := type(result)) in _EAGER or not is_lazy(kind):
+                if (kind := type(result)) in EAGER or not is_lazy(kind):
                     return result
                 generation.leases.append(None)  # besides the call's own, which ends now
                 return keep(generation, result)

@@ -127,17 +127,17 @@ class Lease(Generic[M]):
         """The generation that it lends; None before and after its use."""
         return self._generation
 
-    def step(self, work: Callable[..., T], *args: Any) -> T:
+    def step(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run one step of lazy work; guarded functions that it calls run on this lease's generation."""
         generation = self._generation
         if generation is None:
-            return work(*args)
+            return work(*args, **kwargs)
         state = self._engine.state
         self._thread = threading.get_ident()
         enclosing = state.nest(generation)
         token = state.enclosing.set(enclosing)
         try:
-            return work(*args)
+            return work(*args, **kwargs)
         finally:
             enclosing.clear()
             state.enclosing.reset(token)

@@ -15,7 +15,15 @@ from cachetools import LRUCache
 
 from modelguard import _units, telemetry
 from modelguard.environment._proc import ShownPause
-from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded, Reloading, WouldDeadlock
+from modelguard.errors import (
+    GuardClosed,
+    LoadFailed,
+    ModelTooLarge,
+    Overloaded,
+    Reloading,
+    UnhashableKey,
+    WouldDeadlock,
+)
 from modelguard.lifecycle import _waiting
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
@@ -100,7 +108,8 @@ class PoolEngine(Generic[K, M]):
         fork.register(self)
 
     def _renew_locks(self) -> None:
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._one_load = threading.Lock()  # sizes are measured, so models are loaded one at a time
         self._releasing: Future[None] | None = None
         self._queue = RoomQueue(self.runtime.clock)
@@ -330,6 +339,8 @@ class PoolEngine(Generic[K, M]):
 
     def take(self, key: K, wait: float) -> Lease[M]:
         """Take a lease on the model of ``key``, after a load if need be."""
+        if (lease := self.take_now(key)) is not None:
+            return lease
         deadline = time.monotonic() + wait
         while True:
             model, mine = self._find(key, deadline)
@@ -376,9 +387,12 @@ class PoolEngine(Generic[K, M]):
 
     def take_now(self, key: K) -> Lease[M] | None:
         """Take a lease if the model of ``key`` is loaded; None if that needs a wait."""
-        with self._changed:
+        with self._lock:  # the condition's own: two calls of Python less
             self._raise_if_closed()
-            model = self._models.touch(key)
+            try:
+                model = self._models.touch(key)
+            except TypeError:
+                raise UnhashableKey(key) from None
             if model is None or not self._lends(model):
                 return None
             return None if model.engine is None else Lease.take_now(model.engine)

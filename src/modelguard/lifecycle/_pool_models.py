@@ -6,6 +6,7 @@ import asyncio
 import copy
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -160,12 +161,24 @@ class PoolLRU(Cache[K, PooledModel[M]]):
     def __init__(self, max_memory: int) -> None:
         super().__init__(max_memory, getsizeof=lambda model: model.size)
         self.evicted: list[PooledModel[M]] = []
+        self._by_use: OrderedDict[K, PooledModel[M]] = OrderedDict()  # the latest one last; a lease looks here alone
+
+    def __setitem__(self, key: K, model: PooledModel[M]) -> None:
+        super().__setitem__(key, model)
+        self._by_use[key] = model
+
+    def __delitem__(self, key: K) -> None:
+        super().__delitem__(key)
+        del self._by_use[key]
+
+    def clear(self) -> None:
+        super().clear()
+        self._by_use.clear()
 
     def touch(self, key: K) -> PooledModel[M] | None:
-        model = self.get(key)
+        model = self._by_use.get(key)
         if model is not None:
-            del self[key]
-            self[key] = model  # models are kept in the order of their insertion
+            self._by_use.move_to_end(key)
         return model
 
     def encloses_this_call(self) -> bool:
@@ -174,7 +187,7 @@ class PoolLRU(Cache[K, PooledModel[M]]):
 
     def stop_lending_oldest(self, now: float, *, paused: bool) -> None:
         """Close the least recently used of the models in use to new calls, so that steady traffic makes room."""
-        for model in self.values():
+        for model in self._by_use.values():
             if not model.loading and model.overdue(now, paused=paused) < 0:
                 model.stop_lending(now)
                 return
@@ -185,7 +198,7 @@ class PoolLRU(Cache[K, PooledModel[M]]):
         Raises:
             KeyError: All are in use.
         """
-        for key, model in self.items():
+        for key, model in self._by_use.items():
             if model.unused:
                 del self[key]
                 model.until_next_use = None  # it goes for its room

@@ -12,7 +12,7 @@ from modelguard import _public, _units
 from modelguard._entered import Entered
 from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle._engine import Engine, Wrapper
+from modelguard.lifecycle._engine import EAGER, Engine, Wrapper
 from modelguard.lifecycle._generation import KnownModels
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._misuse import call_parameters, plain_function
@@ -123,7 +123,7 @@ class ModelPool(Entered, Generic[K, M]):
                 raise InvalidOption(
                     "key", others[0], why=why, fix="Write @pool(key='voice'), with the name of a parameter."
                 )
-            return Keyed(self.lease, key, self._engine.options, self._options_for)
+            return Keyed(self._engine, key, self._options_for)
 
     def status(self) -> PoolStatus[K]:
         """The pool's figures at this moment."""
@@ -389,9 +389,8 @@ class PooledFunction(NamedTuple):
 class Keyed(Generic[M]):
     def __init__(
         self,
-        lease: Callable[[Any], PoolLease[M]],
+        engine: PoolEngine[Any, M],
         key: str | Callable[..., Any],
-        options: PoolOptions,
         options_for: Callable[[Any], GuardOptions[M]],
     ) -> None:
         if not isinstance(key, str) and not callable(key):
@@ -401,9 +400,8 @@ class Keyed(Generic[M]):
                 why="must be a parameter's name or a function",
                 fix="Name a parameter, key='voice', or give a function of the arguments.",
             )
-        self._lease = lease
+        self._engine = engine
         self._key = key
-        self._options = options
         self._options_for = options_for
 
     @overload
@@ -418,16 +416,16 @@ class Keyed(Generic[M]):
         check_function(plain_function(function), None)
         key_of = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call(function)
 
-        def lease_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolLease[M]:
-            return self._lease(key_of(args, kwargs))
+        engine, wait = self._engine, self._engine.options.wait_timeout
 
-        return wrap(
-            function,
-            call=call_on(lambda args, kwargs: lease_for(args, kwargs).take()),
-            take=lambda args, kwargs: lease_for(args, kwargs).take(),
-            atake=lambda args, kwargs: lease_for(args, kwargs).atake(),
-            owner=PooledFunction(function, self._options, self._options_for, key_of),
-        )
+        def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lease[M]:
+            return engine.take(key_of(args, kwargs), wait)
+
+        async def atake(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lease[M]:
+            return await engine.atake(key_of(args, kwargs), wait)
+
+        owner = PooledFunction(function, engine.options, self._options_for, key_of)
+        return wrap(function, call=call_on(take), take=take, atake=atake, owner=owner)
 
     def _by_call(self, function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         signature, key = _signature(self._key), self._key
@@ -459,7 +457,14 @@ class Keyed(Generic[M]):
                 fix=f"Choose one of {names}, or give a function." if names else f"Give {title}() that parameter.",
             )
 
+        kinds = [parameter.kind for parameter in signature.parameters.values()]
+        simple = set(kinds) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}
+        all_given = len(kinds) if simple else -1
+        at = list(signature.parameters).index(name)
+
         def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if len(args) == all_given and not kwargs:
+                return args[at]  # to bind them takes ten times as long as the rest of a lease
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError as misfit:
@@ -485,11 +490,11 @@ def call_on(take: Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]]) -> Wr
     def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lease = take(args, kwargs)
         try:
-            result = lease.step(partial(wrapped, lease.model, *args, **kwargs))
+            result = lease.step(wrapped, lease.model, *args, **kwargs)
         except BaseException as error:
             lease.end_with(error)
             raise
-        if is_lazy(type(result)):
+        if (kind := type(result)) not in EAGER and is_lazy(kind):
             return keep(lease, result)
         lease.end(failed=False)
         return result
