@@ -50,7 +50,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|SmallObjects"),
     (
         "py:class",
-        r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|ProbeAnswers|Value)",
+        r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|NextCheck|FileChange|ProbeAnswers|Value)",
     ),
     ("py:class", r"(.*\.)?(Jittered|Sized|_Memory|GpuPolicy)"),
     (

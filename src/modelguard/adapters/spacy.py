@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 from modelguard import _extras, _units
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported, Overloaded
 from modelguard.lifecycle._misuse import plain_function
-from modelguard.lifecycle._policy import Horizon, Policy, Snapshot
+from modelguard.lifecycle._policy import NextCheck, Policy, Snapshot
 from modelguard.lifecycle._wrappers import Guarded, is_lazy
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.runtime import waiting
@@ -499,9 +499,9 @@ class IndexGrowth(Policy):
         grown = now.gauges.get("index_bytes", 0) - now.first_gauges.get("index_bytes", 0)
         return grown >= self.size
 
-    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - a large table doubles in minutes, not in calls
+    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - a large table doubles in minutes, not in calls
         """Check once a second."""
-        return Horizon(uses=math.inf, seconds=1.0)
+        return NextCheck(uses=math.inf, seconds=1.0)
 
     def __repr__(self) -> str:
         return f"IndexGrowth({_units.format_bytes(self.size)!r})"

@@ -243,11 +243,11 @@ class Evaluator(Generic[M]):
         uses, seconds = math.inf, math.inf
         for member in members:
             try:
-                horizon = member.horizon(snapshot)
+                next_check = member.next_check(snapshot)
             except _POLICY_ERRORS as error:
                 self.report_error("reload_on", error, about=_name(member))
                 continue
-            uses, seconds = min(uses, horizon.uses), min(seconds, horizon.seconds)
+            uses, seconds = min(uses, next_check.uses), min(seconds, next_check.seconds)
         idle = snapshot.uses == self._uses_seen
         self._uses_seen = snapshot.uses
         until_reading = self.readings.interval

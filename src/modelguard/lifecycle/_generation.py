@@ -251,7 +251,7 @@ class KnownModels:
 # settings and other allocators change nothing. One ``drain_first`` in between returned it: 344 to 273 MB.
 
 
-#: Memory may creep up by this share of the model's size.
+#: Memory may grow by this share of the model's size.
 SHARE = 0.1
 
 #: And at least by this many bytes: a load's own heap differs by up to 30 MB from one load of ja_ginza to the next.
@@ -261,7 +261,7 @@ NOISE = 16 * 2**20
 READINGS = 3
 
 
-class Creep:
+class LeftBehind:
     """Private memory after each replacement, when one model is left."""
 
     def __init__(self) -> None:

@@ -177,7 +177,7 @@ class Snapshot:
         return Level(self.memory).settled
 
 
-class Horizon(NamedTuple):
+class NextCheck(NamedTuple):
     """When a policy must be asked again: once ``uses`` calls have ended or ``seconds`` have passed."""
 
     uses: float
@@ -213,9 +213,9 @@ class Policy(ABC):
     def due(self, now: Snapshot) -> bool:
         """Return whether the generation should be replaced."""
 
-    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - an own policy may need the snapshot
+    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - an own policy may need the snapshot
         """Return how long the answer of :meth:`due` cannot change. By default the guard asks after every call."""
-        return Horizon(uses=1, seconds=1.0)
+        return NextCheck(uses=1, seconds=1.0)
 
     def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
         """Name the policies that are due."""
@@ -298,9 +298,9 @@ class _Joined(Value):
     def ends_workers(self) -> bool:  # type: ignore[override]
         return any(member.ends_workers for member in self.members)
 
-    def horizon(self, now: Snapshot) -> Horizon:
-        each = [member.horizon(now) for member in self.members]
-        return Horizon(uses=min(one.uses for one in each), seconds=min(one.seconds for one in each))
+    def next_check(self, now: Snapshot) -> NextCheck:
+        each = [member.next_check(now) for member in self.members]
+        return NextCheck(uses=min(one.uses for one in each), seconds=min(one.seconds for one in each))
 
     def parts(self) -> tuple[Policy, ...]:
         return tuple(part for member in self.members for part in member.parts())

@@ -127,7 +127,7 @@ M = TypeVar("M")
 
 #: A release that leaves this share of the model's size more behind than the best release did calls for a collection.
 #: ja_ginza dies by reference count and still leaves 2 MB of cyclic garbage per load, which would add up.
-CREEP = 0.05
+LEFT_SHARE = 0.05
 
 #: The lowest reference count of an immortal object (PEP 683), whose memory no release returns.
 IMMORTAL = 1 << 31
@@ -290,7 +290,7 @@ def _too_little_came_back(guard: GuardContext[M], generation: Generation[M], bef
     state, expected = guard.state, _expected(guard, generation)
     left_behind = 0 if state.least_memory is None else after - state.least_memory
     missing = expected - (before - after)
-    return missing > max(expected / 2, NOISE) or left_behind > max(expected * CREEP, NOISE)
+    return missing > max(expected / 2, NOISE) or left_behind > max(expected * LEFT_SHARE, NOISE)
 
 
 def _stays_on_gpu(generation: Generation[Any], before: GpuUse | None, after: GpuUse | None) -> bool:

@@ -191,7 +191,7 @@ class Reload(Generic[M]):
                     drain_and_release(guard, old)
             self._load_and_install(swap, lock=lock, deferred=deferred, since=since, at_load=at_load)
             if old is not None and old.dropped and guard.state.current is not None:
-                guard.state.creep.record(runtime.private(), one_copy=swap == "drain_first")
+                guard.state.left_behind.record(runtime.private(), one_copy=swap == "drain_first")
 
     # Before the load
 
@@ -256,8 +256,8 @@ class Reload(Generic[M]):
             why = f"a second copy needs {_units.format_bytes(need)} while it loads, and {free} is free"
             if chosen == "load_first" and (too_small := self._gpu_too_small()) is not None:
                 chosen, why = "drain_first", too_small
-            if chosen == "load_first" and guard.state.creep.is_too_much(size or 0):
-                chosen, crept = "drain_first", _units.format_bytes(guard.state.creep.amount)
+            if chosen == "load_first" and guard.state.left_behind.is_too_much(size or 0):
+                chosen, crept = "drain_first", _units.format_bytes(guard.state.left_behind.amount)
                 why = f"earlier reloads left {crept} behind in all, which it returns"
         else:
             chosen, why = guard.options.swap.mode, "set by the guard's author"

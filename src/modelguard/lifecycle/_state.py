@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle._generation import (
-    Creep,
     Generation,
+    LeftBehind,
     LoadJob,
     Outcome,
     PostponedJob,
@@ -78,7 +78,7 @@ class GuardState(Generic[M]):
         unloaded: There is no generation because it was released until its next use.
         postponed: What the policies of the current generation ask for, and must wait.
         least_memory: The least private memory, in bytes, that a release has left so far.
-        creep: What replacements leave behind. Used by the one load that runs.
+        left_behind: What replacements leave behind. Used by the one load that runs.
         epoch: How many forks lie between this process and the one that made the guard.
         job: The load under way, if any.
         paused: Policies start nothing. What others ask for goes on.
@@ -99,7 +99,7 @@ class GuardState(Generic[M]):
         self.postponed: PostponedJob | None = None
         self.last_release: GenerationReleased | None = None
         self.least_memory: int | None = None
-        self.creep = Creep()
+        self.left_behind = LeftBehind()
         self._released_model: weakref.ref[Any] | None = None
         self.epoch = 0
         self.job: LoadJob | None = None
@@ -623,7 +623,7 @@ class GuardState(Generic[M]):
         self.postponed = self.last_release = self.least_memory = None
         self.draining.clear()
         self.abandoned.clear()
-        self.creep = Creep()
+        self.left_behind = LeftBehind()
         for generation in (self.current, self.previous):
             if generation is not None:
                 generation.leases = []

@@ -11,7 +11,7 @@ from typing import Any
 from modelguard import _extras, _public, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _policy
-from modelguard.lifecycle._policy import Horizon, Snapshot, Value
+from modelguard.lifecycle._policy import NextCheck, Snapshot, Value
 
 __all__ = ["Cron"]
 
@@ -82,8 +82,8 @@ class Cron(Value):
     def due(self, now: Snapshot) -> bool:
         return now.time >= self._moment(now)
 
-    def horizon(self, now: Snapshot) -> Horizon:
-        return Horizon(uses=math.inf, seconds=min(_LONGEST, max(0.0, self._moment(now) - now.time)))
+    def next_check(self, now: Snapshot) -> NextCheck:
+        return NextCheck(uses=math.inf, seconds=min(_LONGEST, max(0.0, self._moment(now) - now.time)))
 
     def _moment(self, now: Snapshot) -> float:
         """When it is due, in seconds since the epoch."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _policy
-from modelguard.lifecycle._policy import Backoff, GpuMemory, Horizon, Level, Policy, Snapshot, Value
+from modelguard.lifecycle._policy import Backoff, GpuMemory, Level, NextCheck, Policy, Snapshot, Value
 
 __all__ = [
     "TTL",
@@ -123,8 +123,8 @@ class Modified(Value):
         wait = (0.0 if self.atomic else self.quiet) + self.spread * now.jitter
         return seen is not None and seen.changed and seen.quiet >= wait
 
-    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - a file may change at any time
-        return Horizon(uses=math.inf, seconds=1.0)
+    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - a file may change at any time
+        return NextCheck(uses=math.inf, seconds=1.0)
 
     def __repr__(self) -> str:
         return f"Modified({str(self.path)!r})"
@@ -185,8 +185,8 @@ class Changed(Value):
         seen = now.probes.get(self.probe)
         return seen is not None and seen.changed
 
-    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - an answer may come at any time
-        return Horizon(uses=math.inf, seconds=min(1.0, self.every))
+    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - an answer may come at any time
+        return NextCheck(uses=math.inf, seconds=min(1.0, self.every))
 
     def futile(self, now: Snapshot) -> str | None:
         seen = now.probes.get(self.probe)
@@ -268,8 +268,8 @@ class Sized(Jittered):
             raise InvalidOption("size", size, why=why, fix=f"Write the unit, as in '{parsed} MB'.")
         self._set(size=parsed)
 
-    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - readings come at the guard's own pace
-        return Horizon(uses=math.inf, seconds=1.0)
+    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - readings come at the guard's own pace
+        return NextCheck(uses=math.inf, seconds=1.0)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({_show(self.size)!r})"
@@ -509,8 +509,8 @@ class TTL(Jittered):
     def due(self, now: Snapshot) -> bool:
         return now.age >= self._age(now)
 
-    def horizon(self, now: Snapshot) -> Horizon:
-        return Horizon(uses=math.inf, seconds=max(0.0, self._age(now) - now.age))
+    def next_check(self, now: Snapshot) -> NextCheck:
+        return NextCheck(uses=math.inf, seconds=max(0.0, self._age(now) - now.age))
 
     def _age(self, now: Snapshot) -> float:
         return self.seconds * (1 - self._brought_forward(now))
@@ -542,8 +542,8 @@ class Uses(Jittered):
     def due(self, now: Snapshot) -> bool:
         return now.uses >= self._least(now)
 
-    def horizon(self, now: Snapshot) -> Horizon:
-        return Horizon(uses=max(1, self._least(now) - now.uses), seconds=math.inf)
+    def next_check(self, now: Snapshot) -> NextCheck:
+        return NextCheck(uses=max(1, self._least(now) - now.uses), seconds=math.inf)
 
     def _least(self, now: Snapshot) -> int:
         return max(1, math.ceil(self.count * (1 - self._brought_forward(now))))
@@ -578,8 +578,8 @@ class Errors(Value):
         fruitless = now.fruitless_reloads
         return fruitless == 0 or now.age >= _WHILE_FRUITLESS.seconds(fruitless, now.jitter)
 
-    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - the guard asks after every error by itself
-        return Horizon(uses=math.inf, seconds=math.inf)
+    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - the guard asks after every error by itself
+        return NextCheck(uses=math.inf, seconds=math.inf)
 
     def __repr__(self) -> str:
         return f"Errors(consecutive={self.consecutive})"
@@ -630,9 +630,9 @@ class Idle(Value):
     def due(self, now: Snapshot) -> bool:
         return now.idle >= self.after
 
-    def horizon(self, now: Snapshot) -> Horizon:
+    def next_check(self, now: Snapshot) -> NextCheck:
         left = max(0.0, self.after - now.idle)
-        return Horizon(uses=math.inf, seconds=min(left, max(1.0, self.after / 10)))
+        return NextCheck(uses=math.inf, seconds=min(left, max(1.0, self.after / 10)))
 
     def __repr__(self) -> str:
         keep = "" if self.keep is None else f", keep={self.keep!r}"
@@ -676,8 +676,8 @@ class Between(Value):
             return self.start <= moment < self.end
         return moment >= self.start or moment < self.end
 
-    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - a minute is as exact as its bounds
-        return Horizon(uses=math.inf, seconds=30.0)
+    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - a minute is as exact as its bounds
+        return NextCheck(uses=math.inf, seconds=30.0)
 
     def __repr__(self) -> str:
         return f"Between({self.start!r}, {self.end!r})"

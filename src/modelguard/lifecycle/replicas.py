@@ -20,7 +20,7 @@ from modelguard.lifecycle import _misuse, _waiting
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import KnownModels
 from modelguard.lifecycle._leases import Lease
-from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, alternatives
+from modelguard.lifecycle._policy import NextCheck, Policy, Snapshot, alternatives
 from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.pool import PoolLease, call_on
@@ -360,10 +360,10 @@ class _InTurn(Policy):
         reasons = self._policy.reasons(now)
         return reasons if reasons and self._turns.take(self._replica) else ()
 
-    def horizon(self, now: Snapshot) -> Horizon:
+    def next_check(self, now: Snapshot) -> NextCheck:
         self._turns.see(self._replica, now)
-        own = self._policy.horizon(now)
-        return Horizon(uses=max(own.uses, 1), seconds=max(own.seconds, 1.0)) if self._policy.due(now) else own
+        own = self._policy.next_check(now)
+        return NextCheck(uses=max(own.uses, 1), seconds=max(own.seconds, 1.0)) if self._policy.due(now) else own
 
     def parts(self) -> tuple[Policy, ...]:
         return self._policy.parts()

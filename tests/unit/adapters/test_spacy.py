@@ -104,7 +104,7 @@ def test_index_growth_says_nothing_of_other_models() -> None:
 
 def test_index_growth_is_asked_once_a_second() -> None:
     """No call pays for asking."""
-    assert (math.inf, 1.0) == IndexGrowth().horizon(Snapshot())
+    assert (math.inf, 1.0) == IndexGrowth().next_check(Snapshot())
 
 
 def test_index_growth_is_a_value() -> None:

@@ -99,15 +99,15 @@ class TestMoments:
 
     @given(st.floats(0, 86_400 * 400), st.floats(0, 86_400 * 3), st.floats(0, 1, exclude_max=True))
     @settings(max_examples=200)
-    def test_the_horizon_is_never_later_than_the_moment(self, start: float, passed: float, draw: float) -> None:
-        """Asked again when the horizon says so, a guard misses no moment by more than that."""
+    def test_the_next_check_is_never_later_than_the_moment(self, start: float, passed: float, draw: float) -> None:
+        """Asked again when it says, a guard misses no moment by more than that."""
         policy = Cron("*/7 2-4 * * *", tz="Europe/Berlin", jitter="1m")
         began = at("2026-01-01T00:00") + start
         now = Snapshot(time=began + passed, began=began, jitter=draw)
-        horizon = policy.horizon(now)
-        assert horizon.uses > 1e9
-        assert 0 <= horizon.seconds <= 30
-        assert policy.due(now) is (horizon.seconds == 0)
+        next_check = policy.next_check(now)
+        assert next_check.uses > 1e9
+        assert 0 <= next_check.seconds <= 30
+        assert policy.due(now) is (next_check.seconds == 0)
 
     def test_times_are_those_of_the_zone(self) -> None:
         """Three in Berlin is two in UTC in winter, and one in summer."""

@@ -24,19 +24,19 @@ class Counting(Policy):
     """Due never; counts how often it is asked."""
 
     def __init__(self, uses: float = math.inf, seconds: float = math.inf) -> None:
-        self._horizon = uses, seconds
+        self._next_check = uses, seconds
         self.asked = 0
 
     def due(self, now: Snapshot) -> bool:
         self.asked += 1
         return False
 
-    def horizon(self, now: Snapshot) -> Any:
-        return type(super().horizon(now))(*self._horizon)
+    def next_check(self, now: Snapshot) -> Any:
+        return type(super().next_check(now))(*self._next_check)
 
 
 def test_calls_pass_by_until_the_answer_may_change(world: World) -> None:
-    """A policy with a horizon of ten calls is asked once in ten calls, not at each."""
+    """A policy that wants to be asked in ten calls is asked once in ten calls, not at each."""
     policy = Counting(uses=10)
     guard = world.guard(reload_on=policy)
     guard.load()
@@ -45,7 +45,7 @@ def test_calls_pass_by_until_the_answer_may_change(world: World) -> None:
 
 
 def test_errors_are_looked_at_at_once(world: World) -> None:
-    """After a call that raises, the policy is asked whatever its horizon."""
+    """After a call that raises, the policy is asked whatever it wanted."""
     policy = Counting()
     guard = world.guard(reload_on=policy)
     use(guard, 5)

@@ -88,13 +88,13 @@ class TestADuePolicy:
         ]
 
     def test_whose_horizon_raises_harms_no_call(self, world: World) -> None:
-        """The same holds for a horizon that raises."""
+        """The same holds for a ``next_check`` that raises."""
 
         class Broken(Policy):
             def due(self, now: Snapshot) -> bool:
                 return False
 
-            def horizon(self, now: Snapshot) -> Any:
+            def next_check(self, now: Snapshot) -> Any:
                 raise KeyError("uptime")
 
         guard = world.guard(reload_on=Broken())

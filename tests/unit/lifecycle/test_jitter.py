@@ -75,7 +75,7 @@ def test_few_calls_are_exact() -> None:
 
 def test_uses_are_counted_down_to_the_bound_with_its_jitter() -> None:
     """Calls look at the policy again exactly when it becomes due."""
-    assert 15 == Uses(100).horizon(Snapshot(uses=80, jitter=0.5)).uses
+    assert 15 == Uses(100).next_check(Snapshot(uses=80, jitter=0.5)).uses
 
 
 def test_a_limit_below_the_fresh_model_stays_futile_with_jitter() -> None:

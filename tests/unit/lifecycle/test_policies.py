@@ -145,10 +145,10 @@ class TestJoined:
         ]
 
     def test_they_are_asked_as_soon_as_one_of_them_wants(self) -> None:
-        """A joined policy's horizon is the nearest of its members'."""
+        """A joined policy is asked again when the first of its members is of its members'."""
         now = Snapshot(age=10, uses=3)
-        assert (2, 50) == (Uses(5) | TTL("1m", jitter=0)).horizon(now)
-        assert (2, 50) == (Uses(5) & TTL("1m", jitter=0)).horizon(now)
+        assert (2, 50) == (Uses(5) | TTL("1m", jitter=0)).next_check(now)
+        assert (2, 50) == (Uses(5) & TTL("1m", jitter=0)).next_check(now)
 
     @pytest.mark.parametrize("join", [operator.or_, operator.and_])
     @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ class TestJoined:
 )
 def test_a_policy_tells_how_long_its_answer_holds(policy: Policy, uses: float, seconds: float) -> None:
     """Calls do not ask a policy until its answer may have changed; a user-defined one is asked after every call."""
-    assert (uses, seconds) == policy.horizon(Snapshot(age=20, uses=7))
+    assert (uses, seconds) == policy.next_check(Snapshot(age=20, uses=7))
 
 
 def test_policies_are_values() -> None:

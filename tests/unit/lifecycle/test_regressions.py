@@ -218,7 +218,7 @@ class Broken(Policy):
     def due(self, now: Snapshot) -> bool:
         raise self.error
 
-    def horizon(self, now: Snapshot) -> Any:
+    def next_check(self, now: Snapshot) -> Any:
         raise self.error
 
 

@@ -114,8 +114,8 @@ def test_who_has_to_wait_is_asked_again(world: World) -> None:
     first, second = (of(TTL(10, jitter=0), at, world) for at in range(2))
     assert first.due(Snapshot(age=20.0))
     second.due(Snapshot(age=20.0))
-    assert 1.0 == second.horizon(Snapshot(age=20.0)).seconds
-    assert 5.0 == second.horizon(Snapshot(age=5.0)).seconds
+    assert 1.0 == second.next_check(Snapshot(age=20.0)).seconds
+    assert 5.0 == second.next_check(Snapshot(age=5.0)).seconds
 
 
 @pytest.mark.timeout(60)
