@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from tests.unit.lifecycle.world import MB, World
 
-from modelguard.lifecycle._generation import Creep
+from modelguard.lifecycle._generation import LeftBehind
 from modelguard.telemetry import SwapChosen
 
 
-def crept(*readings: int) -> Creep:
+def crept(*readings: int) -> LeftBehind:
     """A count of these readings, in MB, all after ``load_first``."""
-    creep = Creep()
+    left_behind = LeftBehind()
     for reading in readings:
-        creep.record(reading * MB, one_copy=False)
-    return creep
+        left_behind.record(reading * MB, one_copy=False)
+    return left_behind
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def crept(*readings: int) -> Creep:
     ],
 )
 def test_the_lowest_of_three_readings_counts(readings: tuple[int, ...], amount: int) -> None:
-    """One high reading is the heap of one load, not creep."""
+    """One high reading is the heap of one load, not left_behind."""
     assert amount * MB == crept(*readings).amount
 
 
@@ -43,21 +43,21 @@ def test_a_tenth_of_the_model_is_too_much() -> None:
 
 def test_counting_begins_anew_with_one_copy_at_a_time() -> None:
     """What that leaves is the new floor."""
-    creep = crept(270, 300, 300, 300)
-    creep.record(275 * MB, one_copy=True)
-    assert 0 == creep.amount
+    left_behind = crept(270, 300, 300, 300)
+    left_behind.record(275 * MB, one_copy=True)
+    assert 0 == left_behind.amount
     for _ in range(3):
-        creep.record(310 * MB, one_copy=False)
-    assert 35 * MB == creep.amount
+        left_behind.record(310 * MB, one_copy=False)
+    assert 35 * MB == left_behind.amount
 
 
 def test_what_grows_for_another_reason_is_tolerated_more_and_more() -> None:
     """A service that leaks by itself does not make every few reloads wait: the tolerance doubles each time."""
-    creep, memory, chosen = Creep(), 300, []
+    left_behind, memory, chosen = LeftBehind(), 300, []
     for number in range(100):
-        one_copy = creep.is_too_much(100 * MB)
+        one_copy = left_behind.is_too_much(100 * MB)
         memory += 5
-        creep.record(memory * MB, one_copy=one_copy)
+        left_behind.record(memory * MB, one_copy=one_copy)
         if one_copy:
             chosen.append(number)
     assert 5 >= len(chosen)
