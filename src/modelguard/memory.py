@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelguard import _public
-from modelguard.environment._memory import MemoryUsage, PrivateMeter, private, usage
+from modelguard.facts._memory import MemoryUsage, PrivateMeter, private, usage
 from modelguard.lifecycle._trimming import Trimming, trim_every
 
 __all__ = ["MemoryUsage", "PrivateMeter", "Trimming", "private", "trim_every", "usage"]

@@ -23,8 +23,8 @@ from modelguard.diagnosis._facts_process import (
     process_number,
     readable,
 )
-from modelguard.environment import _proc
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
+from modelguard.facts import _proc
 
 _FIRST = (3, 14)
 #: Seconds until the process has to run the script, and until it has to answer.

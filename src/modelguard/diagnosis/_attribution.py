@@ -9,7 +9,7 @@ from typing import NamedTuple
 from modelguard._units import format_bytes
 from modelguard.diagnosis._growth import Cause, CauseName, Measured
 from modelguard.diagnosis._holders import Held
-from modelguard.facts.growth import LEAST
+from modelguard.facts._growth import LEAST
 
 __all__ = ["attribute"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from modelguard.environment import _proc
+from modelguard.facts import _proc
 from modelguard.isolation._processes import die_with_parent, ending_signals
 
 __all__ = ["End", "Progress", "Said", "command", "follow"]

@@ -21,10 +21,11 @@ from typing import Any
 
 from modelguard._units import format_bytes
 from modelguard.diagnosis import _redact
-from modelguard.environment import _allocator_problems, _proc
-from modelguard.environment._proc import MemoryMapping
+from modelguard.environment import _allocator_problems
 from modelguard.errors import ModelGuardError
-from modelguard.facts.growth import judge
+from modelguard.facts import _proc
+from modelguard.facts._growth import judge
+from modelguard.facts._proc import MemoryMapping
 
 NAMES = ("open files", "threads", "child processes")
 #: So many more end a run: going on would only endanger the machine.

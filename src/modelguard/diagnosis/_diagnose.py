@@ -25,9 +25,9 @@ from modelguard.diagnosis._growth import GrowthReport, Measured, notes_on
 from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._trials import Declared, try_remedies
 from modelguard.diagnosis._watch import Calls, Look, Observed
-from modelguard.environment import _memory, _proc
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
-from modelguard.facts.growth import FEWEST, Judgement
+from modelguard.facts import _memory, _proc
+from modelguard.facts._growth import FEWEST, Judgement
 
 #: Seconds that a function is driven and tested, unless told otherwise.
 SECONDS = 30.0

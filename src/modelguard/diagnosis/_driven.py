@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from modelguard.diagnosis import _census, _holders, _target
 from modelguard.diagnosis._counts import Counts, compiled, kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
-from modelguard.environment import _allocator, _allocator_problems, _memory
+from modelguard.environment import _allocator, _allocator_problems
 from modelguard.errors import ModelGuardError
-from modelguard.facts.growth import Verdict, judge
+from modelguard.facts import _memory
+from modelguard.facts._growth import Verdict, judge
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import guard
 from modelguard.lifecycle.model_guard import ModelGuard

@@ -11,7 +11,7 @@ from typing import Literal
 
 from modelguard.environment import _knobs
 from modelguard.environment._allocator_files import Problem
-from modelguard.environment._memory import Cpus, Limit, Strain
+from modelguard.facts._memory import Cpus, Limit, Strain
 
 #: When a variable is set: before the program starts; by the program before or after it has loaded a library that reads
 #: thread variables.

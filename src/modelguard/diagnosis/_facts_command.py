@@ -22,10 +22,10 @@ from typing import Any
 from modelguard.diagnosis import _redact
 from modelguard.diagnosis._facts import KNOWN, Facts, ServiceProcess
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree
-from modelguard.environment import _memory, _proc
 from modelguard.environment._elf import locate
-from modelguard.environment._memory import Strain
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts import _memory, _proc
+from modelguard.facts._memory import Strain
 from modelguard.isolation._processes import ENDING, die_with_parent, ending_signals
 
 # A command that is started to be examined: in its own session, with the probe, and stopped with all it started.

@@ -31,10 +31,11 @@ from modelguard.diagnosis._facts import (
     known_variables,
     misspelt_variables,
 )
-from modelguard.environment import _allocator, _allocator_problems, _memory, _proc
+from modelguard.environment import _allocator, _allocator_problems
 from modelguard.environment._allocator_files import Problem
-from modelguard.environment._proc import MemoryMapping, model_libraries
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts import _memory, _proc
+from modelguard.facts._proc import MemoryMapping, model_libraries
 
 # Facts about this machine and this environment: everything there is where no service was named.
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from modelguard import _units
 from modelguard.diagnosis._counts import Growing
 from modelguard.diagnosis._holders import Held
-from modelguard.facts.growth import LEAST, Judgement, Verdict, judge
+from modelguard.facts._growth import LEAST, Judgement, Verdict, judge
 
 # What remedies have done to growth, CPU time and latency, and which of them to use.
 

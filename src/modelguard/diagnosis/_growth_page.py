@@ -14,7 +14,7 @@ from typing import NamedTuple
 from modelguard._units import format_bytes
 from modelguard.diagnosis._growth import GrowthReport, Measured, Spread, Trial, Trials
 from modelguard.diagnosis._holders import Held
-from modelguard.facts.growth import Judgement
+from modelguard.facts._growth import Judgement
 
 # A growth report as text for a terminal, and the sentences that its page has too.
 

@@ -21,8 +21,8 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from modelguard.environment import _memory
 from modelguard.errors import InvalidOption, ModelGuardError
+from modelguard.facts import _memory
 
 __all__ = [
     "Arguments",

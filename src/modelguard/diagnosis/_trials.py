@@ -16,7 +16,7 @@ from modelguard.diagnosis._child import Progress, Said
 from modelguard.diagnosis._growth import SOLVES, Cause, CauseName, Measured, Round, Trials
 from modelguard.environment import _allocator, _allocator_files, _launcher, _presets
 from modelguard.errors import ModelGuardError
-from modelguard.facts.growth import LEAST, judge
+from modelguard.facts._growth import LEAST, judge
 
 # The remedies that may help against a cause, each with how it is tried and what to write to have it.
 

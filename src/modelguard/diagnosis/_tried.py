@@ -16,7 +16,7 @@ from typing import Any
 from modelguard import memory
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._target import Say, Target
-from modelguard.environment import _proc
+from modelguard.facts import _proc
 from modelguard.isolation.isolate import Isolated, isolate
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import guard

@@ -18,9 +18,10 @@ from modelguard.diagnosis._census import Moment
 from modelguard.diagnosis._counts import compiled
 from modelguard.diagnosis._growth import Measured, Unit
 from modelguard.diagnosis._holders import Held
-from modelguard.environment import _allocator, _memory
+from modelguard.environment import _allocator
 from modelguard.errors import InvalidOption, ModelGuardError
-from modelguard.facts.growth import Verdict, judge
+from modelguard.facts import _memory
+from modelguard.facts._growth import Verdict, judge
 from modelguard.isolation import _processes
 from modelguard.lifecycle import runtime
 from modelguard.telemetry import GrowthFound

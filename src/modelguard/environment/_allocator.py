@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from modelguard.environment import _memory, _proc
 from modelguard.errors import NotSupported
+from modelguard.facts import _memory, _proc
 
 if TYPE_CHECKING:  # a service that only guards a model needs none of them
     from modelguard.environment._allocator_files import Figures, How, Kind, Library, Problem, SmallObjects

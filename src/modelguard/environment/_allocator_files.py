@@ -15,8 +15,9 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Literal, Protocol, get_args
 
 from modelguard._units import format_bytes
-from modelguard.environment import _elf, _proc
+from modelguard.environment import _elf
 from modelguard.errors import InvalidOption
+from modelguard.facts import _proc
 
 # The types that describe allocators, and the file names of their libraries.
 

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from modelguard import _units
-from modelguard.environment import _proc
 from modelguard.environment._allocator_files import AllocatorFile, How, Kind, Problem, SmallObjects, kind_of
-from modelguard.environment._proc import mapped_files
 from modelguard.errors import NotSupported
+from modelguard.facts import _proc
+from modelguard.facts._proc import mapped_files
 
 _SETTINGS = "MALLOC_CONF"
 

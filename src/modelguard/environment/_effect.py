@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from modelguard.environment import _allocator, _gpu, _knobs, _proc
+from modelguard.environment import _allocator, _knobs
 from modelguard.environment._allocator import AllocatorInForce
 from modelguard.environment._knobs import Knob
 from modelguard.errors import NotSupported
+from modelguard.facts import _gpu, _proc
 
 if TYPE_CHECKING:
     from modelguard.environment._allocator_files import Kind

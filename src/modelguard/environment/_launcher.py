@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
-from modelguard.environment import _allocator, _allocator_files, _knobs, _proc
+from modelguard.environment import _allocator, _allocator_files, _knobs
 from modelguard.environment._allocator_files import RUNNING, Kind, kind_of
 from modelguard.environment._elf import NOT_EXECUTABLE, binary, ignores_preload, is_static, locate
 from modelguard.errors import CannotRun, InvalidOption, NotSupported
+from modelguard.facts import _proc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

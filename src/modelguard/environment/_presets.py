@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from modelguard import _units
-from modelguard.environment import _knobs, _memory
+from modelguard.environment import _knobs
 from modelguard.environment._effect import ProcessHistory, State, effect_of
 from modelguard.environment._knobs import Knob, When
 from modelguard.errors import InvalidOption
+from modelguard.facts import _memory
 
 # Presets in the formats of configuration files.
 #

@@ -15,8 +15,8 @@ from cachetools import LRUCache
 
 from modelguard import _units, telemetry
 from modelguard._threads import WeakRegistry
-from modelguard.environment._proc import ShownPause
 from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded, Reloading, WouldDeadlock
+from modelguard.facts._proc import ShownPause
 from modelguard.lifecycle import _fork, _waiting, runtime
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease

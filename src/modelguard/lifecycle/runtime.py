@@ -21,9 +21,10 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from modelguard import _threads
-from modelguard.environment import _allocator, _memory
-from modelguard.environment._gpu import TORCH_CUDA, Gpu
+from modelguard.environment import _allocator
 from modelguard.errors import NotSupported
+from modelguard.facts import _memory
+from modelguard.facts._gpu import TORCH_CUDA, Gpu
 
 if TYPE_CHECKING:
     from modelguard.telemetry import GrowthFound

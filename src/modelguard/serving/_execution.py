@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from modelguard import _threads
-from modelguard.environment._gpu import TORCH_CUDA, free_after
 from modelguard.errors import (
     GuardClosed,
     ItemRefused,
@@ -23,6 +22,7 @@ from modelguard.errors import (
     WouldDeadlock,
     WrongResults,
 )
+from modelguard.facts._gpu import TORCH_CUDA, free_after
 from modelguard.serving._bisection import (
     Isolation,
     Known,

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from modelguard import _units
-from modelguard.environment._gpu import TORCH_CUDA, DeviceMemory
 from modelguard.errors import InvalidOption
+from modelguard.facts._gpu import TORCH_CUDA, DeviceMemory
 from modelguard.lifecycle import _loading, _trimming, runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._fork import TICKER, Ticked

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 from modelguard import _units
-from modelguard.environment import _memory
 from modelguard.errors import ForkHazard, InvalidOption, NotSupported
+from modelguard.facts import _memory
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.sharing import _graph

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from modelguard.environment import _proc
-from modelguard.environment._proc import MemoryLayout, Mount, ProcessStat
+from modelguard.facts import _proc
+from modelguard.facts._proc import MemoryLayout, Mount, ProcessStat
 
 KB = 1024
 

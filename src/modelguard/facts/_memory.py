@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from modelguard import _units
-from modelguard.environment import _proc
-from modelguard.environment._proc import MemoryMapping
 from modelguard.errors import NotSupported
+from modelguard.facts import _proc
+from modelguard.facts._proc import MemoryMapping
 
 # The cgroups of a process, from its own up to the highest that can be seen.
 #
