@@ -22,7 +22,7 @@ from typing import Any
 from modelguard.diagnosis import _redact
 from modelguard.diagnosis._facts import KNOWN, Facts, ServiceProcess
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree
-from modelguard.environment._elf import locate
+from modelguard.environment._launcher import locate
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.facts import _memory, _proc
 from modelguard.facts._memory import Strain

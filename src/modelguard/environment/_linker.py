@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
-from modelguard.environment._allocator_files import Figures, Kind, Library
+from modelguard.environment._allocator_files import Figures, Kind, Library, NotElf, opened
 
 #: Passed to C: bytes as ``char *``, bool as ``bool``, int as ``size_t``, None as a null pointer, ctypes objects as is.
 Argument: TypeAlias = Any
@@ -233,16 +233,14 @@ def loaded_files() -> list[LoadedFile]:
 @cache
 def _offset(path: str, name: str) -> int:
     """The offset of a local variable from the start of its file in memory, or from the start of the thread's block."""
-    from modelguard.environment import _elf  # not needed by a trim
-
     try:
-        with _elf.opened(path) as file:
-            symbol = file.local_symbol(name)
-    except _elf.NotElf as error:
+        with opened(path) as file:
+            address = file.address_of(name)
+    except NotElf as error:
         raise LookupError(name) from error
-    if symbol is None:
+    if address is None:
         raise LookupError(name)
-    return symbol.value
+    return address
 
 
 def _to_c(value: Argument) -> Any:
