@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, get_args
 
 from modelguard import _units
 from modelguard.environment import _knobs
-from modelguard.environment._effect import ProcessHistory, State, effect_of
+from modelguard.environment._effect import State, ThisProcess, effect_of
 from modelguard.environment._knobs import Knob, When
 from modelguard.errors import InvalidOption
 from modelguard.facts import _memory
@@ -97,22 +97,19 @@ def _gunicorn(knob: Knob) -> str:
 
 
 def _dockerfile(knob: Knob) -> str:
-    return f"ENV {knob.name}=" + _in_double_quotes(re.sub(r'([\\"$])', r"\\\1", knob.value))
+    value = re.sub(r'([\\"$])', r"\\\1", knob.value)
+    return f'ENV {knob.name}="{value}"'
 
 
 def _systemd(knob: Knob) -> str:
     escaped = re.sub(r'([\\"])', r"\\\1", knob.value).replace("%", "%%")
-    return "Environment=" + _in_double_quotes(f"{knob.name}={escaped}")
+    return f'Environment="{knob.name}={escaped}"'
 
 
 def _kubernetes(knob: Knob) -> str:
     # $(NAME) would be expanded; $$ stands for one $.
     value = json.dumps(knob.value.replace("$", "$$"), ensure_ascii=False)
     return f"- name: {knob.name}\n    value: {value}"
-
-
-def _in_double_quotes(text: str) -> str:
-    return f'"{text}"'
 
 
 _STYLES = {
@@ -205,7 +202,7 @@ class Preset:
         return "\n\n".join([f"{self.name}: {self.does}", *map(_explain, self.knobs)])
 
     def apply(
-        self, environ: MutableMapping[str, str] = os.environ, *, process: ProcessHistory | None = None
+        self, environ: MutableMapping[str, str] = os.environ, *, process: ThisProcess | None = None
     ) -> ApplyReport:
         """Set the variables that can still take effect in this process, and report the outcome of each knob.
 
@@ -218,10 +215,7 @@ class Preset:
         Returns:
             One outcome per knob, in the preset's order.
         """
-        if process is None:
-            from modelguard.environment._effect import ThisProcess
-
-            process = ThisProcess()
+        process = process or ThisProcess()
         return ApplyReport(_apply(knob, environ, process) for knob in self.knobs)
 
     def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -398,7 +392,7 @@ _PRESETS = {
 }
 
 
-def _apply(knob: Knob, environ: MutableMapping[str, str], process: ProcessHistory) -> Outcome:
+def _apply(knob: Knob, environ: MutableMapping[str, str], process: ThisProcess) -> Outcome:
     value = environ.get(knob.name)
     state, evidence = effect_of(knob, value, process)
     if state == "applied":

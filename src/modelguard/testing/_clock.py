@@ -12,7 +12,7 @@ from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
-from modelguard.facts._gpu import TORCH_CUDA, DeviceMemory
+from modelguard.facts._gpu import DeviceMemory, Gpu
 from modelguard.lifecycle import _loading, _trimming, runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._fork import TICKER, Ticked
@@ -29,7 +29,7 @@ from modelguard.testing._loader import any_held
 TOTAL = 80_000_000_000
 
 
-class OneGpu:
+class OneGpu(Gpu):
     """One device, on which this process has what the test says.
 
     Attributes:
@@ -39,7 +39,7 @@ class OneGpu:
     def __init__(self) -> None:
         self.allocated = 0
 
-    def missing(self, *, loaded: bool) -> str | None:  # noqa: ARG002 - the protocol's word
+    def missing(self, *, loaded: bool) -> str | None:  # noqa: ARG002 - as in the real one
         """Nothing is missing."""
         return None
 
@@ -57,14 +57,6 @@ class OneGpu:
 
     def empty_cache(self) -> None:
         """There is no cache."""
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """As torch says: a test may raise its error."""
-        return TORCH_CUDA.is_out_of_memory(error)
-
-    def is_after_fork(self, error: BaseException) -> bool:
-        """As torch says."""
-        return TORCH_CUDA.is_after_fork(error)
 
 
 #: Time moves in steps that a float represents exactly, so that a TTL of an hour ends after exactly one hour.
