@@ -31,7 +31,7 @@ from modelguard.isolation._processes import ENDING, die_with_parent, ending_sign
 # A command that is started to be examined: in its own session, with the probe, and stopped with all it started.
 
 
-_PROBE = Path(__file__).with_name("_probe.py")
+_PROBE = Path(__file__).with_name("_inside.py")
 
 #: Seconds that a process may take to answer the probe's signal: its 0.3 s of computing and imports took more than 10 s
 #: where ten programs shared a processor.
