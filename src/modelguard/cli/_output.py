@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, printable
+
+#: The exit status of a command that could not run.
+USAGE = 2
 
 
 class _Descriptor(io.FileIO):
@@ -69,7 +72,25 @@ def is_lost() -> bool:
     return why_lost() is not None
 
 
-# Process ids as they are written on the command line.
+# What commands say, and the words that they are given.
+
+
+def fail(command: str, why: object, status: int = USAGE) -> int:
+    """Say in one line why a command cannot go on; returns the exit status."""
+    print(f"modelguard {command}: {printable(' '.join(str(why).split()))}", file=sys.stderr, flush=True)  # noqa: T201
+    return status
+
+
+def whole_number(option: str, text: str, example: int) -> int:
+    """Read a number; argparse would print an error of several lines.
+
+    Raises:
+        InvalidOption: It is none, or 0.
+    """
+    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
+        why = "must be a whole number of at least 1"
+        raise InvalidOption(option, text, why=why, fix=f"Write {option} {example}.")
+    return int(text)
 
 
 def process_id(text: str) -> int:

@@ -17,9 +17,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
+from modelguard import _units
 from modelguard._units import format_bytes, printable
 from modelguard.cli import _output
-from modelguard.cli._output import process_id
+from modelguard.cli._output import fail, process_id
 from modelguard.diagnosis import _redact
 from modelguard.errors import InvalidOption, ModelGuardError
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from modelguard.sharing._reports import ProcessReport, TreeReport, TreeWatch
-
-USAGE = 2
 
 #: Seconds between readings; a reading takes 50 - 150 ms for each process with torch or spaCy.
 INTERVAL = 2.0
@@ -62,16 +61,15 @@ def run(options: argparse.Namespace) -> int:
     try:
         _run(options)
     except ModelGuardError as error:
-        return _fail(str(error))
+        return fail("top", error)
     except (ProcessLookupError, PermissionError) as error:
-        return _fail(str(error.strerror))
+        return fail("top", error.strerror)
     except KeyboardInterrupt:  # the usual end
         pass
     return 0
 
 
 def _run(options: argparse.Namespace) -> None:
-
     interval = _interval(options.interval)
     read = make_reader(None if options.pid is None else process_id(options.pid), _model_bytes(options.model_bytes))
     if options.json:
@@ -119,13 +117,10 @@ def _repeat(
 
 
 def _print_json(trees: list[TreeReport]) -> None:
-
     print(json.dumps(as_dict(trees)), flush=True)  # noqa: T201 - the output of the command
 
 
 def _interval(text: str | None) -> float:
-    from modelguard import _units
-
     if text is None:
         return INTERVAL
     try:
@@ -139,16 +134,9 @@ def _interval(text: str | None) -> float:
 
 
 def _model_bytes(text: str | None) -> int | None:
-    from modelguard import _units
-
     if text is None:
         return None
     return _units.size(int(text) if re.fullmatch(r"[0-9]{1,18}", text, re.ASCII) else text, "--model-bytes")
-
-
-def _fail(why: str) -> int:
-    print(f"modelguard top: {why}", file=sys.stderr)  # noqa: T201
-    return USAGE
 
 
 # A short name for a process, from its command line: the server and its app.
@@ -441,7 +429,7 @@ def command(process: ProcessReport) -> str:
     words = process.command
     # If a program has overwritten its command line with a title, there is a single word with spaces.
     text = _redact.redact(words[0], {}) if len(words) == 1 else _redact.redact_command(words, {})
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split()) or "?"
+    return _printable(text) or "?"
 
 
 def _growth(count: int | None) -> str:
