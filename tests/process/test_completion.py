@@ -98,7 +98,7 @@ class Zsh:
             os.execvpe("zsh", ["zsh", "-f", "-i"], environment)
         self._read = ""
         self.type("PROMPT= ; unsetopt prompt_sp zle_bracketed_paste 2>/dev/null; LISTMAX=9999\n")
-        self.type("autoload -Uz compinit && compinit -u -D; setopt no_beep; eval \"$(<./modelguard.zsh)\"\n")
+        self.type('autoload -Uz compinit && compinit -u -D; setopt no_beep; eval "$(<./modelguard.zsh)"\n')
         self.type("print begi''nning\n")
         self.until("beginning")
 

@@ -1,4 +1,4 @@
-"""``assert_shared_after_fork``: a forked worker that reads the model must not copy it."""
+"""Processes that a test starts: ``modelguard_env``, and ``assert_shared_after_fork``, which forks a reader of a model."""
 
 from __future__ import annotations
 
