@@ -117,7 +117,6 @@ def _complete(
 
 
 def _known_words() -> dict[tuple[str, str], Iterable[str]]:
-    """Words that commands check by themselves, to say what was meant: by the command and the argument."""
     from modelguard import presets
     from modelguard.environment import _launcher, _presets
 

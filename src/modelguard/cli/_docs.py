@@ -17,7 +17,6 @@ _FRONT = "README"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "docs",
         usage="modelguard docs [NAME[#SECTION]]",
@@ -41,7 +40,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def contents() -> str:
-    """The list of pages with their titles."""
     known = pages()
     width = max(map(len, known))
     lines = [f"{name:{width}}  {_title(page)}" for name, page in known.items()]
@@ -49,14 +47,6 @@ def contents() -> str:
 
 
 def read(reference: str) -> str:
-    """Read a page, or one section of it.
-
-    Args:
-        reference: Its name; for a section also ``#`` and the words of the heading in lower case, joined by hyphens.
-
-    Raises:
-        InvalidOption: There is no such page or section.
-    """
     name, has_section, section = reference.partition("#")
     known = pages()
     page = known.get(name.removesuffix(".md"))
@@ -67,11 +57,7 @@ def read(reference: str) -> str:
 
 
 def folder() -> Path:
-    """The folder of the pages: in the installed package, or in the source tree.
-
-    Raises:
-        InvalidOption: They are in neither of them.
-    """
+    """The folder of the pages: in the installed package, or in the source tree."""
     package = Path(modelguard.__file__).parent
     for candidate in (package / "docs", package.parents[1] / "docs"):
         if (candidate / f"{_FRONT}.md").is_file():
@@ -90,7 +76,6 @@ def _title(page: Path) -> str:
 
 
 def _section(text: str, wanted: str) -> str:
-    """The text from a heading to the next one of the same or a higher rank."""
     lines = text.splitlines(keepends=True)
     headings = list(_headings(lines))
     for place, (start, rank, anchor) in enumerate(headings):
@@ -101,7 +86,6 @@ def _section(text: str, wanted: str) -> str:
 
 
 def _headings(lines: Iterable[str]) -> Iterator[tuple[int, int, str]]:
-    """The line, rank and anchor of each heading outside of code blocks."""
     fenced = False
     seen: dict[str, int] = {}
     for number, line in enumerate(lines):

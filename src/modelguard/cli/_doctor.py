@@ -38,7 +38,6 @@ _STYLES = {
 
 
 def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "doctor",
         usage="modelguard doctor [--json] [--ignore NUMBER]... [--baseline FILE] [--request URL [--count N]] "
@@ -79,7 +78,6 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
     from modelguard.diagnosis._report import as_json, examine
     from modelguard.errors import CannotRun
 
@@ -189,7 +187,6 @@ SECONDS, PROCESS_SECONDS = 30.0, 300.0
 
 
 def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "diagnose",
         usage="modelguard diagnose (MODULE:FUNCTION | --pid PID) [--inputs FILE | --generate MODULE:FUNCTION] "
@@ -234,7 +231,6 @@ def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
     from modelguard.diagnosis import _growth_page
 
     try:
@@ -291,7 +287,6 @@ def _of_function(options: argparse.Namespace, progress: Callable[[Mapping[str, A
 
 
 def _about(options: argparse.Namespace, report: GrowthReport) -> dict[str, str]:
-    """When, with what and of how many inputs the report was made."""
     import platform
     from datetime import datetime
 
@@ -318,7 +313,6 @@ def _about(options: argparse.Namespace, report: GrowthReport) -> dict[str, str]:
 
 
 def version(package: str = "modelguard-lifecycle") -> str:
-    """The installed version of a package."""
     from importlib import metadata
 
     try:
@@ -328,8 +322,6 @@ def version(package: str = "modelguard-lifecycle") -> str:
 
 
 class _Progress:
-    """One line on a terminal, which is written over."""
-
     def __call__(self, line: Mapping[str, Any]) -> None:
         from modelguard._units import format_bytes
 

@@ -38,7 +38,6 @@ _RUN_TYPED = {"name": "--preset", "allocator": "--allocator"}
 
 
 def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "run",
         usage="modelguard run [--preset NAME]... [--allocator NAME] [options] -- COMMAND ...",
@@ -67,7 +66,6 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command; returns only if this process has not become another program."""
     from modelguard.environment import _launcher
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -116,7 +114,6 @@ def _note_on_nothing_set(options: argparse.Namespace) -> list[str]:
 
 
 def _as_typed(error: ModelGuardError, typed: Mapping[str, str]) -> str:
-    """The message, with the option as it is written on the command line."""
     if not isinstance(error, InvalidOption):
         return str(error)
     return typed.get(error.argument, error.argument) + str(error).removeprefix(error.argument)
@@ -144,7 +141,6 @@ _TYPED = {
 
 
 def add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "presets",
         help="list and explain presets of environment variables, or write them for a Dockerfile, a unit, ...",
@@ -163,7 +159,6 @@ def add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _show_presets(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
     try:
         print(_presets_answer(options), end="")  # noqa: T201 - the output of the command
     except InvalidOption as error:
@@ -205,7 +200,6 @@ COMMANDS = ("status", "reload", "unload", "pause", "resume")
 
 
 def add_ctl(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "ctl",
         help="show, reload, unload, pause or resume the guards, pools and isolated functions of a running process",
@@ -227,7 +221,6 @@ def add_ctl(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _ctl(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
     from modelguard.control import _client
 
     try:
@@ -250,12 +243,6 @@ def _ctl(options: argparse.Namespace) -> int:
 
 
 def _processes(pid: int, *, every: bool) -> list[int]:
-    """The processes that get the command.
-
-    Raises:
-        Unreachable: The process takes no commands; the message names those below it that do.
-        ProcessLookupError: There is no such process.
-    """
     from modelguard.control import _client
 
     found = _client.listening_below(pid)
@@ -270,17 +257,6 @@ def _processes(pid: int, *, every: bool) -> list[int]:
 
 
 def _tell(pid: int, request: Request, *, as_json: bool, may_end: bool) -> tuple[int, frozenset[int]]:
-    """Send the command to one process, and print what it answers.
-
-    Args:
-        pid: The process.
-        request: The command.
-        as_json: Whether to print JSON.
-        may_end: Whether it does not matter if the process has ended since it was found.
-
-    Returns:
-        The exit status, and the process ids of brokers that have done it.
-    """
     from modelguard.control import _client
 
     try:

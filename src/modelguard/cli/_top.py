@@ -35,7 +35,6 @@ SHORTEST = 0.1
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "top",
         help="show how much memory the processes of a server actually use, and in how many copies",
@@ -80,7 +79,6 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def make_reader(pid: int | None, model_bytes: int | str | None) -> Callable[[], list[TreeReport]]:
-    """Make a function that reads the tree of a process, or all trees of this user's Python processes."""
     from modelguard.sharing import _reports
 
     if pid is not None:
@@ -160,16 +158,6 @@ _APP = re.compile(r"(?!python:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(?:\(\))?")
 
 
 def process_name(command: Sequence[str]) -> str:
-    """Name a process.
-
-    Args:
-        command: The words of its command line.
-
-    Returns:
-        The program, or the module after ``python -m``, and for a known server its app: ``"gunicorn app:app"``,
-        ``"train.py"``, ``"python -c"``. If a program has overwritten its command line with a title, the title. ``"?"``
-        if the command line is empty. Secrets are hidden.
-    """
     if len(command) == 1 and " " in command[0]:
         return _printable(_redact.redact(command[0], {})) or "?"
     program, arguments = _program(tuple(_redact.redacted_words(command, {})))
@@ -179,7 +167,6 @@ def process_name(command: Sequence[str]) -> str:
 
 
 def _program(command: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The program, or the script or module that Python runs, and its arguments."""
     if not command:
         return "", ()
     name = PurePath(command[0]).name
@@ -202,7 +189,6 @@ def _behind_python(python: str, arguments: Sequence[str]) -> tuple[str, Sequence
 
 
 def _behind_program(python: str, program: str = "", *arguments: str) -> str:
-    """Name a program that is text on the command line."""
     if "spawn_main" in program:  # multiprocessing, and with it uvicorn, starts workers like this
         return "python (spawned worker)"
     if "modelguard.isolation" in program and arguments:  # a mold, or a worker, which has its mold's command line
@@ -211,7 +197,6 @@ def _behind_program(python: str, program: str = "", *arguments: str) -> str:
 
 
 def _app(arguments: Sequence[str], options: tuple[str, ...]) -> str | None:
-    """The app among the arguments of a server."""
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, has_value, joined = option.partition("=")
         if name in options and (joined if has_value else value):
@@ -292,13 +277,6 @@ def _rendered(trees: Sequence[TreeReport], width: int) -> Group:
 
 
 def table(tree: TreeReport, width: int | None = None) -> str:
-    """One line per process, in aligned columns.
-
-    Args:
-        tree: The tree.
-        width: Characters of a line. Default: as many as needed. If there is too little space, names are shortened
-            first, then the columns on the right are left out.
-    """
     cells = [HEADINGS, *rows(tree)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if width is not None:
@@ -340,7 +318,6 @@ def _row(process: ProcessReport, depth: int) -> tuple[str, ...]:
 
 
 def summary(tree: TreeReport) -> str:
-    """The memory of the whole tree, and the number of copies, in two or three sentences."""
     count = len(tree.processes)
     who = "1 process uses" if count == 1 else f"{count} processes use"
     copy = format_bytes(tree.one_copy)
@@ -400,7 +377,6 @@ def _unused_imports(tree: TreeReport) -> list[str]:
 
 
 def as_dict(trees: Sequence[TreeReport]) -> dict[str, Any]:
-    """The figures for JSON, sizes in bytes and durations in seconds."""
     return {"trees": [_tree(tree) for tree in trees]}
 
 

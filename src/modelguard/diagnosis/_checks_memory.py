@@ -244,7 +244,6 @@ def _arenas(facts: Facts) -> Evidence | None:
 
 
 def _set_late(facts: Facts, names: Iterable[str]) -> list[Variable]:
-    """The variables that are set after the start, to values other than at the start."""
     named = facts.named(*names)
     started_with = {(variable.name, variable.value) for variable in named if variable.moment == "exec"}
     late = {v.name: v for v in named if v.moment != "exec" and v.value and (v.name, v.value) not in started_with}
@@ -252,7 +251,6 @@ def _set_late(facts: Facts, names: Iterable[str]) -> list[Variable]:
 
 
 def _serves(facts: Facts, preload: str) -> bool:
-    """Whether an allocator of the kind that a preload names serves ``malloc``."""
     wanted = kind_of(re.split(r"[\s:]+", preload)[0])
     files = [process.inside.malloc for process in facts.serving if process.inside]
     return wanted is not None and bool(files) and all(kind_of(file or "") == wanted for file in files)
@@ -264,7 +262,6 @@ def _served(facts: Facts) -> str:
 
 
 def _preload(*values: str) -> Remedy:
-    """Start with the allocator that was meant."""
     kinds = (kind_of(entry) for value in values for entry in re.split(r"[\s:]+", value) if entry)
     kind = next((kind for kind in kinds if kind not in (None, "glibc", "unknown")), None)
     return Remedy(unset=("LD_PRELOAD",), run=("--allocator", kind or "auto"))
@@ -385,7 +382,6 @@ def _one_cap(facts: Facts) -> Evidence | None:
 
 
 def _wanted(missing: str, given: Variable) -> int:
-    """The capacity for one cache, given that of the other, as the library understands it."""
     entries = _knobs.capacity(given.name, given.value)
     if entries is None or entries < 0 or (entries == 0 and given.name == _IDEEP):
         return _DEFAULT  # no limit, or a crash
@@ -425,7 +421,6 @@ def _too_late(facts: Facts) -> Evidence | None:
 
 
 def _larger_pool(facts: Facts, variable: Variable) -> tuple[str, int] | None:
-    """A thread pool that is larger than a variable allows."""
     pools = [pool for process in facts.serving if process.inside for pool in process.inside.pools]
     wanted = int(variable.value) if variable.value.isdecimal() else None
     return next((pool for pool in pools if wanted is not None and pool[1] > wanted), None)

@@ -120,7 +120,6 @@ def _restarts_on_changes(facts: Facts) -> Evidence | None:
 
 
 def _loads_too_long(facts: Facts) -> Evidence | None:
-    """A call that waits for a load keeps a sync worker from giving its sign of life, and a stop from being graceful."""
     server = facts.server
     guards = [guard for process in facts.serving if process.inside for guard in process.inside.guards if guard.policy]
     if server is None or server.kind != "gunicorn" or not guards:

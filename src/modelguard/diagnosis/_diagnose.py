@@ -131,11 +131,6 @@ def diagnose(
 
 
 def read_inputs(file: str | None) -> list[Any] | None:
-    """Read a file of inputs; None if there is none.
-
-    Raises:
-        InvalidOption: It cannot be read, is empty, or a line is not JSON: the message has its number.
-    """
     if file is None:
         return None
     fix = 'Write one input in JSON per line, such as ["a text"] or {"text": "a text"}.'
@@ -156,8 +151,6 @@ def read_inputs(file: str | None) -> list[Any] | None:
 
 
 class _Asked(NamedTuple):
-    """How long the user lets it take."""
-
     seconds: float
     calls: int | None
     patience: float
@@ -165,7 +158,6 @@ class _Asked(NamedTuple):
     generate: str | None
 
     def longer(self, factor: float) -> str:
-        """The option for so many times as long."""
         if self.calls is not None:
             return f"--calls {math.ceil(factor * self.calls)}"
         return f"--time {_units.format_seconds(math.ceil(factor * self.seconds))}"
@@ -209,7 +201,6 @@ def _was_imported(said: Said) -> bool:
 
 
 def _importing(said: Said) -> str:
-    """How the import of the function has ended."""
     if said.end == "silent":
         return f"its import has not returned for {said.seconds:.0f} seconds{_where(said)}"
     return f"its process ended with status {said.status} while it was imported"
@@ -257,7 +248,6 @@ def _ended(said: Said, asked: _Asked) -> list[str]:
 
 
 def _needed(said: Said, judged: Judgement, count: int, asked: _Asked) -> str:
-    """What it needs to be decided."""
     if said.end == "silent":
         longer = _units.format_seconds(math.ceil(2 * asked.patience))
         return f"calls that return; if they are only slow, {longer} or more for --time"
@@ -335,18 +325,6 @@ class Declared:
 def candidates(
     causes: Sequence[Cause], measured: Measured, declared: Declared, environ: Mapping[str, str], uses: int
 ) -> tuple[list[Candidate], list[str]]:
-    """Choose the remedies to try.
-
-    Args:
-        causes: What makes memory grow.
-        measured: What was measured.
-        declared: What the user says about the function.
-        environ: The variables of the function's process.
-        uses: After how many calls the model, or a worker, is replaced.
-
-    Returns:
-        The remedies, and those that could help and cannot be tried, each with the reason.
-    """
     main = [cause for cause in causes if cause.share >= _MAIN] or causes[:1]
     kinds: dict[Kind, None] = dict.fromkeys(kind for cause in main for kind in AGAINST.get(cause.name, _ALWAYS))
     found: list[Candidate] = []
@@ -391,7 +369,6 @@ def _of_kind(
 
 
 def _installed() -> list[Any]:
-    """The allocators that can be preloaded, the best first."""
     if _allocator.detect().how == "preloaded":
         return []
     return list(dict.fromkeys(file.kind for file in _allocator_files.find(None, environ=os.environ)))
@@ -479,24 +456,6 @@ def try_remedies(
     follow: Follow = follow,
     clock: Clock = time.monotonic,
 ) -> Trials | None:
-    """Try the remedies that may help.
-
-    Args:
-        config: The target and its inputs.
-        causes: What makes memory grow.
-        measured: What was measured.
-        declared: What the user says about the function.
-        seconds: How long it may take. The first round is finished in any case.
-        environ: The variables of the function's process.
-        cwd: The folder that it runs in.
-        progress: Called with what is being tried.
-        silence: Seconds without a word after which a process is ended.
-        follow: Runs the program in a process of its own.
-        clock: Monotonic seconds.
-
-    Returns:
-        The results; None if there is nothing to try, or if the function could not be run again.
-    """
     began = clock()
     calls = calls_of_a_run(measured, seconds)
     found, left_out = candidates(causes, measured, declared, environ, max(1, calls // _REPLACED))
@@ -518,7 +477,6 @@ def try_remedies(
 
 
 def calls_of_a_run(measured: Measured, seconds: float) -> int:
-    """How many calls a run needs to show the growth, and caps on it, within what the time allows."""
     each = max(1e-6, measured.seconds / max(1, measured.calls[-1]))
     growth = max(1.0, measured.per_call)
     wanted = min(max(_GROWTH / growth, _SHORTEST / each), _MOST_GROWTH / growth)
@@ -527,13 +485,7 @@ def calls_of_a_run(measured: Measured, seconds: float) -> int:
 
 
 def seconds_needed(measured: Measured, calls: int, seconds: float) -> float:
-    """The time that trials need so that memory grows by 30 MB in each run; if it has, several times as much.
-
-    Args:
-        measured: What was measured.
-        calls: Of each run that has been tried.
-        seconds: What these took.
-    """
+    """The time that trials need so that memory grows by 30 MB in each run; if it has, several times as much."""
     wanted = _ENOUGH * _GROWTH / max(1.0, measured.per_call)
     if calls >= wanted:
         return _MORE * seconds
@@ -561,7 +513,6 @@ class _Rounds:
         self._over = self._interrupted = False
 
     def run(self, nothing: Candidate, found: Sequence[Candidate], seconds: float) -> None:
-        """Run all rounds, or as many as the time allows."""
         self._tried = {candidate.name: _Tried() for candidate in found}
         began = self._clock()
         for number in range(_ROUNDS):
@@ -633,7 +584,6 @@ class _Rounds:
 
 
 def _too_late(took: float, number: int, seconds: float) -> bool:
-    """Whether another round, which takes as long as those before it, would end too late."""
     return took + took / number > seconds
 
 
@@ -647,7 +597,6 @@ def _round(said: Said, least: float) -> Round:
 
 
 def _failure(said: Said, nothing: Said) -> str:
-    """Why a run counts as a failure; empty if it does not."""
     last: Mapping[str, Any] = said.lines[-1] if said.lines else {}
     if "error" in last:
         return f"it failed ({last['error']})"

@@ -84,7 +84,6 @@ class _Pace(NamedTuple):
     most: int = _UNCOUNTED
 
     def part(self, share: float, *, at_most: int = _UNCOUNTED) -> _Extent:
-        """A share of the whole, from now on."""
         at_most = min(at_most, self.most)
         if self.calls is not None:
             return _Extent(min(at_most, max(_FEWEST_CALLS, round(share * self.calls))), self.latest)
@@ -187,7 +186,6 @@ def _held(before: _census.Moment | None, calls: int) -> list[dict[str, Any]]:
 
 
 def _owners() -> dict[str, list[str]]:
-    """The ways to what libraries' causes belong to, by the cause."""
     with suppress(Exception):
         return {
             cause: sorted({way for one in some if (way := _holders.path(one, {id(owners), id(some)}))})
@@ -198,8 +196,6 @@ def _owners() -> dict[str, list[str]]:
 
 
 class _Readings:
-    """Readings of private memory between calls, that of workers included."""
-
     def __init__(self, target: Target, pace: _Pace, size: int, say: Say, counts: Counts) -> None:
         self.calls: list[int] = []
         self.private: list[int] = []
@@ -250,7 +246,6 @@ class _Readings:
 
 
 def _calls_for(size: int, calls: int, grown: int) -> int:
-    """In how many calls memory grows by so many bytes, if it has grown so much in so many calls."""
     return max(1, size * calls // grown) if grown > 0 else _UNCOUNTED
 
 
@@ -276,12 +271,10 @@ def _readings(target: Target, pace: _Pace, size: int, say: Say, counts: Counts) 
 
 
 def _has_zones() -> bool:
-    """Whether a spaCy pipeline is loaded, and this spaCy has memory zones."""
     return any(hasattr(type(nlp), "memory_zone") for nlp in _census.pipelines())
 
 
 def _is_importable(function: Any) -> bool:
-    """Whether another process can find the function by its name."""
     name = getattr(function, "__qualname__", None)
     return isinstance(name, str) and "." not in name and not hasattr(function, "aio")
 
@@ -362,7 +355,6 @@ def _rates(target: Target, pace: _Pace) -> dict[str, Any]:
 
 
 def _sorted_out(target: Target, extent: _Extent) -> tuple[list[Arguments], list[Arguments]]:
-    """New inputs that work, and some that fail."""
     works: list[Arguments] = []
     failing: list[Arguments] = []
     while len(works) + len(failing) < extent.calls and (time.monotonic() < extent.until or not works + failing):
@@ -457,7 +449,6 @@ _Around = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 def _with_remedy(plain: Callable[..., Any], config: dict[str, Any]) -> tuple[Callable[..., Any], _Around]:
-    """The function with a remedy, and the context of each call."""
     act, options = config["act"], config["options"]
     function = _guarded(plain, config, None) if config["load"] else plain
     if act == "trim":
@@ -511,7 +502,6 @@ def _to_fit(plain: Any, config: dict[str, Any]) -> Any:
 
 
 def _isolated(config: dict[str, Any]) -> Any:
-    """The function in a worker process. Workers import it from a module that is written beside the answer."""
     folder = Path(config["answer"]).parent
     chosen = {name: config[name] for name in ("target", "load", "options")}
     text = f"from modelguard.diagnosis import _driven\ncall = _driven.isolated_function({chosen!r}, __name__)\n"
@@ -521,12 +511,6 @@ def _isolated(config: dict[str, Any]) -> Any:
 
 
 def isolated_function(config: dict[str, Any], module: str) -> Isolated[..., Any]:
-    """Make the isolated function, in this process and in its workers.
-
-    Args:
-        config: What to isolate.
-        module: The module in which it is found under the name ``call``.
-    """
     plain = _target.load(config["target"])
     policy = Uses(config["options"]["uses"])
     if config["load"] or isinstance(owner_of(plain), ModelGuard):
@@ -555,12 +539,10 @@ def _processes() -> list[int]:
 
 
 def _private() -> int:
-    """Private memory of this process and of all that it has started."""
     return _target.private_of(_processes())
 
 
 def _cpu() -> float:
-    """CPU seconds of this process and of all that it has started, those that have ended included."""
     return sum(_proc.if_readable(_proc.cpu_seconds, pid) or 0.0 for pid in _processes())
 
 

@@ -219,7 +219,6 @@ class Server:
 
     @property
     def preforks(self) -> bool:
-        """Whether workers inherit the loaded app."""
         return self.forks and bool(self.preload)
 
 
@@ -341,7 +340,6 @@ _WORD = 5
 
 
 def known_variables(environ: Mapping[str, str], where: str) -> tuple[Variable, ...]:
-    """Keep of an environment what modelguard knows."""
     return tuple(Variable(name, environ[name], "exec", where) for name in sorted(KNOWN & environ.keys()))
 
 

@@ -63,15 +63,6 @@ def facts_of_machine(environ: Mapping[str, str] = os.environ, *, root: Path = _p
 
 
 def machine(root: Path, pid: int | None = None) -> Machine:
-    """The resources that a process may use.
-
-    Args:
-        root: The folder that holds ``proc``, ``sys`` and ``dev``.
-        pid: The process. Default: this one.
-
-    Raises:
-        ProcessLookupError: There is no such process.
-    """
     if not _proc.is_mounted(root):
         return Machine(cpus=_memory.available_cpus(root=root))
     limit = _memory.memory_limit(pid, root=root)
@@ -84,7 +75,6 @@ def machine(root: Path, pid: int | None = None) -> Machine:
 
 
 def this_interpreter() -> Interpreter:
-    """The Python that runs this."""
     free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
     version = sys.version_info
     return Interpreter((version[0], version[1]), platform.python_implementation(), free_threaded, version[2])
@@ -107,12 +97,7 @@ def _swapped(root: Path) -> int | None:
 
 
 def patch_level(file: Path, version: tuple[int, int]) -> int | None:
-    """The last number of an interpreter's version, from the text of it in its program or library; None if unknown.
-
-    Args:
-        file: ``python3.14`` or ``libpython3.14.so.1.0``. Nothing is executed.
-        version: Major and minor.
-    """
+    """The last number of an interpreter's version, from the text of it in its program or library; None if unknown."""
     text = "\\.".join(map(str, version)).encode()
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -126,7 +111,6 @@ def patch_level(file: Path, version: tuple[int, int]) -> int | None:
 
 
 def inside(answer: Mapping[str, Any]) -> Inside:
-    """Read what a process has said of itself."""
     version = (*(int(each) for each in answer.get("version", ())), 0, 0, 0)[:3]
     return Inside(
         version=(version[0], version[1], version[2]),
@@ -219,11 +203,6 @@ def facts_of_process(pid: str | int, *, root: Path = _proc.ROOT) -> Facts:
 
 @contextmanager
 def readable(pid: int, root: Path = _proc.ROOT) -> Iterator[None]:
-    """Turn the kernel's errors into one that says what to do.
-
-    Raises:
-        InvalidOption: There is no such process, it is a kernel thread, or it belongs to another user.
-    """
     try:
         yield
     except ProcessLookupError:
@@ -234,7 +213,6 @@ def readable(pid: int, root: Path = _proc.ROOT) -> Iterator[None]:
 
 
 def named_process(pid: int, root: Path = _proc.ROOT) -> str:
-    """A process with its command, with secrets hidden, as text for users."""
     environ = _proc.if_readable(_proc.environment, pid, root) or {}
     return f"process {pid}: {_redact.redact_command(_words(pid, root), environ)}"
 
@@ -253,18 +231,6 @@ def _facts(pid: int, root: Path) -> Facts:
 
 
 def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}), *, root: Path = _proc.ROOT) -> Facts:
-    """Look at a process and everything that it has started.
-
-    Args:
-        pid: The id of the process.
-        subject: What is examined, as text for users.
-        answers: What the processes have said of themselves.
-        root: The folder that holds ``proc``, ``sys`` and ``dev``.
-
-    Raises:
-        ProcessLookupError: There is no such process.
-        PermissionError: It belongs to another user.
-    """
     seen = _allocator_problems.observe(pid, root=root)
     environ = _proc.if_readable(_proc.environment, pid, root) or {}
     processes = tuple(_tree(pid, root, answers))
@@ -295,11 +261,6 @@ def _stale_metrics(environ: Mapping[str, str], root: Path) -> Iterator[str]:
 
 
 def process_number(pid: str | int) -> int:
-    """Check the id of a process.
-
-    Raises:
-        InvalidOption: It is none.
-    """
     text = str(pid)
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) < 1:
         raise InvalidOption(_ARGUMENT, pid, why="must be a process id", fix=_FIX)
@@ -307,7 +268,6 @@ def process_number(pid: str | int) -> int:
 
 
 def _set_later(processes: Iterable[ServiceProcess]) -> Iterator[Variable]:
-    """The variables that the processes that answer requests have set for themselves. Forks remember their parent's."""
     processes = tuple(processes)
     workers = [process for process in processes if process.role in ("forked", "spawned")]
     seen: dict[Variable, None] = {}
@@ -334,7 +294,6 @@ def _from_outside(words: Sequence[str]) -> Server | None:
 
 
 def _tree(pid: int, root: Path, answers: Answers) -> Iterator[ServiceProcess]:
-    """The process and everything that it has started. What ends meanwhile is left out."""
     main = _words(pid, root)
     found = [(one, _words(one.pid, root)) for one in _proc.descendants(pid, _proc.processes(root))]
     molds = {one.pid: one.parent for one, words in found if any("modelguard.isolation._" in word for word in words)}
@@ -353,7 +312,6 @@ def _role(words: Sequence[str], main: Sequence[str]) -> Role:
 
 
 def _is_gunicorn_worker(words: Sequence[str]) -> bool:
-    """Recognised by the title that it gives itself where setproctitle is installed."""
     return bool(words) and words[0].startswith("gunicorn: worker")
 
 
@@ -393,7 +351,6 @@ def _interpreter(mappings: Iterable[MemoryMapping]) -> Interpreter | None:
 
 
 def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter | None:
-    """The interpreter with its patch, which is in the program or in its library, as the process sees them."""
     if python is None:
         return None
     files = (mapping.name for mapping in _proc.maps(pid, root) if _PYTHON_FILE.search(mapping.name))
@@ -402,7 +359,6 @@ def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter
 
 
 def above(pid: int, root: Path = _proc.ROOT) -> Iterator[str]:
-    """Where the process is itself a worker, its parent is the one to examine."""
     known = _proc.stat(pid, root)
     words = _words(pid, root)
     parent = known.parent if known else 0
@@ -425,22 +381,12 @@ _SCRIPTS = ("_inside", "_census", "_holders")
 
 
 class Connection:
-    """A process that answers."""
-
     def __init__(self, pid: int, connection: socket.socket, answers: TextIO) -> None:
         self.pid = pid
         self._connection = connection
         self._answers = answers
 
     def ask(self, question: str) -> dict[str, Any]:
-        """Ask it.
-
-        Args:
-            question: ``"describe"``, ``"look"``, ``"held"`` and a number of calls, ``"uses"`` or ``"trim"``.
-
-        Raises:
-            InvalidOption: It has ended, or does not answer.
-        """
         try:
             self._connection.sendall(f"{question}\n".encode())
             line = self._answers.readline()
@@ -459,14 +405,6 @@ def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]
     """Talk to a process: through its control socket, or else by a script that is put into it.
 
     The socket needs no right to trace the process, and the two may run different versions of Python.
-
-    Args:
-        pid: The process.
-        interpreter: Its Python; None if it has none.
-
-    Raises:
-        InvalidOption: There is no such process, it is no Python, belongs to another user, or does not answer.
-        NotSupported: It has no control socket, and no script can be put into it.
     """
     try:
         connection = _client.inspect(pid)
@@ -487,19 +425,6 @@ def require_attachable(
     user: int | None = None,
     root: Path = _proc.ROOT,
 ) -> None:
-    """Check what can be checked before a process is touched.
-
-    Args:
-        pid: The process.
-        interpreter: Its Python; None if it has none.
-        version: The version of this Python.
-        user: The user of this process. Default: that of this process.
-        root: The folder that holds ``proc``.
-
-    Raises:
-        NotSupported: This Python is older than 3.14, or the process runs another version, or in a container.
-        InvalidOption: There is no such process, it is no Python, or it belongs to another user.
-    """
     mine, text = (os.geteuid() if user is None else user), ".".join(map(str, version))
     if version < _FIRST:
         reason = (
@@ -525,16 +450,6 @@ def require_attachable(
 
 @contextmanager
 def attached(pid: int, *, run: Callable[[int, str], None] | None = None) -> Iterator[Connection]:
-    """Put a script into a process, and talk to it over a socket. The script ends with the block.
-
-    Args:
-        pid: The process; :func:`require_attachable` has checked it.
-        run: Runs a script in a process. Default: ``sys.remote_exec``.
-
-    Raises:
-        InvalidOption: It does not run the script within 10 seconds.
-        NotSupported: This process may not trace it, or it does not allow that.
-    """
     with tempfile.TemporaryDirectory(prefix="modelguard-", ignore_cleanup_errors=True) as folder:
         script, address = Path(folder, "script.py"), str(Path(folder, "socket"))
         with socket.socket(socket.AF_UNIX) as listening:
@@ -561,7 +476,6 @@ def _talk(pid: int, connection: socket.socket) -> Iterator[Connection]:
 
 
 def _script(address: str) -> str:
-    """The script, with all that it needs. Its names are those of this package, whose own objects are no finding."""
     here = Path(__file__)
     sources = {name: here.with_name(f"{name}.py").read_text(encoding="utf-8") for name in _SCRIPTS}
     return (
@@ -571,7 +485,6 @@ def _script(address: str) -> str:
 
 
 def _give(pid: int, *paths: Path) -> None:
-    """Let the process's user read them, where root looks at somebody else's process."""
     owner = _proc.owner(pid)
     if owner != os.geteuid():
         for path in paths:
@@ -599,7 +512,6 @@ def _execute(pid: int, script: str, run: Callable[[int, str], None] | None) -> N
 
 
 def _same_root(pid: int, root: Path) -> bool:
-    """Whether the process sees the same files as this one."""
     try:
         theirs, mine = (Path(_proc.folder(each, root), "root").stat() for each in (pid, None))
     except OSError:  # it has ended, or hides it: what follows will say so

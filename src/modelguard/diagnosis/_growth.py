@@ -107,14 +107,6 @@ class Trials:
 
 
 def trial(name: str, lines: Sequence[str], rounds: Sequence[tuple[Round, Round]], stopped: str = "") -> Trial:
-    """Sum up the rounds of a remedy.
-
-    Args:
-        name: Its name.
-        lines: What to write to have it.
-        rounds: Each run with the remedy, with the run without it of the same round. At least one.
-        stopped: Why no more rounds were run.
-    """
     decided = [own for own, _ in rounds if not own.undecided]
     return Trial(
         name,
@@ -156,7 +148,6 @@ def recommend(nothing: Trial, trials: Sequence[Trial]) -> str:
 
 
 def _figures(nothing: Trial, one: Trial) -> tuple[int, ...]:
-    """Growth, CPU time and p99, in steps."""
     figures = one.growth.median / max(1.0, nothing.growth.median), one.cpu.median, one.p99.median
     return tuple(round(figure / step) for figure, step in zip(figures, _STEPS, strict=True))
 
@@ -347,7 +338,6 @@ class GrowthReport:
 
 
 def notes_on(judged: Judgement, per: Unit = "calls") -> list[str]:
-    """The steps in which memory rose, and a rise that is too small to count, each in a sentence."""
     notes = [
         f"memory rose by {_units.format_bytes(round(step.size))} in one step, after "
         + (f"{step.calls:,.0f} calls" if per == "calls" else f"{step.calls / 1000:.0f} seconds")
@@ -411,11 +401,6 @@ _LINES_OF_NATIVE = (
 
 
 def attribute(measured: Measured) -> tuple[tuple[Cause, ...], float]:
-    """Name the causes of growth.
-
-    Returns:
-        The causes, the largest share first, and the share that is unexplained.
-    """
     growth = max(1, measured.growth)
     causes: list[Cause] = []
     rest = 1.0
@@ -429,7 +414,6 @@ def attribute(measured: Measured) -> tuple[tuple[Cause, ...], float]:
 
 
 def _merged(causes: list[Cause]) -> Iterator[Cause]:
-    """One entry for each cause."""
     by_name: dict[CauseName, list[Cause]] = {}
     for cause in causes:
         by_name.setdefault(cause.name, []).append(cause)
@@ -439,7 +423,6 @@ def _merged(causes: list[Cause]) -> Iterator[Cause]:
 
 
 def _fix(name: CauseName, measured: Measured) -> str:
-    """What to do, at the holder where there is one."""
     if name == "native memory" and measured.native:
         return _LINES_OF_NATIVE
     if name == "python objects" and not measured.traced and not measured.held:
@@ -460,13 +443,11 @@ def _kept_in(name: CauseName, more: int, measured: Measured) -> list[Held]:
 
 
 def _owned(name: CauseName, measured: Measured) -> str:
-    """What a library's memory belongs to."""
     ways = measured.owners.get(name, ())
     return f", of {', '.join(ways)}" if ways else ""
 
 
 def _in_workers(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
-    """What other processes hold, in which nothing else was measured."""
     if measured.in_workers > 0:
         more = format_bytes(measured.in_workers)
         yield "worker processes", measured.in_workers, f"the workers of the isolated function hold {more} more"
@@ -580,18 +561,15 @@ def _calls(measured: Measured) -> int:
 
 
 def _of_failures(measured: Measured) -> float:
-    """Bytes that failed calls have kept, or that are seen in the exceptions."""
     kept = sum(held.size for held in measured.held if held.errors)
     return max(kept, (measured.failing or 0.0) * measured.failures)
 
 
 def _python(measured: Measured, calls: int) -> float:
-    """Bytes of Python's objects, or of the containers that were found with what they hold outside of its memory."""
     return max(_allocated(measured, calls), sum(each.size for each in measured.held))
 
 
 def _allocated(measured: Measured, calls: int) -> float:
-    """Bytes that Python's allocators have given out."""
     if measured.small is None:
         return sum(measured.traced.values()) * calls
     tables = sum(each.table for each in measured.held)  # they grow too seldom to be traced
@@ -622,25 +600,21 @@ def _held(held: Sequence[Held]) -> Iterator[tuple[CauseName, float, str]]:
 
 
 def _named(held: Sequence[Held]) -> CauseName:
-    """Whether these are exceptions with their frames."""
     return "tracebacks" if held and held[0].errors else "python objects"
 
 
 def _kinds(types: Mapping[str, int]) -> str:
-    """The types that are most."""
     most = sorted(types.items(), key=lambda item: -item[1])[:_LINES]
     return ", ".join(f"{number:,} {kind.removeprefix('builtins.')}" for kind, number in most)
 
 
 def _holders(held: Sequence[Held]) -> Iterator[str]:
-    """The heaviest containers, one if it has most."""
     for each in held[:_LINES]:
         if each.size >= _LEAST_SHARE * held[0].size:
             yield f"held by {each}, {format_bytes(each.size)}"
 
 
 def _places(lines: Mapping[str, float]) -> str:
-    """The lines that keep most, one if it keeps nearly all."""
     most = sorted(lines.items(), key=lambda line: -line[1])[:_LINES]
     shown = [(place, size) for place, size in most if size >= max(1, _LEAST_SHARE * most[0][1])]
     return ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in shown)
@@ -662,7 +636,6 @@ def _only_failures(measured: Measured) -> bool:
 
 
 def _native(measured: Measured, calls: int, python: float) -> Iterator[tuple[CauseName, float, str]]:
-    """What libraries have, each by its own figure, and what malloc has given out beyond that and Python's objects."""
     rate, named = measured.per_call, 0.0
     by_shape = measured.repeats is not None and max(measured.repeats, measured.same_shape or 0.0) < _NONE * rate
     if "torch" in measured.libraries and measured.compiled > 0 and by_shape:

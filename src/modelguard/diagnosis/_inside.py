@@ -26,12 +26,7 @@ SCRIPTS = ("_census", "_holders")
 
 
 def begin(address: str, sources: dict[str, str]) -> None:
-    """Start the thread that answers: the main thread, which runs this, may be serving a request.
-
-    Args:
-        address: The path of the socket.
-        sources: The source of each script, by name.
-    """
+    """Start the thread that answers: the main thread, which runs this, may be serving a request."""
     import threading
 
     threading.Thread(target=_serve, args=(address, sources), name="modelguard-inside", daemon=True).start()
@@ -49,15 +44,7 @@ def _serve(address: str, sources: dict[str, str]) -> None:
 
 
 def answer(connection: Any, sources: dict[str, str]) -> None:
-    """Answer until the other end is closed.
-
-    Args:
-        connection: The socket.
-        sources: The source of each script, by name.
-
-    Raises:
-        OSError: The other end is gone.
-    """
+    """Answer until the other end is closed."""
     import json
     import socket
 
@@ -82,7 +69,6 @@ def _run(name: str, source: str) -> dict[str, Any]:
 
 
 def _look(scripts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Count objects. The first look is the moment with which :func:`_held` compares."""
     census = scripts["_census"]
     loaded = [name for name in census["LIBRARIES"] if name in sys.modules]
     if "moment so far" not in census:
@@ -103,7 +89,6 @@ def _uses(scripts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _trim(_: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return freed memory to the system, if glibc serves ``malloc``."""
     import ctypes
 
     program = ctypes.CDLL(None)
@@ -182,7 +167,6 @@ def _gil_for() -> list[str] | None:
 
 
 def malloc_file() -> str | None:
-    """The file that serves ``malloc``, by the address of the function."""
     import ctypes
 
     class Info(ctypes.Structure):
@@ -221,7 +205,6 @@ def _is_jump(program: Any, function: Any, info: Any) -> bool:
 
 
 def _loaded(program: Any) -> Iterator[bytes]:
-    """The loaded libraries in the order in which the linker searches them, after the program."""
     import ctypes
 
     class Map(ctypes.Structure):  # the beginning of struct link_map, to which a handle of glibc points
@@ -305,7 +288,6 @@ def _guards() -> dict[str, Any]:
 
 
 def _server() -> dict[str, Any]:
-    """The server's own settings, from the objects whose methods the main thread is in."""
     import threading
 
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - documented
@@ -408,7 +390,6 @@ class _Probe:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The file and line that set a variable, outside of the modules that set variables for others."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith("<") and not file.endswith(("/os.py", "/dotenv/main.py")):
@@ -418,7 +399,6 @@ def _place(frame: FrameType | None) -> str:
 
 
 def _chain(folder: str) -> None:
-    """Run the sitecustomize that this one stands before."""
     own = sys.modules.get("sitecustomize")
     sys.path[:] = [path for path in sys.path if path != folder]
     sys.path_importer_cache.pop(folder, None)

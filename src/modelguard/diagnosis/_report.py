@@ -22,16 +22,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=")
 
 
 def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | None) -> str:
-    """Write the command so that it contains every fix that a command can contain.
-
-    Args:
-        findings: The findings.
-        words: The command.
-        server: The server that it starts, such as ``"gunicorn"``; None if there is none.
-
-    Returns:
-        A shell command; empty if no finding has such a fix, or if there is no command.
-    """
+    """Write the command so that it contains every fix that a command can contain."""
     remedies = [finding.remedy for finding in findings if finding.remedy is not None]
     if not remedies or not words:
         return ""
@@ -175,7 +166,6 @@ def examine(facts: Facts, checks: Iterable[Check] = CHECKS, *, ignore: Iterable[
 
 
 def as_json(report: DoctorReport) -> str:
-    """Write a report as JSON, for programs."""
     content = {
         "subject": report.subject,
         "ok": report.ok,
@@ -188,16 +178,6 @@ def as_json(report: DoctorReport) -> str:
 
 
 def as_text(report: DoctorReport, width: int | None = None) -> Iterator[tuple[str, str]]:
-    """Write a report as text, for users.
-
-    Args:
-        report: The report.
-        width: The column at which lines are wrapped. Default: lines are not wrapped, so that they can be searched.
-
-    Yields:
-        Lines, each with a style: ``"subject"``, ``"fault"``, ``"note"``, ``"detail"``,
-        ``"unknown"``, ``"fix"`` or ``"verdict"``.
-    """
     for style, line in _lines(report):
         if width is None or len(line) <= width or style == "fix":  # a line to paste stays one line
             yield style, line
@@ -239,7 +219,6 @@ def _count(number: int, word: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape characters that control a terminal, or that a stream cannot encode."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
@@ -250,11 +229,6 @@ _FIX = "Remove the file, and the next run writes it."
 
 
 def known_findings(file: str) -> frozenset[str] | None:
-    """Read the numbers of the findings that a baseline accepts; None if there is no such file.
-
-    Raises:
-        InvalidOption: The file cannot be read, or is not a baseline.
-    """
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
         numbers = content["accepted"]
@@ -268,11 +242,6 @@ def known_findings(file: str) -> frozenset[str] | None:
 
 
 def write_baseline(file: str, report: DoctorReport) -> None:
-    """Accept all findings of a report.
-
-    Raises:
-        InvalidOption: The file cannot be written.
-    """
     content = {"accepted": sorted({finding.number for finding in report.findings})}
     try:
         Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

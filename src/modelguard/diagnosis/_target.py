@@ -54,10 +54,6 @@ class Patience:
     """Writes down where a call stands that does not return: the parent then ends the process, and all below it.
 
     The C thread of faulthandler does it: it needs neither the interpreter's lock nor a signal.
-
-    Args:
-        seconds: How long a call may take. Default: as long as it likes.
-        stream: Gets the stack.
     """
 
     def __init__(self, seconds: float = math.inf, stream: IO[str] | None = None) -> None:
@@ -84,7 +80,6 @@ class Patience:
             self._arm()
 
     def end(self) -> None:
-        """Nothing is waited for."""
         self._renewed = -math.inf
         faulthandler.cancel_dump_traceback_later()
 
@@ -109,25 +104,6 @@ class Patience:
 
 
 class Target:
-    """The function, and the inputs that it is called with in turn.
-
-    Args:
-        function: The function.
-        given: Its inputs, without end.
-        asynchronous: Whether its calls have to be awaited. Default: if it is a coroutine function.
-        around: Makes the context that each call runs in.
-        look: Called now and then, before a call.
-        patience: Tells of a call that does not return.
-
-    Attributes:
-        calls: How many calls were made.
-        failures: How many of them raised.
-        errors: The names of their exceptions, each with the line of the function's code that it came from.
-        failed: The number of the first input that failed, counted from 1; 0 if none did.
-        seconds: How long each call took, if ``timed`` is set.
-        timed: Whether to note how long each call takes.
-    """
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -155,18 +131,12 @@ class Target:
         self.seconds: list[float] = []
 
     def next_input(self) -> Arguments:
-        """The next input.
-
-        Raises:
-            ValueError: There is no further one.
-        """
         for item in self._inputs:
             self._taken += 1
             return item
         raise ValueError(f"the generator ended after {self._taken:,} inputs, and must go on without end")
 
     def forget(self) -> None:
-        """Count from zero again."""
         self.calls = self.failures = 0
         self.errors.clear()
         self.seconds.clear()
@@ -252,7 +222,6 @@ def _relative(file: str) -> str:
 
 
 def run_program(program: Callable[[dict[str, Any], Say], None]) -> None:
-    """Run a program on the configuration in the file of the first argument, and write what it says as lines of JSON."""
     config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     stack = Path(config["stack"]).open("a", encoding="utf-8")  # noqa: SIM115 - it is open to the end
     with Path(config["answer"]).open("a", encoding="utf-8") as stream:
@@ -311,7 +280,6 @@ def private_of(pids: Iterable[int]) -> int:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calls of it have to be awaited."""
     if inspect.iscoroutinefunction(function):
         return True
     try:
@@ -321,11 +289,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def inputs(config: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[Arguments]:
-    """The inputs of a configuration: generated, from a file and repeated, or none.
-
-    Raises:
-        TypeError: An argument is missing, or one is too many.
-    """
+    """The inputs of a configuration: generated, from a file and repeated, or none."""
     if config["generate"]:
         return (_as_arguments(each) for each in load(config["generate"])())
     if config["inputs"]:
@@ -347,7 +311,6 @@ def _require_fit(function: Callable[..., Any], given: Arguments, which: str) -> 
 
 
 def _as_arguments(given: Any) -> Arguments:
-    """A list or tuple is positional arguments, a dict is arguments by name, anything else the one argument."""
     if isinstance(given, dict):
         return (), given
     return (tuple(given), {}) if isinstance(given, list | tuple) else ((given,), {})
@@ -392,7 +355,6 @@ class Said:
     seconds: float = 0.0
 
     def last(self, name: str) -> Any:
-        """The latest value of this name; None if there is none."""
         return next((line[name] for line in reversed(self.lines) if name in line), None)
 
 
@@ -414,15 +376,6 @@ def follow(
     """Run a program, and kill it with all that it has started as soon as it is done, or a signal ends this process.
 
     Where this process is killed, the kernel kills the program.
-
-    Args:
-        words: The command, as :func:`command` makes it.
-        config: What the program is to do.
-        environ: Its variables.
-        cwd: The folder that it runs in.
-        progress: Called with each line that it says.
-        silence: Seconds without a line after which it is ended.
-        limit: Seconds after which it is ended in any case. Default: none.
     """
     parent = os.getpid()
     with ending_signals(), tempfile.TemporaryDirectory(prefix="modelguard-") as folder:

@@ -76,11 +76,6 @@ class Calls:
         self._seen: dict[str, tuple[int, int, int]] = {}
 
     def total(self, uses: Iterable[tuple[str, int, int]]) -> int:
-        """The number of calls so far.
-
-        Args:
-            uses: Of each guard its name, its generation, and the calls that have ended on that.
-        """
         for name, number, count in uses:
             self.known = True
             generation, latest, before = self._seen.get(name, (number, 0, 0))
@@ -229,7 +224,6 @@ class Watch:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin anew, as a forked child does."""
         self._stopped = threading.Event()
         self._observed = Observed()
         self._first: Look | None = None
@@ -434,7 +428,6 @@ def diagnose_process(
 
 
 def _reason(error: ModelGuardError) -> str:
-    """Why it cannot be asked, as the end of a sentence."""
     if isinstance(error, NotSupported):
         return error.reason
     fix = f". {error.fix}" if isinstance(error, InvalidOption) else ""
@@ -465,7 +458,6 @@ class Watched:
     _unknown: list[str] = field(default_factory=list)
 
     def report(self, subject: str, seconds: float) -> GrowthReport:
-        """Watch it for so long, and judge."""
         calls, observed = Calls(), Observed()
         self._still_there()
         counts = Counts(self.pid)
@@ -504,11 +496,6 @@ class Watched:
         return GrowthReport(subject, verdict, causes, rest, measured, tuple(self._unknown), seen=seen)
 
     def _still_there(self) -> int:
-        """Its private memory.
-
-        Raises:
-            InvalidOption: It has ended.
-        """
         private = self.private(self.pid)
         if _proc.stat(self.pid) is None:
             why = "has ended meanwhile"
@@ -544,7 +531,6 @@ class Watched:
         return tuple(Held(**each) for each in self._ask(f"held {number}").get("held", ()) if each["path"])
 
     def _trim(self) -> int:
-        """Bytes that a trim gives back."""
         before = self.private(self.pid)
         self._ask("trim")
         return max(0, before - self.private(self.pid))

@@ -232,10 +232,6 @@ class Thresholds:
     model in large blocks much stays where it was loaded, as often as there are loading threads. With low thresholds
     large blocks are mapped one by one, and go back when they are freed, also by another thread and later. Calls would
     pay for that with page faults; so between loads the thresholds are where glibc's own adjusting ends.
-
-    Args:
-        library: Finds the file that serves ``malloc``.
-        environ: The variables of this process.
     """
 
     def __init__(
@@ -250,7 +246,6 @@ class Thresholds:
 
     @contextmanager
     def low(self) -> Iterator[None]:
-        """Keep them low in the block, and in others at the same time. Does nothing if the user has set one of them."""
         self._count(1)
         try:
             yield
@@ -258,7 +253,6 @@ class Thresholds:
             self._count(-1)
 
     def after_fork_in_child(self) -> None:
-        """The blocks are those of the parent's threads, and so is the lock."""
         self._lock = threading.Lock()
         if self._blocks:
             self._blocks = 0
@@ -306,15 +300,6 @@ returning = _thresholds.low
 
 
 class _Allocator(NamedTuple):
-    """How an allocator is recognised and trimmed.
-
-    Attributes:
-        kind: Its name.
-        unique_export: A function that only this allocator exports.
-        function: The function that releases memory.
-        release: Calls this function.
-    """
-
     kind: Kind
     unique_export: str
     function: str
@@ -360,7 +345,6 @@ def _recognise(library: Library) -> _Allocator | None:
 
 
 def _kind_and_function(library: Library) -> tuple[Kind, str]:
-    """The allocator, and the name of the function that trims it."""
     found = _recognise(library)
     return ("unknown", "") if found is None else (found.kind, found.function)
 

@@ -119,14 +119,6 @@ class AllocatorFile:
 
 
 def kind_of(path: str) -> Kind | None:
-    """Recognise an allocator by the name of its file.
-
-    Args:
-        path: A file, with or without its folder.
-
-    Returns:
-        The allocator; None for any other file. The name does not prove that the file serves ``malloc``.
-    """
     name = PurePath(path).name
     return next((kind for kind, pattern in _FILE_NAMES if re.fullmatch(pattern, name)), None)
 
@@ -179,7 +171,6 @@ class ElfFile:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The names of the libraries that it needs."""
         entries = list(self._dynamic())
         names = next((self._in_file(value) for tag, value in entries if tag == _DT_STRTAB), None)
         return () if names is None else tuple(self._text(names + value) for tag, value in entries if tag == _DT_NEEDED)
@@ -226,7 +217,6 @@ class ElfFile:
         raise NotElf(f"nothing is loaded at address {address:#x}")
 
     def _segments(self) -> Iterator[tuple[int, int, int, int]]:
-        """Kind, offset, address and size of each."""
         # Elf64_Phdr: type, flags, offset, address, physical, size, ... Elf32_Phdr: type, offset, address, ...
         for fields in self._headers(32 if self._wide else 28, "IIQQQQ" if self._wide else "IIIII"):
             kind, *_, offset, address, _, size = fields
@@ -445,7 +435,6 @@ def _why_unusable(path: Path, program: Path) -> tuple[str, str] | None:
 
 
 def _why_unsafe(path: Path) -> tuple[str, str] | None:
-    """Why another user could have written a file, and what to do."""
     file = path.resolve()
     # The path may be a link: users who can write to the link's folder choose the file.
     nearest = {path.parent, file.parent}

@@ -69,7 +69,6 @@ class ThisProcess:
         return _proc.if_readable(_proc.environment, None, self._root) or None
 
     def malloc(self) -> AllocatorInForce:
-        """The library that serves ``malloc``."""
         return _allocator.in_force()
 
     def primitive_cache(self) -> int | None:
@@ -82,7 +81,6 @@ class ThisProcess:
         return _DEFAULT_DESCRIPTORS if capacity == 0 else capacity
 
     def threads(self, name: str) -> Mapping[str, int]:
-        """The number of threads of each loaded library that reads the variable of this name, by library file."""
         files, functions = _THREADS[name]
         counts = {path: _thread_count(path, functions) for path in self._loaded(files)}
         return {path: count for path, count in counts.items() if count is not None}
@@ -103,7 +101,6 @@ class ThisProcess:
         return "initialised" if started else "not initialised"
 
     def cuda_allocator(self) -> str:
-        """The settings that torch's allocator has parsed last, in the notation of its variable."""
         torch = _gpu.imported_torch()
         read = None if torch is None else getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # noqa: SLF001 - torch shows them nowhere else
         if read is None:
@@ -125,7 +122,6 @@ class ThisProcess:
         return next((capacity for capacity in made if capacity is not None), None)
 
     def _loaded(self, files: re.Pattern[str]) -> list[str]:
-        """The loaded files whose names match."""
         mappings = _proc.if_readable(_proc.maps, None, self._root)
         if mappings is None:
             raise NotSupported("listing loaded libraries", reason="/proc/self/maps cannot be read")
@@ -138,7 +134,6 @@ class ThisProcess:
 
 
 def _thread_count(path: str, functions: tuple[str, ...]) -> int | None:
-    """Ask a loaded library for its number of threads."""
     import ctypes
 
     try:
@@ -183,16 +178,6 @@ class _NoReader(Exception):
 
 
 def effect_of(knob: Knob, value: str | None, process: ThisProcess) -> tuple[State, str]:
-    """Decide whether a knob takes effect in a process.
-
-    Args:
-        knob: The knob.
-        value: The current value of its variable; None if it is not set.
-        process: What the process has done so far.
-
-    Returns:
-        The state and the evidence. ``"applied"`` means that the variable may be set now if it is not set yet.
-    """
     if value is not None and (crash := _knobs.why_unusable(knob.name, value)) is not None:
         # Whatever has happened so far: ideep reads the variable again in each new thread.
         return "invalid", f"{crash}; remove it, or set it to 1 or more before the program starts"
@@ -211,7 +196,6 @@ def effect_of(knob: Knob, value: str | None, process: ThisProcess) -> tuple[Stat
 
 
 def _was_set_at_start(knob: Knob, value: str | None, process: ThisProcess) -> bool:
-    """Whether the variable held this value when the program started, in time for every reader."""
     started_with = process.started_with()
     return value is not None and started_with is not None and started_with.get(knob.name) == value
 
@@ -256,7 +240,6 @@ def _name(allocator: AllocatorInForce) -> str:
 
 
 def _inspect_cache(name: str, where: str, capacity: Callable[[ThisProcess], int | None]) -> _Inspect:
-    """Inspect the capacity of one of oneDNN's caches."""
 
     def inspect(knob: Knob, value: str | None, process: ThisProcess) -> _Reading:
         entries = capacity(process)
@@ -297,7 +280,6 @@ def _inspect_grpc(knob: Knob, value: str | None, process: ThisProcess) -> _Readi
 
 
 def _inspect_cuda(read: Callable[[ThisProcess], _Reading]) -> _Inspect:
-    """Inspect a variable that is read once torch has initialised CUDA, or later."""
 
     def inspect(_knob: Knob, _value: str | None, process: ThisProcess) -> _Reading:
         state = process.cuda()

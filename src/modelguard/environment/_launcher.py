@@ -46,18 +46,6 @@ _LINE = 256
 
 
 def locate(command: str, environ: Mapping[str, str]) -> str:
-    """Find the file of a command, as a shell does.
-
-    Args:
-        command: A path if it has a slash in it, otherwise a name to search in the folders of ``PATH``.
-        environ: The variables, for ``PATH``.
-
-    Returns:
-        The file.
-
-    Raises:
-        CannotRun: There is none, or it is not executable.
-    """
     # Strings, not Paths, which would change "./run" to "run": a script sees the name by which it was called.
     candidates = (
         [command] if os.sep in command else [f"{folder or '.'}/{command}" for folder in os.get_exec_path(environ)]
@@ -79,21 +67,6 @@ def locate(command: str, environ: Mapping[str, str]) -> str:
 def ignores_preload(
     path: str, *, starts_others: bool = False, user: int | None = None, group: int | None = None
 ) -> str | None:
-    """Find out why ``LD_PRELOAD`` would have no effect in a program.
-
-    Args:
-        path: An executable file. For a script, its interpreter is checked.
-        starts_others: Whether the effect in the programs that this one starts counts too. A static program ignores the
-            variable, but passes it on.
-        user: The id of the user that starts it. Default: that of this process.
-        group: The id of the group. Default: that of this process.
-
-    Returns:
-        The reason as a clause; None if ``LD_PRELOAD`` works, or if the file cannot be read.
-
-    Raises:
-        CannotRun: The interpreter of a script is missing.
-    """
     file = binary(path)
     if _is_privileged(file, os.getuid() if user is None else user, os.getgid() if group is None else group):
         return f"{file} runs with more privileges than its caller, so the dynamic linker ignores LD_PRELOAD"
@@ -112,14 +85,7 @@ def _fix_missing(command: str) -> str:
 
 
 def binary(path: str) -> str:
-    """The binary that is executed in the end: for a script its interpreter, which may be a script itself.
-
-    Args:
-        path: An executable file.
-
-    Raises:
-        CannotRun: The interpreter of a script is missing.
-    """
+    """The binary that is executed in the end: for a script its interpreter, which may be a script itself."""
     file = path
     for _ in range(_SCRIPTS):
         line = _first_line(file)
@@ -144,7 +110,6 @@ def _first_line(file: str) -> bytes:
 
 
 def _is_privileged(file: str, user: int, group: int) -> bool:
-    """Whether the kernel starts it in what ld.so(8) calls secure-execution mode."""
     state = Path(file).stat()
     if state.st_mode & stat.S_ISUID and state.st_uid != user:
         return True
@@ -205,25 +170,6 @@ def choose_preload(
     find: Callable[..., Sequence[AllocatorFile]] = _allocator_files.find,
     check: Callable[..., None] = _allocator_files.check_preload,
 ) -> tuple[dict[str, str], list[str]]:
-    """Choose the variables that give a program its allocator.
-
-    Args:
-        wanted: The allocator.
-        program: The file that will be executed.
-        environ: The variables that the program would get otherwise.
-        arguments: Its arguments. A static program with arguments, such as gosu, may start another program, which the
-            preload is then meant for.
-        detect: Describes the allocator of this process, where the caller's ``LD_PRELOAD`` is already in force.
-        find: Lists the libraries that are installed and that a program can load, best first.
-        check: Rejects a library that must not be preloaded into a program.
-
-    Returns:
-        The variables to set, and what the user should know, one sentence each.
-
-    Raises:
-        InvalidOption: The allocator is unknown, is not installed, or must not be preloaded.
-        NotSupported: An allocator was named, but nothing can be preloaded into this program or on this system.
-    """
     _require_known(wanted)
     if wanted == "none":
         return {}, []
@@ -306,7 +252,6 @@ def _usable(
 
 
 def _joined(entries: str, path: str) -> str:
-    """Add a library after the caller's own entries."""
     return f"{entries}:{path}" if entries else path
 
 
@@ -330,17 +275,6 @@ _FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A program to execute, and its environment.
-
-    Attributes:
-        program: The file to execute.
-        argv: Its arguments, with the command's own name first.
-        environ: Its whole environment.
-        added: The variables that are missing from the caller's environment, or have another value there.
-        notes: What the user should know, one sentence each.
-        kind: The allocator that serves ``malloc``, as far as the variables tell.
-    """
-
     program: str
     argv: tuple[str, ...]
     environ: Mapping[str, str]
@@ -350,13 +284,11 @@ class Plan:
 
     @property
     def in_force(self) -> str:
-        """What is in force, in one line."""
         settings = [f"{name}={value}" for name, value in self.added.items()]
         allocator = "the C library" if self.kind == "glibc" else self.kind
         return f"in force: {' '.join(settings) or 'nothing added'}; malloc is served by {allocator}"
 
     def __str__(self) -> str:
-        """The plan as a shell command: ``env NAME=VALUE ... COMMAND``."""
         settings = (f"{name}={value}" for name, value in self.added.items())
         return shlex.join(["env", *settings, *self.argv])
 
@@ -369,25 +301,7 @@ def plan(
     environ: Mapping[str, str] | None = None,
     choose: Callable[..., tuple[dict[str, str], list[str]]] = choose_preload,
 ) -> Plan:
-    """Decide how a program is started, without changing anything.
-
-    Args:
-        command: The program, to be found on ``PATH``, and its arguments.
-        preset: Variables for the program; those that the caller's environment already has stay.
-        allocator: What serves its ``malloc``. ``"auto"`` preloads the best allocator that is installed. If there is
-            none, it makes glibc return freed memory, as ``"glibc"`` does. ``"none"`` changes nothing.
-        environ: The caller's environment. Default: that of this process, as it was inherited.
-        choose: Chooses the variables that give the program its allocator.
-
-    Returns:
-        The plan.
-
-    Raises:
-        CannotRun: The command was not found, or cannot be executed.
-        InvalidOption: The command is empty or contains a NUL byte, the allocator is not available, or a variable of the
-            preset is set in the caller's environment to a value on which its reader crashes.
-        NotSupported: An allocator was named, but nothing can be preloaded here.
-    """
+    """Decide how a program is started, without changing anything."""
     _require_command(command)
     before = inherited() if environ is None else dict(environ)
     program = locate(command[0], before)
@@ -406,12 +320,6 @@ def become(plan: Plan) -> NoReturn:
     No ``finally`` block, no ``atexit`` function and no other thread of this process continues, and nothing is flushed.
     ``SIGPIPE`` and ``SIGXFSZ``, which Python ignores from its start, are reset to their default: whether this process
     inherited them as ignored, as from systemd, is not known. All other signals stay as inherited.
-
-    Args:
-        plan: The result of :func:`plan`.
-
-    Raises:
-        CannotRun: The system refused. This process continues as before.
     """
     before = _reset_signals()
     try:
@@ -427,10 +335,6 @@ def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROO
     """The environment, without the variables that Python itself has added.
 
     In the C locale Python sets ``LC_CTYPE`` at its start (PEP 538), and the program would inherit it.
-
-    Args:
-        environ: The current variables of this process.
-        root: The folder that holds ``proc``.
     """
     initial = _proc.if_readable(_proc.environment, None, root)
     if initial is None:  # not Linux
@@ -449,7 +353,6 @@ def _kind(environ: Mapping[str, str]) -> Kind:
 
 
 def _is_read(name: str, preset: Preset | None, kind: Kind) -> bool:
-    """Whether a preset's variable is one that this allocator reads, or that is no allocator's."""
     reader = next(knob.reader for knob in (preset.knobs if preset else ()) if knob.name == name)
     return reader not in _ALLOCATORS or _ALLOCATORS[reader] == kind
 
@@ -469,7 +372,6 @@ def _require_command(command: Sequence[str]) -> None:
 
 
 def _kept(preset: Preset | None, environ: Mapping[str, str]) -> list[str]:
-    """Notes on variables of the preset that have another value in the caller's environment."""
     return [
         f"your {knob.name}={environ[knob.name]} stays; the preset has {knob.value}"
         for knob in (preset.knobs if preset else ())

@@ -19,8 +19,6 @@ Argument: TypeAlias = Any
 
 
 class _DlInfo(ctypes.Structure):
-    """``Dl_info`` of dlfcn.h."""
-
     _fields_ = (
         ("dli_fname", ctypes.c_char_p),
         ("dli_fbase", ctypes.c_void_p),
@@ -30,8 +28,6 @@ class _DlInfo(ctypes.Structure):
 
 
 class _WideSymbol(ctypes.Structure):
-    """``Elf64_Sym`` of elf.h."""
-
     _fields_ = (
         ("name", ctypes.c_uint32),
         ("info", ctypes.c_uint8),
@@ -43,8 +39,6 @@ class _WideSymbol(ctypes.Structure):
 
 
 class _NarrowSymbol(ctypes.Structure):
-    """``Elf32_Sym`` of elf.h."""
-
     _fields_ = (
         ("name", ctypes.c_uint32),
         ("value", ctypes.c_uint32),
@@ -77,19 +71,11 @@ class MallocLibrary:
         self.base, self.path = self._file_of("malloc")
 
     def exports(self, name: str) -> bool:
-        """Whether the program's function of this name comes from the file that serves ``malloc``."""
         if name not in self._exports:
             self._exports[name] = hasattr(self._program, name) and self._file_of(name)[0] == self.base
         return self._exports[name]
 
     def call(self, name: str, *arguments: Argument, returns: Any = ctypes.c_int) -> Any:
-        """Call one of its functions, and return its result (meaningless for a ``void`` function).
-
-        Args:
-            name: A function that it exports.
-            arguments: Its arguments.
-            returns: The type of its result.
-        """
         function = self._functions.get((name, returns))
         if function is None:
             # The lookup by index makes a new function object, so no other code sees its result type. It is kept: what
@@ -164,22 +150,9 @@ class LoadedFile(NamedTuple):
     thread_base: int | None
 
     def static(self, variable: str) -> int | None:
-        """Read an integer that a function keeps in a ``static`` variable.
-
-        Args:
-            variable: Its mangled name, ``_ZZ...``.
-
-        Returns:
-            The number; None if the function has not run yet.
-
-        Raises:
-            LookupError: The file has no symbol for the variable.
-            OSError: The file cannot be read.
-        """
         return self._read(variable, self.base)
 
     def thread_static(self, variable: str) -> int | None:
-        """Read an integer from a ``static thread_local`` variable of the calling thread."""
         return self._read(variable, self.thread_base)
 
     def _read(self, variable: str, base: int | None) -> int | None:
@@ -232,7 +205,6 @@ def loaded_files() -> list[LoadedFile]:
 
 @cache
 def _offset(path: str, name: str) -> int:
-    """The offset of a local variable from the start of its file in memory, or from the start of the thread's block."""
     try:
         with opened(path) as file:
             address = file.address_of(name)
@@ -268,35 +240,14 @@ _LONG_VERSION = 10_000
 
 
 def version(kind: Kind, library: Library, function: str) -> str | None:
-    """The allocator's version, as it reports it.
-
-    Args:
-        kind: The allocator.
-        library: Its file.
-        function: The name of jemalloc's ``mallctl`` in that file.
-
-    Returns:
-        Text such as ``"5.3.0"``; None if it does not report one.
-    """
     return _VERSIONS[kind](library, function) if kind in _VERSIONS else None
 
 
 def figures(kind: Kind, library: Library, function: str) -> Figures | None:
-    """The allocator's figures.
-
-    Args:
-        kind: The allocator.
-        library: Its file.
-        function: The name of jemalloc's ``mallctl`` in that file.
-
-    Returns:
-        The figures; None if it reports none.
-    """
     return _FIGURES[kind](library, function) if kind in _FIGURES else None
 
 
 def background_threads(library: Library, mallctl: str) -> bool:
-    """Whether jemalloc runs background threads in this process."""
     return bool(_control(library, mallctl, b"background_thread", ctypes.c_bool()))
 
 
@@ -307,8 +258,6 @@ def start_background_threads(library: Library, mallctl: str) -> bool:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """``struct mallinfo2`` of malloc.h."""
-
     _fields_ = tuple(
         (name, ctypes.c_size_t)
         for name in (

@@ -34,24 +34,10 @@ Format = Literal["shell", "env", "gunicorn", "dockerfile", "systemd", "kubernete
 
 
 def formats() -> tuple[str, ...]:
-    """The names of all formats."""
     return get_args(Format)
 
 
 def render(name: str, knobs: Sequence[Knob], format: Format) -> str:  # noqa: A002 - the command line's word for it
-    """Write knobs as lines of a file, each with a comment on what it does.
-
-    Args:
-        name: Their common name, for the first comment.
-        knobs: The knobs.
-        format: One of :func:`formats`.
-
-    Returns:
-        Text that ends with a newline.
-
-    Raises:
-        InvalidOption: The format is unknown, or cannot represent one of the values.
-    """
     if format not in _STYLES:
         why = "is not a known format"
         raise InvalidOption("format", format, why=why, fix=f"The formats are {', '.join(_STYLES)}.")
@@ -313,7 +299,6 @@ class _Service:
     cpus: float | None
 
     def threads_per_worker(self) -> tuple[int, str]:
-        """Threads for each worker, and the reason for that number."""
         count, source = (self.cpus, "") if self.cpus is not None else _cpus_of_process()
         workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         cpus = "1 CPU" if count == 1 else f"{count:g} CPUs"

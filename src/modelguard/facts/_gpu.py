@@ -37,14 +37,8 @@ class GpuUse(NamedTuple):
 
 
 class Gpu:
-    """The GPU memory of this process, if the program uses torch. The clock of tests has one of its own."""
-
     def missing(self, *, loaded: bool) -> str | None:
-        """Why this process has no GPU memory to read; None if it has, or may have later.
-
-        Args:
-            loaded: Whether the model is loaded: then it must have imported torch, and the driver may be asked.
-        """
+        """Why this process has no GPU memory to read; None if it has, or may have later."""
         torch = imported_torch()
         if torch is None:
             return _not_imported(loaded=loaded)
@@ -107,7 +101,6 @@ class Gpu:
         return torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)
 
     def is_after_fork(self, error: BaseException) -> bool:
-        """Whether an error comes from CUDA in a process that was forked after its parent had initialised CUDA."""
         torch = imported_torch()
         if torch is None or not isinstance(error, RuntimeError) or not is_bad_fork(torch):
             return False
@@ -164,7 +157,6 @@ def _not_imported(*, loaded: bool) -> str | None:
 
 
 def is_bad_fork(torch: Any) -> bool:
-    """Whether torch says that this process was forked after CUDA had been initialised."""
     return bool(torch.cuda._is_in_bad_fork())  # noqa: SLF001 - torch has no public name for it
 
 
@@ -182,7 +174,6 @@ def _memory(torch: Any, device: int) -> DeviceMemory:
 
 
 def _raised_in(error: BaseException) -> object:
-    """The name of the module whose code raised an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -195,4 +186,4 @@ def _all(_device: int) -> float:
 
 
 def _nothing() -> None:
-    """This torch cannot empty the pinned cache."""
+    pass

@@ -61,7 +61,6 @@ class MemoryMapping:
 
     @property
     def private(self) -> int:
-        """Bytes that no other process maps."""
         return self.sizes.get("Private_Clean", 0) + self.sizes.get("Private_Dirty", 0)
 
 
@@ -80,7 +79,6 @@ def parse_mappings(text: str) -> list[MemoryMapping]:
 
 
 def mapped_files(mappings: Iterable[MemoryMapping]) -> dict[str, int]:
-    """The files among the mappings, each with its start address."""
     files: dict[str, int] = {}
     for mapping in mappings:
         if mapping.name.startswith("/"):
@@ -89,7 +87,6 @@ def mapped_files(mappings: Iterable[MemoryMapping]) -> dict[str, int]:
 
 
 def model_libraries(mappings: Iterable[MemoryMapping]) -> tuple[str, ...]:
-    """The packages of :data:`MODEL_LIBRARIES` of which compiled parts are mapped."""
     folders = (name.split("/")[1:-1] for name in mapped_files(mappings) if ".so" in name)
     return tuple(sorted({word for words in folders for word in words} & MODEL_LIBRARIES))
 
@@ -154,7 +151,6 @@ class ProcessStat(NamedTuple):
 
     @property
     def identity(self) -> tuple[int, int, MemoryLayout]:
-        """A value that no other process has, and that changes when the process executes another program."""
         return self.pid, self.started, self.layout
 
 
@@ -195,12 +191,10 @@ def if_readable(read: Callable[..., T], *arguments: object) -> T | None:
 
 
 def is_mounted(root: Path = ROOT) -> bool:
-    """Whether there is a ``/proc``."""
     return (root / "proc" / "self").exists()
 
 
 def folder(pid: int | None = None, root: Path = ROOT) -> Path:
-    """The folder of a process."""
     return root / "proc" / ("self" if pid is None else str(pid))
 
 
@@ -225,7 +219,6 @@ def stat(pid: int, root: Path = ROOT) -> ProcessStat | None:
 
 
 def absence(pid: int, root: Path = ROOT) -> str:
-    """Why there is nothing to see of a process, as the end of a sentence that begins with it."""
     found = if_readable(stat, pid, root)
     if found is None:
         return "does not exist"
@@ -233,14 +226,12 @@ def absence(pid: int, root: Path = ROOT) -> str:
 
 
 def activity(pid: int, root: Path = ROOT) -> Activity:
-    """Read whether a process computes."""
     words = _text(pid, "stat", root).rpartition(")")[2].split()
     ticks = int(words[14 - 3]) + int(words[15 - 3])  # utime and stime, as proc_pid_stat(5) counts them
     return Activity(words[0] in "RD", ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def cpu_seconds(pid: int, root: Path = ROOT) -> float:
-    """CPU time of a process and of its children that have ended."""
     words = _text(pid, "stat", root).rpartition(")")[2].split()
     return sum(int(words[field - 3]) for field in range(14, 18)) / os.sysconf("SC_CLK_TCK")
 
@@ -270,12 +261,6 @@ def processes(root: Path = ROOT) -> dict[int, ProcessStat]:
 
 
 def descendants(pid: int, known: Mapping[int, ProcessStat]) -> Iterator[ProcessStat]:
-    """Iterate over a process and all its descendants, parents before children.
-
-    Args:
-        pid: The process to begin with.
-        known: The running processes, from :func:`processes`.
-    """
     children: dict[int, list[ProcessStat]] = {}
     for process in known.values():
         children.setdefault(process.parent, []).append(process)
@@ -290,7 +275,6 @@ def descendants(pid: int, known: Mapping[int, ProcessStat]) -> Iterator[ProcessS
 
 
 def is_fork(process: ProcessStat, others: Iterable[ProcessStat]) -> bool:
-    """Whether a process is a fork of one of the others, or of the same process as one of them."""
     return process.layout.known and any(
         other.layout == process.layout and (other.started, other.pid) < (process.started, process.pid)
         for other in others
@@ -304,7 +288,6 @@ def age(process: ProcessStat, root: Path = ROOT) -> float:
 
 
 def owner(pid: int, root: Path = ROOT) -> int:
-    """The user id of a process."""
     return folder(pid, root).stat().st_uid
 
 
@@ -327,12 +310,10 @@ def environment(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:
 
 
 def executable(pid: int | None = None, root: Path = ROOT) -> str:
-    """The file of the program that a process runs."""
     return str((folder(pid, root) / "exe").readlink()).removesuffix(DELETED)
 
 
 def working_directory(pid: int, root: Path = ROOT) -> Path:
-    """The folder that a process runs in."""
     return (folder(pid, root) / "cwd").readlink()
 
 
@@ -364,9 +345,6 @@ def memory_sums(pid: int | None = None, root: Path = ROOT) -> dict[str, int]:
     """The figures of ``smaps``, added up over all mappings of a process, in bytes.
 
     Reading them walks the page tables: about 6 ms in a process of 600 MB.
-
-    Returns:
-        Figures such as ``{"Rss": 1024}``. Empty if there is no such process, or it has exited, or is a kernel thread.
     """
     # Kernels before 4.14 and some sandboxes have no rollup.
     for name in ("smaps_rollup", "smaps"):
@@ -400,7 +378,6 @@ def cgroups(pid: int | None = None, root: Path = ROOT) -> list[tuple[str, tuple[
 
 
 def mounts(root: Path = ROOT) -> list[Mount]:
-    """The mounts that this process can see."""
     return [_mount(line) for line in _lines(None, "mountinfo", root)]
 
 
@@ -437,7 +414,6 @@ def _mount(line: str) -> Mount:
 
 
 def _unescape(field: str) -> str:
-    """Undo the kernel's octal escapes of spaces and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
@@ -472,12 +448,6 @@ _LONGEST = 249
 
 
 class ShownVersion:
-    """The version of one guard's model. Not thread safe.
-
-    Args:
-        guard: The guard's name.
-    """
-
     def __init__(self, guard: str) -> None:
         self._guard = _printable(guard).replace("=", "-")
         self._text = _ShownText()
@@ -488,29 +458,20 @@ class ShownVersion:
 
 
 class ShownPause:
-    """Whether one guard is paused. Not thread safe.
-
-    Args:
-        guard: The guard's name.
-    """
-
     def __init__(self, guard: str) -> None:
         self._guard = _printable(guard)
         self._text = _ShownText()
 
     def show(self, *, paused: bool) -> None:
-        """Show that it is paused, or show nothing. Does nothing where the system cannot."""
         self._text.show(f"{_PAUSE}{self._guard}" if paused else None)
 
 
 def versions_in(mappings: Iterable[MemoryMapping]) -> dict[str, str]:
-    """The versions that a process shows, by the name of the guard."""
     pairs = (text.partition("=") for text in _shown(mappings, _VERSION))
     return {_printable(guard): _printable(version) for guard, _, version in pairs}
 
 
 def paused_in(mappings: Iterable[MemoryMapping]) -> tuple[str, ...]:
-    """The names of the guards that a process shows as paused."""
     return tuple(sorted({_printable(guard) for guard in _shown(mappings, _PAUSE)}))
 
 
@@ -521,14 +482,11 @@ def _shown(mappings: Iterable[MemoryMapping], kind: str) -> Iterator[str]:
 
 
 class _ShownText:
-    """One text at a time."""
-
     def __init__(self) -> None:
         self._text: str | None = None
         self._address = 0
 
     def show(self, text: str | None) -> None:
-        """Show this text instead of the last one; None shows none."""
         if text == self._text:
             return
         self._text = text

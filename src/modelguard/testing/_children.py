@@ -97,7 +97,6 @@ def assert_shared_after_fork(
 
 
 def _prepared(model: Any, read: Reader, immortalize: Literal[True, False, "auto"], timeout: float) -> tuple[int, str]:
-    """Run in a child: do what a server does before it forks, and fork the child that reads."""
     if not isinstance(model, ModelGuard):
         return _copied(model, read), ""
     from modelguard.sharing import _prefork

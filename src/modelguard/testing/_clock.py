@@ -40,23 +40,19 @@ class OneGpu(Gpu):
         self.allocated = 0
 
     def missing(self, *, loaded: bool) -> str | None:  # noqa: ARG002 - as in the real one
-        """Nothing is missing."""
         return None
 
     def devices(self) -> tuple[DeviceMemory, ...]:
-        """The one device."""
         return (DeviceMemory(0, self.allocated, self.allocated, TOTAL),)
 
     def pinned(self) -> int | None:
-        """No figure."""
         return None
 
     def room(self, device: int) -> int | None:  # noqa: ARG002 - there is one
-        """Unknown."""
         return None
 
     def empty_cache(self) -> None:
-        """There is no cache."""
+        pass
 
 
 #: Time moves in steps that a float represents exactly, so that a TTL of an hour ends after exactly one hour.
@@ -348,14 +344,11 @@ class Clock:
 
 
 class _FreeLock(HostLock):
-    """A host lock that is always free."""
-
     def __init__(self) -> None:
         """Make the lock without a folder, since it has no file."""
 
     @contextmanager
     def held(self, **_: object) -> Iterator[Held]:
-        """Hold it for the block."""
         yield "process"
 
 

@@ -54,7 +54,6 @@ class Fill(NamedTuple):
 
 
 def bounded_caches() -> dict[int, Fill]:
-    """The bounded caches of this process, by their ``id``."""
     found = {}
     for candidate in gc.get_objects():
         if type(candidate) is _LRU:
@@ -68,7 +67,6 @@ def bounded_caches() -> dict[int, Fill]:
 
 
 def growing(before: dict[int, Fill], after: dict[int, Fill]) -> list[Fill]:
-    """The caches that have taken up entries in the meantime."""
     return [fill for key, fill in after.items() if key in before and fill.used > before[key].used]
 
 
@@ -76,11 +74,6 @@ def growing(before: dict[int, Fill], after: dict[int, Fill]) -> list[Fill]:
 
 
 def trimmed() -> int:
-    """Private memory in bytes, without free memory that the allocator keeps.
-
-    Raises:
-        NotSupported: It cannot be read on this platform.
-    """
     with suppress(NotSupported):  # free memory then counts as growth, but only once and not in each round
         _allocator.trim()
     return _memory.private(fresh=True)
@@ -211,7 +204,6 @@ class _Stretch(NamedTuple):
 
 
 def _drive(run: _Run, feed: Iterator[Any], calls: int, meters: list[_Meter], rounds: int = _ROUNDS) -> _Stretch:
-    """Call, with a reading after each round."""
     caches = bounded_caches()
     made, readings = [0], [_readings(meters)]
     for _ in range(rounds):
@@ -317,7 +309,6 @@ def _runner(fn: Callable[[Any], object]) -> _Run:
 
 
 def _what_grew(run: Callable[[], None], calls: int) -> list[str]:
-    """Run two more rounds, to find the types of objects that grow, and the lines that allocate."""
     gc.collect()
     types = _types()
     run()
@@ -384,7 +375,6 @@ _WRITE = "Write @pytest.mark.modelguard_memory('50 MB')."
 
 
 def fault(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    """Describe what is wrong with a use of the marker, and the fix; None if it is correct."""
     if options or len(arguments) != 1:
         given = ", ".join([*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())])
         return f"modelguard_memory({given}): takes exactly one argument, a size. {_WRITE}"
