@@ -480,3 +480,8 @@ class Check:
         return Finding(
             self.number, self.title, evidence.level, evidence.seen, self.why, evidence.fix, page, evidence.remedy
         )
+
+
+def check(number: str, title: str, why: str) -> Callable[[Callable[[Facts], Evidence | None]], Check]:
+    """Make the function below it the ``find`` of a check."""
+    return lambda find: Check(number, title, why, find)

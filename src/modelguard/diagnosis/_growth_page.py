@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from modelguard._units import format_bytes
+from modelguard._units import format_bytes, printable
 from modelguard.diagnosis._growth import GrowthReport, Measured, Spread, Trial, Trials
 from modelguard.diagnosis._holders import Held
 from modelguard.facts._growth import Judgement
@@ -101,10 +101,6 @@ def costs(one: Trial) -> tuple[tuple[Spread, float], tuple[Spread, float]]:
 def milliseconds(seconds: float) -> str:
     amount = seconds * 1000
     return f"{amount:,.0f} ms" if amount >= 100 else f"{amount:.2g} ms"  # noqa: PLR2004 - where digits say nothing more
-
-
-def printable(text: str) -> str:
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _spread(spread: Spread, unit: str) -> str:

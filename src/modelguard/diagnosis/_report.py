@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from modelguard.diagnosis import _checks_memory, _checks_servers
 from modelguard.diagnosis._facts import Check, Facts, Finding, Remedy
 from modelguard.diagnosis._redact import HIDDEN
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, printable
 
 # All fixes that the command can make, merged into one line to paste.
 
@@ -87,12 +87,9 @@ def _quoted(word: str) -> str:
 # All checks, by number: MG1xx the allocator, 2xx presets, 3xx memory, 4xx servers, 5xx the interpreter.
 
 
-CHECKS: tuple[Check, ...] = (
-    *_checks_memory.ALLOCATOR_CHECKS,
-    *_checks_memory.PRESET_CHECKS,
-    *_checks_memory.MEMORY_CHECKS,
-    *_checks_servers.SERVER_CHECKS,
-    *_checks_servers.INTERPRETER_CHECKS,
+_FOUND = (each for module in (_checks_memory, _checks_servers) for each in vars(module).values())
+CHECKS: tuple[Check, ...] = tuple(
+    sorted((each for each in _FOUND if isinstance(each, Check)), key=lambda each: each.number)
 )
 
 #: The column at which the text of a detail begins.
@@ -156,11 +153,11 @@ def examine(facts: Facts, checks: Iterable[Check] = CHECKS, *, ignore: Iterable[
     findings.sort(key=lambda finding: (finding.level != "fault", finding.number))
     server = facts.server.kind if facts.server else None
     return DoctorReport(
-        _printable(facts.subject),
+        printable(facts.subject),
         tuple(findings),
-        tuple(map(_printable, facts.unknown)),
+        tuple(map(printable, facts.unknown)),
         len(run),
-        _printable(one_line(findings, facts.words, server)),
+        printable(one_line(findings, facts.words, server)),
         facts.served,
     )
 
@@ -192,9 +189,9 @@ def _lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
         yield "detail", ""
         yield finding.level, f"{finding.number} {finding.level}: {finding.title}"
         for seen in finding.seen:
-            yield "detail", f"  seen  {_printable(seen)}"
+            yield "detail", f"  seen  {printable(seen)}"
         yield "detail", f"  why   {finding.why}"
-        yield "detail", f"  fix   {_printable(finding.fix)}"
+        yield "detail", f"  fix   {printable(finding.fix)}"
         yield "detail", f"  more  {finding.page}"
     if report.unknown:
         yield "detail", ""
@@ -216,10 +213,6 @@ def _verdict(report: DoctorReport) -> str:
 
 def _count(number: int, word: str) -> str:
     return f"{number or 'no'} {word}{'' if number == 1 else 's'}"
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 # A file with the findings that are accepted, so that only new ones fail a build.

@@ -359,8 +359,7 @@ class _Recipe(NamedTuple):
 _PRESETS = {
     "torch-cpu": _Recipe("torch on CPUs: as many threads as each worker's share of the CPU quota.", _torch_cpu),
     "torch-cpu-dynamic": _Recipe(
-        "torch on CPUs with inputs of many shapes: torch-cpu, and bounded oneDNN caches.",
-        _torch_cpu_dynamic,
+        "torch on CPUs with inputs of many shapes: torch-cpu, and bounded oneDNN caches.", _torch_cpu_dynamic
     ),
     "torch-cuda-dynamic": _Recipe(
         "torch on a GPU with inputs of many sizes: fewer holes in GPU memory, and a bounded cache of convolutions.",

@@ -508,14 +508,7 @@ def _map(name: str) -> int:
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    )
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
     fd = os.memfd_create(name.encode()[:_LONGEST].decode(errors="ignore"), os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, mmap.PAGESIZE)

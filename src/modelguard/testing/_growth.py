@@ -236,9 +236,7 @@ def _decided(stretch: _Stretch, drive: Callable[[int], _Stretch]) -> _Stretch:
 
 
 def _meters(spare: int) -> list[_Meter]:
-    found = [
-        _Meter("private memory", trimmed, "bytes", noise=2 * _MB, per_call=max(spare, _PAGE / 4)),
-    ]
+    found = [_Meter("private memory", trimmed, "bytes", noise=2 * _MB, per_call=max(spare, _PAGE / 4))]
     if runtime.in_use() is not None:
         found.insert(0, _Meter(_MALLOC, lambda: runtime.in_use() or 0, "bytes", _PAGE, spare))
     if sys.getallocatedblocks():  # none with PYTHONMALLOC=malloc, where malloc serves all objects

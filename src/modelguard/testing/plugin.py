@@ -51,8 +51,7 @@ def modelguard_off(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run guarded and batched functions directly in the caller's thread, without policies, queues or reloads."""
     if "modelguard_clock" in request.fixturenames:
         pytest.fail(
-            "modelguard_off switches off the policies that modelguard_clock drives: use only one of them",
-            pytrace=False,
+            "modelguard_off switches off the policies that modelguard_clock drives: use only one of them", pytrace=False
         )
     from modelguard.testing._clock import off
 
