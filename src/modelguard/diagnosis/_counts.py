@@ -75,7 +75,7 @@ def numbers(pid: int | None = None) -> dict[str, int]:
     return {
         "open files": len(os.listdir(folder / "fd")),  # noqa: PTH208 - only the number is needed
         "threads": len(os.listdir(folder / "task")),  # noqa: PTH208 - as above
-        "child processes": len(_children(pid)),
+        "child processes": len(_proc.children(pid or os.getpid())),
     }
 
 
@@ -138,16 +138,6 @@ def _most(before: Kinds, after: Kinds, name: str) -> str:
     return ", ".join(f"{count:,} {kind}" for kind, count in more.most_common(_SHOWN) if count > 0)
 
 
-def _children(pid: int | None) -> list[int]:
-    """Those that have ended too, until they are waited for."""
-    found = []
-    for name in os.listdir("/proc"):  # noqa: PTH208 - as above
-        each = _proc.if_readable(_proc.stat, int(name)) if name.isdecimal() else None
-        if each is not None and each.parent == (pid or os.getpid()):
-            found.append(each.pid)
-    return found
-
-
 def _files(pid: int | None) -> Iterator[str]:
     """What descriptors refer to: files by their paths, or by their folders if there are many; sockets by where to."""
     opened = list(_proc.open_files(pid).values())
@@ -204,8 +194,8 @@ def _threads(pid: int | None) -> Iterator[str]:
 
 
 def _processes(parent: int | None) -> Iterator[str]:
-    for pid in _children(parent):
-        words = _proc.if_readable(_proc.command_line, pid)
+    for child in _proc.children(parent or os.getpid()):
+        words = _proc.if_readable(_proc.command_line, child.pid)
         yield _redact.redact_command(words, os.environ) if words else "ended, and not waited for"
 
 

@@ -518,7 +518,7 @@ class _Rounds:
         for number in range(_ROUNDS):
             left = [candidate for candidate in found if not self._tried[candidate.name].stopped]
             order = left[number:] + left[:number] if number < len(left) else left
-            if not order or self._over or (number and _too_late(self._clock() - began, number, seconds)):
+            if not order or self._over or (number and (self._clock() - began) * (1 + 1 / number) > seconds):
                 return
             self._one_round(number, nothing, order)
 
@@ -581,10 +581,6 @@ class _Rounds:
         made = [dataclasses.replace(one, front=one.name in names) for one in made]
         best = _growth.recommend(nothing, made)
         return Trials(calls, nothing, tuple(made), best, (*left_out, *failed), contains=not mends)
-
-
-def _too_late(took: float, number: int, seconds: float) -> bool:
-    return took + took / number > seconds
 
 
 def _round(said: Said, least: float) -> Round:

@@ -145,7 +145,8 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
     measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
     measured |= {"imported": config["imported"], "guarded": isinstance(owner_of(function), ModelGuard)}
-    measured |= {"zones": _has_zones(), "importable": _is_importable(function)}
+    measured["zones"] = any(hasattr(type(nlp), "memory_zone") for nlp in _census.pipelines())
+    measured["importable"] = _is_importable(function)
     say(measured=measured)
     say(phase="tests")
     measured |= _given_back(pools, sizes)
@@ -268,10 +269,6 @@ def _readings(target: Target, pace: _Pace, size: int, say: Say, counts: Counts) 
         "growing": counts.growing(readings.judged_from),
         "seconds": time.monotonic() - began,
     }
-
-
-def _has_zones() -> bool:
-    return any(hasattr(type(nlp), "memory_zone") for nlp in _census.pipelines())
 
 
 def _is_importable(function: Any) -> bool:
@@ -399,7 +396,7 @@ _MODULE = "modelguard_tried"
 def _try(config: dict[str, Any], say: Say) -> None:
     plain = _target.load(config["target"])
     function, around = _with_remedy(plain, config)
-    given = _target.inputs({**config, "inputs": config["inputs"]}, _to_fit(plain, config))
+    given = _target.inputs(config, _guarded(plain, config, None) if config["load"] else plain)
     target = Target(function, given, asynchronous=_target.is_async(plain), around=around)
     until = time.monotonic() + config["limit"]
     say(phase="warm-up")
@@ -496,11 +493,6 @@ def _guarded(plain: Any, config: dict[str, Any], policy: Policy | None) -> Any:
     return ModelGuard(options, context.runtime)(plain.__wrapped__)
 
 
-def _to_fit(plain: Any, config: dict[str, Any]) -> Any:
-    """What inputs have to fit: the function as its callers see it."""
-    return _guarded(plain, config, None) if config["load"] else plain
-
-
 def _isolated(config: dict[str, Any]) -> Any:
     folder = Path(config["answer"]).parent
     chosen = {name: config[name] for name in ("target", "load", "options")}
@@ -535,7 +527,7 @@ def _named(function: Any, module: str) -> Any:
 
 
 def _processes() -> list[int]:
-    return [each.pid for each in _proc.descendants(os.getpid(), _proc.processes())]
+    return [each.pid for each in _proc.tree(os.getpid())]
 
 
 def _private() -> int:

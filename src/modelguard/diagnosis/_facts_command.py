@@ -59,7 +59,7 @@ class Session:
         self._killed_before = {self._cgroups(None): _memory.oom_kills() or 0}
 
     def pids(self) -> list[int]:
-        return [each.pid for each in _proc.descendants(self.process.pid, _proc.processes())]
+        return [each.pid for each in _proc.tree(self.process.pid)]
 
     def probed(self) -> list[int]:
         return [pid for pid in self.pids() if (self.folder / f"{pid}.ready").exists()]

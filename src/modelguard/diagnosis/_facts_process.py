@@ -295,7 +295,7 @@ def _from_outside(words: Sequence[str]) -> Server | None:
 
 def _tree(pid: int, root: Path, answers: Answers) -> Iterator[ServiceProcess]:
     main = _words(pid, root)
-    found = [(one, _words(one.pid, root)) for one in _proc.descendants(pid, _proc.processes(root))]
+    found = [(one, _words(one.pid, root)) for one in _proc.tree(pid, root)]
     molds = {one.pid: one.parent for one, words in found if any("modelguard.isolation._" in word for word in words)}
     owners = set(molds.values()) - molds.keys()
     yield _process(pid, "main", root, answers, owners)
@@ -543,7 +543,7 @@ def facts_from_inside(pid: str | int) -> Facts:
         _proc.maps(number)  # so that of no process that does not exist it is said how it could be asked
     answers: dict[int, Mapping[str, Any]] = {number: _describe(number)}
     unknown: list[str] = ["which variables it has set for itself since it started, cannot be asked"]
-    for process in _proc.descendants(number, _proc.processes()):
+    for process in _proc.tree(number):
         if process.pid != number and interpreter_of(process.pid) is not None:
             try:
                 answers[process.pid] = _describe(process.pid)

@@ -73,11 +73,8 @@ def _without(words: Sequence[str], names: set[str], drop: Iterable[str]) -> list
         in_front = in_front and (assigned is not None or word.startswith("-") or PurePath(word).name == "env")
         if not (in_front and assigned and assigned[1] in names) and word not in drop:
             kept.append(word)
-    return kept[1:] if len(kept) > 1 and kept[0] == "env" and not _is_of_env(kept[1]) else kept
-
-
-def _is_of_env(word: str) -> bool:
-    return word.startswith("-") or _ASSIGNMENT.match(word) is not None
+    of_env = len(kept) > 1 and (kept[1].startswith("-") or _ASSIGNMENT.match(kept[1]))
+    return kept[1:] if len(kept) > 1 and kept[0] == "env" and not of_env else kept
 
 
 def _quoted(word: str) -> str:

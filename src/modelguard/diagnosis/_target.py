@@ -418,7 +418,7 @@ def _ask(process: subprocess.Popen[bytes], stack: Path) -> None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End it and all that it has started, also what has left its group."""
-    started = [each.pid for each in _proc.descendants(process.pid, _proc.processes())]
+    started = [each.pid for each in _proc.tree(process.pid)]
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for pid in started:

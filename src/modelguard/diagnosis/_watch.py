@@ -515,7 +515,7 @@ class Watched:
             yield f"where private memory grew: {moved}"
 
     def _children(self) -> list[str]:
-        count = sum(1 for _ in _proc.descendants(self.pid, _proc.processes())) - 1
+        count = len(_proc.tree(self.pid)) - 1
         return [f"it has {count} processes below it, which were not watched"] if count > 0 else []
 
     def _ask(self, question: str) -> dict[str, Any]:

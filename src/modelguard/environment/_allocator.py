@@ -196,7 +196,7 @@ def trim(library: Library | None = None, *, private: Callable[[], int] | None = 
         NotSupported: This is not Linux, the allocator in force is unknown, or it refused. Nothing was returned.
     """
     library = library or _malloc_library(_TRIMMING)
-    private = private or _fresh
+    private = private or (lambda: _memory.private(fresh=True))
     found = _recognise(library)
     if found is None:
         raise NotSupported(_TRIMMING, reason=f"malloc is served by an unknown allocator ({library.path})")
@@ -306,10 +306,6 @@ class _Allocator(NamedTuple):
     release: Callable[[Library, str], None]
 
 
-def _trim_glibc(library: Library, malloc_trim: str) -> None:
-    library.call(malloc_trim, 0)
-
-
 def _purge(library: Library, mallctl: str) -> None:
     # 4096 stands for all arenas at once since jemalloc 5.0: MALLCTL_ARENAS_ALL in jemalloc.h.
     code = library.call(mallctl, b"arena.4096.purge", None, None, None, 0)
@@ -317,23 +313,15 @@ def _purge(library: Library, mallctl: str) -> None:
         raise NotSupported(_TRIMMING, reason=f"jemalloc ({library.path}) refused to purge its arenas: error {code}")
 
 
-def _collect(library: Library, mi_collect: str) -> None:
-    force = True
-    library.call(mi_collect, force)
-
-
-def _release_free(library: Library, release_free_memory: str) -> None:
-    library.call(release_free_memory)
-
-
+_TCMALLOC = "MallocExtension_ReleaseFreeMemory"
 _ALLOCATORS = (
-    _Allocator("glibc", "gnu_get_libc_version", "malloc_trim", _trim_glibc),
+    _Allocator("glibc", "gnu_get_libc_version", "malloc_trim", lambda library, trim: library.call(trim, 0)),
     _Allocator("jemalloc", "mallctl", "mallctl", _purge),
     # When jemalloc is linked into a program, its own functions may have a prefix although malloc has none.
     _Allocator("jemalloc", "je_mallctl", "je_mallctl", _purge),
     _Allocator("jemalloc", "_rjem_mallctl", "_rjem_mallctl", _purge),
-    _Allocator("mimalloc", "mi_collect", "mi_collect", _collect),
-    _Allocator("tcmalloc", "MallocExtension_ReleaseFreeMemory", "MallocExtension_ReleaseFreeMemory", _release_free),
+    _Allocator("mimalloc", "mi_collect", "mi_collect", lambda library, collect: library.call(collect, True)),  # noqa: FBT003 - by force
+    _Allocator("tcmalloc", _TCMALLOC, _TCMALLOC, lambda library, release: library.call(release)),
 )
 
 
@@ -355,7 +343,3 @@ def _malloc_library(feature: str) -> Library:
     from modelguard.environment import _linker  # imports ctypes, which takes 2 - 3 ms
 
     return _linker.malloc_library()
-
-
-def _fresh() -> int:
-    return _memory.private(fresh=True)

@@ -189,10 +189,15 @@ def effect_of(knob: Knob, value: str | None, process: ThisProcess) -> tuple[Stat
     except NotSupported as error:
         reading = _Reading(f"it is unknown whether {knob.reader} has read it already: {error.reason}")
     wanted = knob.value if value is None else value
-    if not reading.read or reading.in_force == wanted or _was_set_at_start(knob, value, process):
+    if not _is_too_late(reading, wanted, knob, value, process):
         return ("applied" if wanted == knob.value else "kept"), reading.seen
     no_effect = "" if value is None else f"set to {value!r} inside this process, which has no effect: "
     return ("needs exec" if knob.read_at == "exec" else "too late"), no_effect + reading.seen
+
+
+def _is_too_late(reading: _Reading, wanted: str, knob: Knob, value: str | None, process: ThisProcess) -> bool:
+    """Whether the reader has read the variable already, and uses another value."""
+    return reading.read and reading.in_force != wanted and not _was_set_at_start(knob, value, process)
 
 
 def _was_set_at_start(knob: Knob, value: str | None, process: ThisProcess) -> bool:

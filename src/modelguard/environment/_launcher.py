@@ -179,7 +179,8 @@ def choose_preload(
     if current.how == "preloaded":
         return {}, [f"{current.path} is preloaded already and serves malloc; it stays, and nothing is added"]
     file = binary(program)
-    passed_on = [_passed_on(file)] if is_static(file) else []
+    static = f"{file} is statically linked, so the allocator changes only in the programs that it starts"
+    passed_on = [static] if is_static(file) else []
     if wanted == "glibc":
         return _glibc(environ), passed_on
     kind = None if wanted == "auto" else wanted
@@ -206,10 +207,6 @@ def _obstacle(program: str, *, starts_others: bool) -> str | None:
     return ignores_preload(program, starts_others=starts_others)
 
 
-def _passed_on(file: str) -> str:
-    return f"{file} is statically linked, so the allocator changes only in the programs that it starts"
-
-
 def _without(wanted: Allocator, reason: str) -> tuple[dict[str, str], list[str]]:
     """Continue without a preload, unless the user has named a library."""
     if wanted in _PACKAGES:
@@ -225,7 +222,8 @@ def _preload(
     if library is not None:
         if library.kind == "mimalloc" and not any(name in environ for name in _RETURNING):
             notes.append(_KEEPS)
-        return {PRELOAD: _joined(environ.get(PRELOAD, ""), library.path)}, notes
+        entries = environ.get(PRELOAD)  # the caller's own come first
+        return {PRELOAD: f"{entries}:{library.path}" if entries else library.path}, notes
     if wanted == "auto":
         return _glibc(environ), [*notes, _NONE_USABLE]
     raise rejections[0] if rejections else _not_installed(wanted)
@@ -249,10 +247,6 @@ def _usable(
         else:
             return candidate, rejections
     return None, rejections
-
-
-def _joined(entries: str, path: str) -> str:
-    return f"{entries}:{path}" if entries else path
 
 
 def _not_installed(wanted: Allocator) -> InvalidOption:

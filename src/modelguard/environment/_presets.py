@@ -44,7 +44,7 @@ def render(name: str, knobs: Sequence[Knob], format: Format) -> str:  # noqa: A0
     style = _STYLES[format]
     lines = [f"# modelguard preset {name}", *style.head]
     for knob in knobs:
-        lines += [f"{style.indent}# {_summary(knob)}", f"{style.indent}{style.line(knob)}"]
+        lines += [f"{style.indent}# {knob.reader}: {' '.join(knob.does.split())}", f"{style.indent}{style.line(knob)}"]
     return "\n".join([*lines, *style.tail]) + "\n"
 
 
@@ -53,10 +53,6 @@ class _Style(NamedTuple):
     head: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
     indent: str = ""
-
-
-def _summary(knob: Knob) -> str:
-    return " ".join(f"{knob.reader}: {knob.does}".split())
 
 
 def _shell(knob: Knob) -> str:
@@ -333,22 +329,10 @@ def _prefork(service: _Service) -> tuple[Knob, ...]:
     )
 
 
-def _low_memory(_: _Service) -> tuple[Knob, ...]:
-    return (*_knobs.glibc_memory(), _knobs.jemalloc_memory())
-
-
 def _torch_cuda_dynamic(service: _Service) -> tuple[Knob, ...]:
     shapes, most = service.distinct_shapes, _knobs.CUDNN_MOST_ENTRIES
     entries = _knobs.CUDNN_DEFAULT_ENTRIES if shapes is None else min(most, shapes * _knobs.ENTRIES_PER_SHAPE)
     return _knobs.expandable_segments(), _knobs.cudnn_plans(entries)
-
-
-def _torch_cuda_latency(_: _Service) -> tuple[Knob, ...]:
-    return _knobs.reclaiming(), _knobs.eager_modules()
-
-
-def _torch_cuda_shared(service: _Service) -> tuple[Knob, ...]:
-    return _knobs.fraction(service.workers), _knobs.lazy_modules(), _knobs.cuda_check()
 
 
 class _Recipe(NamedTuple):
@@ -366,13 +350,18 @@ _PRESETS = {
         _torch_cuda_dynamic,
     ),
     "torch-cuda-latency": _Recipe(
-        "torch on a GPU where no call may wait for the allocator or for GPU code to load.", _torch_cuda_latency
+        "torch on a GPU where no call may wait for the allocator or for GPU code to load.",
+        lambda _: (_knobs.reclaiming(), _knobs.eager_modules()),
     ),
     "torch-cuda-shared": _Recipe(
-        "torch in several processes on one GPU: each takes at most its part of the memory.", _torch_cuda_shared
+        "torch in several processes on one GPU: each takes at most its part of the memory.",
+        lambda service: (_knobs.fraction(service.workers), _knobs.lazy_modules(), _knobs.cuda_check()),
     ),
     "prefork": _Recipe("A server that loads the model and then forks its workers.", _prefork),
-    "low-memory": _Recipe("Freed memory is returned to the system, at the cost of some CPU time.", _low_memory),
+    "low-memory": _Recipe(
+        "Freed memory is returned to the system, at the cost of some CPU time.",
+        lambda _: (*_knobs.glibc_memory(), _knobs.jemalloc_memory()),
+    ),
 }
 
 

@@ -93,7 +93,7 @@ class Gpu:
             return
         with suppress(RuntimeError):  # a device that has failed
             torch.cuda.empty_cache()
-            getattr(torch.accelerator, "empty_host_cache", _nothing)()
+            getattr(torch.accelerator, "empty_host_cache", lambda: None)()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the memory of a device was not enough."""
@@ -164,7 +164,7 @@ def _memory(torch: Any, device: int) -> DeviceMemory:
     # Not memory_allocated(): it makes a flat dictionary of all figures each time.
     figures = torch.cuda.memory.memory_stats_as_nested_dict(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", _all)(device)
+    fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     return DeviceMemory(
         device=device,
         allocated=int(figures["allocated_bytes"]["all"]["current"]),
@@ -178,12 +178,3 @@ def _raised_in(error: BaseException) -> object:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return None if trace is None else trace.tb_frame.f_globals.get("__name__")
-
-
-def _all(_device: int) -> float:
-    """An older torch does not report its fraction."""
-    return 1.0
-
-
-def _nothing() -> None:
-    pass

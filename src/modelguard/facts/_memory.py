@@ -346,7 +346,7 @@ def usage(pid: int | None = None, *, root: Path = _proc.ROOT) -> MemoryUsage:
         swap=sums.get("Swap"),
         limit=limit.bytes,
         limit_source=limit.source,
-        headroom=_smaller(limit.headroom, _available(root)),
+        headroom=_smallest((limit.headroom, (_proc.if_readable(_proc.meminfo, root) or {}).get("MemAvailable"))),
     )
 
 
@@ -484,14 +484,6 @@ def _written(pid: int | None, root: Path) -> int | None:
 def _private_anonymous(mappings: Iterable[MemoryMapping]) -> int:
     sizes = [mapping.sizes for mapping in mappings]
     return sum(min(one.get("Private_Dirty", 0), one.get("Anonymous", 0)) for one in sizes)
-
-
-def _available(root: Path) -> int | None:
-    return (_proc.if_readable(_proc.meminfo, root) or {}).get("MemAvailable")
-
-
-def _smaller(*bounds: int | None) -> int | None:
-    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _from_psutil(pid: int | None) -> MemoryUsage:

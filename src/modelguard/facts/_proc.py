@@ -274,6 +274,18 @@ def descendants(pid: int, known: Mapping[int, ProcessStat]) -> Iterator[ProcessS
             waiting += reversed(children.get(process.pid, []))
 
 
+def tree(pid: int, root: Path = ROOT) -> list[ProcessStat]:
+    """A process and all its descendants that run now, parents before children; empty if it does not run."""
+    return list(descendants(pid, processes(root)))
+
+
+def children(pid: int, root: Path = ROOT) -> list[ProcessStat]:
+    """The children of a process; those that have ended too, until they are waited for."""
+    pids = (int(name) for name in os.listdir(root / "proc") if name.isdecimal())  # noqa: PTH208 - only names are needed
+    stats = (if_readable(stat, each, root) for each in sorted(pids))
+    return [found for found in stats if found is not None and found.parent == pid]
+
+
 def is_fork(process: ProcessStat, others: Iterable[ProcessStat]) -> bool:
     return process.layout.known and any(
         other.layout == process.layout and (other.started, other.pid) < (process.started, process.pid)
@@ -311,10 +323,6 @@ def environment(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:
 
 def executable(pid: int | None = None, root: Path = ROOT) -> str:
     return str((folder(pid, root) / "exe").readlink()).removesuffix(DELETED)
-
-
-def working_directory(pid: int, root: Path = ROOT) -> Path:
-    return (folder(pid, root) / "cwd").readlink()
 
 
 def thread_names(pid: int | None = None, root: Path = ROOT) -> dict[int, str]:
@@ -447,23 +455,46 @@ _MEMORY_FILE = "/memfd:"
 _LONGEST = 249
 
 
-class ShownVersion:
+class _Shown:
+    """A text that this process shows. Not thread safe."""
+
+    def __init__(self) -> None:
+        self._text: str | None = None
+        self._address = 0
+
+    def _show(self, text: str | None) -> None:
+        """Show this text instead of the last one; None shows none. Does nothing where the system cannot."""
+        if text == self._text:
+            return
+        self._text = text
+        if self._address:
+            _unmap(self._address)
+            self._address = 0
+        if text is not None and hasattr(os, "memfd_create"):
+            with suppress(OSError):
+                self._address = _map(text)
+
+
+class ShownVersion(_Shown):
+    """The version of one guard's model."""
+
     def __init__(self, guard: str) -> None:
+        super().__init__()
         self._guard = _printable(guard).replace("=", "-")
-        self._text = _ShownText()
 
     def show(self, version: str | None) -> None:
-        """Show this version instead of the last one; None shows none. Does nothing where the system cannot."""
-        self._text.show(None if version is None else f"{_VERSION}{self._guard}={version}")
+        self._show(None if version is None else f"{_VERSION}{self._guard}={version}")
 
 
-class ShownPause:
+class ShownPause(_Shown):
+    """Whether one guard is paused."""
+
     def __init__(self, guard: str) -> None:
+        super().__init__()
         self._guard = _printable(guard)
-        self._text = _ShownText()
 
     def show(self, *, paused: bool) -> None:
-        self._text.show(f"{_PAUSE}{self._guard}" if paused else None)
+        self._show(f"{_PAUSE}{self._guard}" if paused else None)
 
 
 def versions_in(mappings: Iterable[MemoryMapping]) -> dict[str, str]:
@@ -479,23 +510,6 @@ def _shown(mappings: Iterable[MemoryMapping], kind: str) -> Iterator[str]:
     """What stands behind this prefix. Any program may name a memory file like this."""
     prefix = _MEMORY_FILE + kind
     return (one.name.removeprefix(prefix) for one in mappings if one.name.startswith(prefix))
-
-
-class _ShownText:
-    def __init__(self) -> None:
-        self._text: str | None = None
-        self._address = 0
-
-    def show(self, text: str | None) -> None:
-        if text == self._text:
-            return
-        self._text = text
-        if self._address:
-            _unmap(self._address)
-            self._address = 0
-        if text is not None and hasattr(os, "memfd_create"):
-            with suppress(OSError):
-                self._address = _map(text)
 
 
 def _printable(text: str) -> str:
