@@ -73,7 +73,6 @@ def _status(argv: Sequence[str] | None) -> int:
 
 # ``modelguard completion``: a script that completes commands and options in a shell. shtab writes it.
 
-
 #: Functions of bash for what shtab has no name for.
 _BASH = """\
 _modelguard_pids() { compgen -W "$(cd /proc && echo [0-9]*)" -- "$1"; }

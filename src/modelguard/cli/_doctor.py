@@ -178,7 +178,6 @@ def _colours(stream: TextIO) -> Callable[[str, str], None] | None:
 
 # ``modelguard diagnose``: drives a function and names what makes its memory grow.
 
-
 GROWS = 1
 UNDECIDED = 3
 

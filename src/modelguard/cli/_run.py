@@ -126,7 +126,6 @@ def _say(line: str) -> None:
 
 # ``modelguard presets``: shows the variables of presets, or writes them in the format of a configuration file.
 
-
 # The options with the numbers of a preset, and their types.
 _SIZES: dict[str, Callable[[str], float]] = {"workers": int, "distinct_shapes": int, "cpus": float}
 
@@ -192,7 +191,6 @@ def _presets_table() -> str:
 
 
 # ``modelguard ctl``: commands for the guards, pools and isolated functions of a running process.
-
 
 #: Seconds to wait for reloads and releases.
 TIMEOUT = 300.0

@@ -139,7 +139,6 @@ def _model_bytes(text: str | None) -> int | None:
 
 # A short name for a process, from its command line: the server and its app.
 
-
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*t?(?:\.exe)?")
 
 #: Options of Python that take a value.
@@ -209,7 +208,6 @@ def _printable(text: str) -> str:
 
 
 # Process trees as a table, updated live on a terminal, and as JSON. Secrets are never shown.
-
 
 Show: TypeAlias = Callable[[list["TreeReport"]], None]
 

@@ -256,13 +256,7 @@ class Chain(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """What has grown since a moment.
-
-    Attributes:
-        containers: Containers with more entries: by how many, how many they have, and itself; the largest growth first.
-        chains: Objects that hold each other, without a container that grows.
-        native: Bytes that an object of a type has outside of Python's memory, by the type.
-    """
+    """What has grown since a moment."""
 
     containers: list[tuple[int, int, Any]]
     chains: list[Chain]

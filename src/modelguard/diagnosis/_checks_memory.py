@@ -127,7 +127,6 @@ def _stale_metrics(facts: Facts) -> Evidence | None:
 
 # MG1xx: whether the intended allocator is the one in use.
 
-
 _RUN = "Set it before the program starts (shell, unit file, image), or use 'modelguard run --allocator auto'."
 
 #: Variables other than LD_PRELOAD that are read only when a program starts.
@@ -326,7 +325,6 @@ def _evidence(problems: list[Problem], level: Level = "fault", remedy: Remedy | 
 
 
 # MG2xx: caches and threads, and whether their settings took effect.
-
 
 #: oneDNN also reads the first of these under an older name.
 _ONEDNN = (CAPS[0], "DNNL_PRIMITIVE_CACHE_CAPACITY")

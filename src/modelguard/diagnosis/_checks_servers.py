@@ -257,7 +257,6 @@ def _own_share(process: ServiceProcess) -> str:
 
 # MG5xx: what the interpreter itself does to memory.
 
-
 _IMMORTAL = (3, 12)  # the first version of CPython with immortal objects
 
 #: The first release that can keep small objects in huge pages.

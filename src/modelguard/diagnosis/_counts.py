@@ -41,15 +41,7 @@ Kinds = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """A number that grows with the calls.
-
-    Attributes:
-        name: What is counted.
-        more: By how many it has grown.
-        calls: In so many calls, or milliseconds.
-        seen: What they are, the most frequent first.
-        fix: What to do.
-    """
+    """A number that grows with the calls."""
 
     name: str
     more: int
@@ -201,7 +193,6 @@ def _processes(parent: int | None) -> Iterator[str]:
 
 # Which lines of Python allocate what stays: by memray, which sees native memory too, or else by tracemalloc.
 
-
 _FRAMES = 1
 _MOST = 20
 #: Bytes above which Python asks malloc for an object.
@@ -306,7 +297,6 @@ def compiled_in(mappings: Iterable[MemoryMapping]) -> int:
 
 
 # What a process shows of its memory from outside, Python or not.
-
 
 #: Kinds of memory with less growth are not shown.
 _SMALL_MAPPING = 500_000

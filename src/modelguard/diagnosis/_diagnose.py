@@ -262,7 +262,6 @@ def _needed(said: Said, judged: Judgement, count: int, asked: _Asked) -> str:
 
 # The remedies that may help against a cause, each tried in fresh processes with the same inputs, in rounds.
 
-
 # The remedies that may help against a cause, each with how it is tried and what to write to have it.
 
 
@@ -292,15 +291,7 @@ _TRIM = "10 MB"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A remedy to try.
-
-    Attributes:
-        name: Its name in reports.
-        act: What is changed.
-        lines: What to write to have it.
-        environ: The variables of the process that tries it.
-        options: What the process needs to know.
-    """
+    """A remedy to try."""
 
     name: str
     act: Act
@@ -311,12 +302,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What the user says about the function.
-
-    Attributes:
-        bucketed: Names of parameters that may be padded to the length of a bucket.
-        load: The function that makes the model, as ``"module:function"``; the driven one takes the model first.
-    """
+    """What the user says about the function."""
 
     bucketed: tuple[str, ...] = ()
     load: str | None = None

@@ -386,7 +386,6 @@ def _shape(given: Any) -> Any:
 
 # One remedy, tried on the function in a process of its own.
 
-
 _STEPS = 24
 _PAUSE = 0.01
 #: The module that this program writes, so that worker processes can import the function.

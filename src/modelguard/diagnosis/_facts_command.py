@@ -241,7 +241,6 @@ def _signal() -> int:
 
 # Requests that drive a service while it is examined.
 
-
 #: Seconds that one request may take.
 _TIMEOUT = 30.0
 
@@ -250,13 +249,7 @@ _ERRORS = 500
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """What became of the requests.
-
-    Attributes:
-        answered: How many were answered with a status below 500.
-        failed: How many were not.
-        last: The last status or error that was not, as text.
-    """
+    """What became of the requests."""
 
     answered: int = 0
     failed: int = 0

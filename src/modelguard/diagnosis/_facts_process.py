@@ -372,7 +372,6 @@ def _words(pid: int, root: Path) -> tuple[str, ...]:
 
 # The same from inside: a process is asked through its control socket, or by a script that CPython 3.14 runs in it.
 
-
 _FIRST = (3, 14)
 #: Seconds until the process has to run the script, and until it has to answer.
 _PATIENCE, _ANSWER = 10.0, 30.0

@@ -351,7 +351,6 @@ def notes_on(judged: Judgement, per: Unit = "calls") -> list[str]:
 
 # From measurements to causes, each with its share of the growth. The rest is said to be unexplained.
 
-
 #: A cause with a smaller share is not named.
 _LEAST_SHARE = 0.1
 #: A number of the census counts as growing with the calls if it grows by this many for each call.

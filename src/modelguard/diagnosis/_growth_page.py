@@ -143,7 +143,6 @@ def _table_text(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 # The figures of a report's page: HTML and CSS, so that words keep their size on each screen, and SVG for lines.
 
-
 STYLE = (
     ".plot,.rows{margin:1rem 0 .5rem}.unit,.key{font-size:.8rem;color:var(--quiet)}.unit{margin:0}"
     ".area{position:relative;height:15rem;margin:.7rem 1.8rem 1.6rem 3.6rem;"

@@ -272,13 +272,7 @@ def weight(one: Any) -> int:
 
 
 class _Known(NamedTuple):
-    """A table of the standard library that nobody is to bound or to empty.
-
-    Attributes:
-        ending: How the way to it ends.
-        fix: What to do.
-        name: Its name, if others lead to it too.
-    """
+    """A table of the standard library that nobody is to bound or to empty."""
 
     ending: str
     fix: str

@@ -109,7 +109,6 @@ _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
 
 # What a process says of itself.
 
-
 #: Loading one of these loads a library that reads the thread variables.
 _NATIVE = ("jax", "numpy", "scipy", "sklearn", "spacy", "tensorflow", "torch", "transformers")
 

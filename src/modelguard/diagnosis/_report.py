@@ -83,7 +83,6 @@ def _quoted(word: str) -> str:
 
 # All checks, by number: MG1xx the allocator, 2xx presets, 3xx memory, 4xx servers, 5xx the interpreter.
 
-
 _FOUND = (each for module in (_checks_memory, _checks_servers) for each in vars(module).values())
 CHECKS: tuple[Check, ...] = tuple(
     sorted((each for each in _FOUND if isinstance(each, Check)), key=lambda each: each.number)
@@ -213,7 +212,6 @@ def _count(number: int, word: str) -> str:
 
 
 # A file with the findings that are accepted, so that only new ones fail a build.
-
 
 _FIX = "Remove the file, and the next run writes it."
 

@@ -318,7 +318,6 @@ def _as_arguments(given: Any) -> Arguments:
 
 # The other end: the process that starts the program, and follows what it says.
 
-
 _LOOK_PAUSE = 0.1
 #: Seconds in which a process writes down where it stands.
 _ANSWER = 1.0

@@ -45,16 +45,7 @@ _READINGS = 24
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A closer look at a process, at one moment.
-
-    Attributes:
-        census: Numbers of objects, threads and so on.
-        types: Numbers of objects by type.
-        compiled: Written bytes of machine code that was compiled at run time.
-        libraries: Which of the libraries with causes of their own are loaded.
-        free: Bytes that the allocator holds and that are not in use; None if it does not say.
-        moment: The lengths of containers; None where another process keeps them.
-    """
+    """A closer look at a process, at one moment."""
 
     census: Mapping[str, int] = field(default_factory=dict)
     types: Mapping[str, int] = field(default_factory=dict)
@@ -65,11 +56,7 @@ class Look:
 
 
 class Calls:
-    """Counts the calls that have ended on guards, over all their generations.
-
-    Attributes:
-        known: Whether there has been a guard.
-    """
+    """Counts the calls that have ended on guards, over all their generations."""
 
     def __init__(self) -> None:
         self.known = False
@@ -371,7 +358,6 @@ def _after_fork_in_child() -> None:
 
 # Watches a running process until its growth is decided: from outside, and from inside where it can be asked.
 
-
 #: Seconds that a process is watched at most.
 _DAY = 86_400
 _OUTSIDE = "from outside, private memory by kind, the allocator ({}), threads, child processes and open files"
@@ -436,17 +422,7 @@ def _reason(error: ModelGuardError) -> str:
 
 @dataclass(frozen=True)
 class Watched:
-    """A process that is watched.
-
-    Attributes:
-        pid: The process.
-        inside: Answers questions in it; None if it is seen from outside only.
-        clock: Monotonic seconds.
-        sleep: Waits for that many seconds.
-        progress: Called at each reading.
-        private: Reads the private memory of a process, in bytes.
-        why: Why it is seen from outside only.
-    """
+    """A process that is watched."""
 
     pid: int
     inside: Connection | None

@@ -125,7 +125,6 @@ def kind_of(path: str) -> Kind | None:
 
 # The little of ELF files (elf(5)) that tells whether a program can load a library, and where it keeps a variable.
 
-
 _MAGIC = b"\x7fELF"
 _BYTE_ORDERS = {1: "<", 2: ">"}  # ELFDATA2LSB, ELFDATA2MSB
 _TYPES = {2: "program", 3: "library"}  # ET_EXEC, and ET_DYN, which a position-independent program is too
@@ -264,7 +263,6 @@ def is_static(file: str) -> bool:
 
 
 # The libraries of this machine, and whether one may be preloaded.
-
 
 #: From best to worst. A guard that reloads 200 MB of 8 kB blocks, one in 200 of which survives, held 226, 244 and
 #: 424 MB after 8 reloads, and its releases returned 205, 181 - 195 and 0 - 1 MB (jemalloc 5.3.0, tcmalloc 2.10,

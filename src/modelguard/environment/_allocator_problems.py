@@ -190,7 +190,6 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
 
 # What can be seen of another process's allocator from outside. The process itself could find out more.
 
-
 #: The name of jemalloc's background threads, since 5.1.
 _JEMALLOC_THREAD = "jemalloc_bg_thd"
 
@@ -277,7 +276,6 @@ def _most_probable(process: ProcessView, preload: tuple[str, ...], mapped: tuple
 
 
 # Which allocator serves Python's own small objects, in front of ``malloc``.
-
 
 _NAMES: dict[str, SmallObjects] = {"pymalloc": "pymalloc", "mimalloc": "mimalloc", "malloc": "malloc"}
 

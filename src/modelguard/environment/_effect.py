@@ -30,7 +30,6 @@ State = Literal["applied", "kept", "invalid", "too late", "needs exec", "not sup
 #
 # Nothing here initialises a library: a check that made a library read its variables would change its own answer.
 
-
 _PRIMITIVES = "_ZZN4dnnl4impl22global_primitive_cacheEvE8capacity"
 _STRING = "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
 _DESCRIPTORS = (
@@ -156,13 +155,7 @@ def _thread_count(path: str, functions: tuple[str, ...]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What has happened to a variable so far.
-
-    Attributes:
-        seen: The evidence, as text for users.
-        read: Whether its reader has read it. This cannot be undone.
-        in_force: The value that the reader uses, in the variable's notation; None if it found none.
-    """
+    """What has happened to a variable so far."""
 
     seen: str
     read: bool = False
@@ -326,7 +319,6 @@ _INSPECTIONS: dict[str, _Inspect] = {
 #
 # In the specification each thread has its own number of threads (``nthreads-var``, OpenMP 5.2 section 2.4), so the
 # number can be capped in one thread without any effect on others.
-
 
 _RUNTIME = re.compile(r"/lib(?:gomp|iomp5|omp)[-.][^/]*$")
 

@@ -330,7 +330,6 @@ def _threads(count: int) -> str:
 
 # Environment variables that determine how torch uses GPU memory, as data. None was measured on a GPU here.
 
-
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 PLANS = "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT"
 MODULES = "CUDA_MODULE_LOADING"

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 # The program that a command starts: its file, and whether ``LD_PRELOAD`` has an effect in it.
 
-
 #: A shell's exit statuses for commands that cannot be executed or found (POSIX, Shell Command Language 2.8.2).
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
@@ -127,7 +126,6 @@ def _has_capabilities(file: str) -> bool:
 
 
 # Choose the allocator of a program that is about to be started, and the variables that select it.
-
 
 #: ``"auto"``: the best one that is installed, otherwise the same as ``"glibc"``. ``"glibc"``: nothing is preloaded, and
 #: glibc is set to return freed memory. ``"none"``: nothing is changed.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -27,30 +28,8 @@ class _DlInfo(ctypes.Structure):
     )
 
 
-class _WideSymbol(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_uint32),
-        ("info", ctypes.c_uint8),
-        ("other", ctypes.c_uint8),
-        ("section", ctypes.c_uint16),
-        ("value", ctypes.c_uint64),
-        ("size", ctypes.c_uint64),
-    )
-
-
-class _NarrowSymbol(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_uint32),
-        ("value", ctypes.c_uint32),
-        ("size", ctypes.c_uint32),
-        ("info", ctypes.c_uint8),
-        ("other", ctypes.c_uint8),
-        ("section", ctypes.c_uint16),
-    )
-
-
-_SYMBOL = _WideSymbol if ctypes.sizeof(ctypes.c_void_p) == ctypes.sizeof(ctypes.c_uint64) else _NarrowSymbol
-
+#: Where the section is in ``Elf64_Sym`` and ``Elf32_Sym`` of elf.h.
+_SECTION = 6 if sys.maxsize > 2**32 else 14
 _RTLD_DL_SYMENT = 1  # dladdr1 gives the symbol of the address
 _UNDEFINED = 0  # SHN_UNDEF
 
@@ -110,9 +89,11 @@ class MallocLibrary:
         """
         if not hasattr(self._program, "dladdr1"):  # musl
             return False
-        info, symbol = _DlInfo(), ctypes.POINTER(_SYMBOL)()
+        info, symbol = _DlInfo(), ctypes.c_void_p()
         found = self._program.dladdr1(address, ctypes.byref(info), ctypes.byref(symbol), _RTLD_DL_SYMENT)
-        return bool(found and symbol) and symbol.contents.section == _UNDEFINED
+        if not found or symbol.value is None:
+            return False
+        return ctypes.c_uint16.from_address(symbol.value + _SECTION).value == _UNDEFINED
 
     def _defined_in(self, path: str, name: str) -> tuple[int | None, str] | None:
         """Where a loaded library begins in memory, and its name; None if it does not define the function itself."""
@@ -231,7 +212,6 @@ def _to_c(value: Argument) -> Any:
 # file that serves ``malloc`` exports it: a function of another file would report memory that this process does not use,
 # or crash.
 
-
 #: The sum of what threads have allocated and freed may be negative, which is a huge number as an unsigned integer.
 _BELOW_ZERO = 2**62
 
@@ -258,21 +238,14 @@ def start_background_threads(library: Library, mallctl: str) -> bool:
 
 
 class _Mallinfo2(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",  # taken from the system, without hblkhd
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",  # in separate mappings, one for each large block
-            "usmblks",
-            "fsmblks",
-            "uordblks",  # the part of arena that is in use
-            "fordblks",
-            "keepcost",
-        )
-    )
+    """``struct mallinfo2`` of malloc.h.
+
+    ``arena`` was taken from the system, without ``hblkhd``, which is in separate mappings, one for each large block;
+    ``uordblks`` is the part of ``arena`` that is in use.
+    """
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 def _glibc_version(library: Library, _: str) -> str | None:

@@ -59,12 +59,7 @@ _Parts = Sequence[_Readings]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Memory that rose at once.
-
-    Attributes:
-        calls: The calls that had been made by then.
-        size: Bytes.
-    """
+    """Memory that rose at once."""
 
     calls: float
     size: float

@@ -102,7 +102,6 @@ def _upwards(folder: Path, top: Path) -> Iterator[Path]:
 #
 # The whole path of cgroups is read, in version 1 and in version 2, because any of them may have the smallest limit.
 
-
 #: Version 1 writes "no limit" as the largest number of whole pages that fits, which differs with the page size.
 _UNLIMITED = 2**62
 

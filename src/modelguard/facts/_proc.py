@@ -111,12 +111,7 @@ _ACCEPTING = 0x10000  # __SO_ACCEPTCON in the kernel's net.h
 
 
 class MemoryLayout(NamedTuple):
-    """The addresses of a program in memory. Linux picks new ones for each exec; a fork keeps those of its parent.
-
-    Attributes:
-        code: Where its code begins.
-        stack: Where its stack began.
-    """
+    """The addresses of a program in memory. Linux picks new ones for each exec; a fork keeps those of its parent."""
 
     code: int
     stack: int
@@ -155,14 +150,7 @@ class ProcessStat(NamedTuple):
 
 
 class Mount(NamedTuple):
-    """One line of ``mountinfo``.
-
-    Attributes:
-        root: The part of the file system that is mounted, ``/`` for all of it.
-        point: Where it is mounted.
-        kind: The type of the file system, such as ``"cgroup2"``.
-        options: The options of the file system, such as ``("rw", "memory")``.
-    """
+    """One line of ``mountinfo``."""
 
     root: str
     point: str
@@ -171,12 +159,7 @@ class Mount(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """What a process does at one moment.
-
-    Attributes:
-        busy: Whether its main thread runs, or waits for a CPU or a disk.
-        seconds: CPU time of all its threads since it started.
-    """
+    """What a process does at one moment."""
 
     busy: bool
     seconds: float
@@ -427,7 +410,6 @@ def _unescape(field: str) -> str:
 
 # Who is at the other end of a Unix socket, as the kernel knows it.
 
-
 #: ``struct ucred`` of unix(7): process id, user, group.
 _CREDENTIALS = struct.Struct("3i")
 
@@ -445,7 +427,6 @@ def peer(connected: socket.socket) -> tuple[int, int]:
 # leaves no file behind, and a forked child, which has its parent's models and pauses, shows it too. The alternatives do
 # less: servers close descriptors when they start, files stay behind a crash, and the name of a thread has 15
 # characters.
-
 
 _VERSION = "modelguard:"
 _PAUSE = "modelguard-paused:"

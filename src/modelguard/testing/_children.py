@@ -171,7 +171,6 @@ def _size_of(model: Any) -> int:
 
 # ``modelguard_env``: runs a program in a separate process, with a preset and an allocator.
 
-
 _OUTPUT = 3000
 
 

@@ -30,11 +30,7 @@ TOTAL = 80_000_000_000
 
 
 class OneGpu(Gpu):
-    """One device, on which this process has what the test says.
-
-    Attributes:
-        allocated: Bytes in tensors; all that is reserved.
-    """
+    """One device, on which this process has what the test says."""
 
     def __init__(self) -> None:
         self.allocated = 0

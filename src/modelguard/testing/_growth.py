@@ -33,13 +33,7 @@ _LRU = type(functools.lru_cache(lambda: None))
 
 
 class Fill(NamedTuple):
-    """How full a cache is.
-
-    Attributes:
-        name: The cached function, or the type of the cache.
-        used: The entries in it, or their size.
-        limit: The most that it will keep.
-    """
+    """How full a cache is."""
 
     name: str
     used: float
@@ -182,13 +176,7 @@ class _InputsEnd(Exception):
 
 
 class _Stretch(NamedTuple):
-    """Calls that are judged together.
-
-    Attributes:
-        calls: How many they were.
-        judged: What each meter says of them.
-        filling: The bounded caches that took up entries meanwhile.
-    """
+    """Calls that are judged together."""
 
     calls: int
     judged: list[tuple[_Meter, Judgement]]
@@ -364,7 +352,6 @@ def _message(fn: Callable[..., object], stretch: _Stretch, grew: list[str]) -> s
 
 
 # The marker ``modelguard_memory``: the check of its argument, and its memory reading.
-
 
 #: Bytes that any test may leave behind, such as an allocator's arena or a code cache.
 _SMALLEST = 1_000_000
