@@ -20,6 +20,7 @@ _COMMANDS = {
     "numpy": "pip install numpy",
     "opentelemetry": "pip install 'modelguard-lifecycle[opentelemetry]'",
     "prometheus_client": "pip install 'modelguard-lifecycle[prometheus]'",
+    "shtab": "pip install 'modelguard-lifecycle[cli]'",
     "spacy": "pip install 'modelguard-lifecycle[spacy]'",
     "torch": "pip install torch --index-url https://download.pytorch.org/whl/cpu (without CUDA), "
     "or pip install 'modelguard-lifecycle[torch]'",

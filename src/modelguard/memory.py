@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from modelguard import _public, _units, telemetry
-from modelguard.environment._memory import MemoryUsage, PrivateMeter, private, usage
 from modelguard.errors import InvalidOption
+from modelguard.facts._memory import MemoryUsage, PrivateMeter, private, usage
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._readings import pause_after
 from modelguard.lifecycle.runtime import Runtime

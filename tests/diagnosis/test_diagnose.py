@@ -16,8 +16,8 @@ import pytest
 from tests.process.harness import wait_until
 
 from modelguard.diagnosis import diagnose
-from modelguard.environment import _proc
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts import _proc
 
 pytestmark = [
     pytest.mark.timeout(120),

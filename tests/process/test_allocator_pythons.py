@@ -20,7 +20,7 @@ import pytest
 
 from modelguard import allocator
 from modelguard.allocator import Kind
-from modelguard.diagnosis import _probe
+from modelguard.diagnosis import _inside
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -179,7 +179,7 @@ def test_the_library_that_serves_malloc_is_found(python: list[str], kind: Kind) 
 @pytest.mark.parametrize("kind", ["glibc", "jemalloc", "mimalloc", "tcmalloc"])
 def test_the_doctors_probe_finds_it_too(python: list[str], kind: Kind) -> None:
     """It works without modelguard, and names the same file."""
-    probe, library = answer(python, PROBE.format(file=str(_probe.__file__)), kind)
+    probe, library = answer(python, PROBE.format(file=str(_inside.__file__)), kind)
     assert os.path.realpath(library) == probe
 
 

@@ -18,8 +18,8 @@ from tests.process.harness import wait_until
 from modelguard.diagnosis import _facts_command as session_module
 from modelguard.diagnosis import facts_of_command
 from modelguard.diagnosis._facts_command import started
-from modelguard.environment import _proc
 from modelguard.errors import CannotRun, InvalidOption
+from modelguard.facts import _proc
 
 pytestmark = [
     pytest.mark.timeout(120),

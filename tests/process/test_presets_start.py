@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from modelguard import presets
-from modelguard.environment import _memory
+from modelguard.facts import _memory
 
 pytestmark = [
     pytest.mark.timeout(120),

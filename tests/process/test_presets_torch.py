@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from modelguard import presets
-from modelguard.environment import _knobs, _memory
+from modelguard.environment import _knobs
+from modelguard.facts import _memory
 
 pytestmark = [
     pytest.mark.timeout(240),

@@ -18,7 +18,7 @@ import pytest
 from tests.process.harness import Server, wait_until
 
 from modelguard import memory, weights
-from modelguard.environment import _proc
+from modelguard.facts import _proc
 
 pytestmark = [
     pytest.mark.timeout(400),

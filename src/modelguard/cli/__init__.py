@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import get_args
 
-from modelguard.cli import _completion, _ctl, _diagnose, _docs, _doctor, _output, _presets, _run, _top
+from modelguard import _extras
+from modelguard.cli import _docs, _doctor, _output, _run, _top
+from modelguard.cli._output import USAGE, fail
+from modelguard.errors import InvalidOption, NotSupported
 
 __all__ = ["main"]
 
-USAGE = 2
+SHELLS = ("bash", "zsh", "fish")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,18 +45,18 @@ def _status(argv: Sequence[str] | None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    _completion.add_to(commands, parser)
-    _ctl.add_to(commands)
-    _diagnose.add_to(commands)
+    _add_completion(commands, parser)
+    _run.add_ctl(commands)
+    _doctor.add_diagnose(commands)
     _docs.add_to(commands)
-    _doctor.add_to(commands)
-    _presets.add_to(commands)
-    _run.add_to(commands)
+    _doctor.add_doctor(commands)
+    _run.add_presets(commands)
+    _run.add_run(commands)
     _top.add_to(commands)
     options = parser.parse_args(argv)
     options.words = sys.argv[1:] if argv is None else argv
     if options.version:
-        print(f"modelguard {_diagnose.version()}")  # noqa: T201 - the output of the command
+        print(f"modelguard {_doctor.version()}")  # noqa: T201 - the output of the command
         return 0
     if "run" not in options:
         parser.print_help(sys.stderr)
@@ -58,9 +64,68 @@ def _status(argv: Sequence[str] | None) -> int:
     try:
         status: int = options.run(options)
     except KeyboardInterrupt:
-        print(f"modelguard {options.words[0]}: interrupted", file=sys.stderr)  # noqa: T201
-        return USAGE
+        return fail(options.words[0], "interrupted")
     except Exception:  # noqa: BLE001 - Python's own status for it is 1, by which commands say what they have found
         traceback.print_exc()
         return USAGE
     return status
+
+
+# ``modelguard completion``: a script that completes commands and options in a shell. shtab writes it.
+
+#: Functions of bash for what shtab has no name for.
+_BASH = """\
+_modelguard_pids() { compgen -W "$(cd /proc && echo [0-9]*)" -- "$1"; }
+_modelguard_command() { compgen -c -- "$1"; }
+"""
+_PIDS = {"bash": "_modelguard_pids", "zsh": "_pids", "fish": "(__fish_complete_pids)"}
+_COMMANDS = {"bash": "_modelguard_command", "zsh": "_command_names -e", "fish": "(__fish_complete_command)"}
+
+
+def _add_completion(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: argparse.ArgumentParser
+) -> None:
+    parser = commands.add_parser(
+        "completion",
+        help="write a script that completes commands and options in bash, zsh or fish",
+        description='Writes the script to standard output. bash: eval "$(modelguard completion bash)" in ~/.bashrc; '
+        "zsh: the same with zsh in ~/.zshrc, after compinit; fish: modelguard completion fish > "
+        "~/.config/fish/completions/modelguard.fish. It requires the extra cli.",
+        epilog="exit status: 0 success, 2 the shell is not supported, or shtab is not installed",
+    )
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    parser.set_defaults(run=partial(_complete, whole=whole, commands=commands.choices))
+
+
+def _complete(
+    options: argparse.Namespace, *, whole: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser]
+) -> int:
+    try:
+        shtab = _extras.load("shtab", "modelguard completion")
+    except NotSupported as error:
+        return fail("completion", error)
+    known = _known_words()
+    completed = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "PID": _PIDS, "-- COMMAND ...": _COMMANDS}
+    for name, parser in commands.items():
+        for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list them
+            action.choices = known.get((name, action.dest), action.choices)
+            if action.metavar in completed:
+                action.complete = completed[str(action.metavar)]  # type: ignore[attr-defined] # read by shtab
+    print(shtab.complete(whole, options.shell, preamble={"bash": _BASH}))  # noqa: T201 - the output of the command
+    return 0
+
+
+def _known_words() -> dict[tuple[str, str], Iterable[str]]:
+    from modelguard import presets
+    from modelguard.environment import _launcher, _presets
+
+    pages: tuple[str, ...] = ()
+    with suppress(InvalidOption):  # they are not installed
+        pages = tuple(_docs.pages())
+    return {
+        ("docs", "page"): pages,
+        ("presets", "format"): _presets.formats(),
+        ("presets", "names"): presets.names(),
+        ("run", "allocator"): get_args(_launcher.Allocator),
+        ("run", "presets"): presets.names(),
+    }

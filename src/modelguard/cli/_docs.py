@@ -9,16 +9,14 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import modelguard
+from modelguard.cli._output import fail
 from modelguard.errors import InvalidOption
-
-USAGE = 2
 
 #: The front page, which only lists the others.
 _FRONT = "README"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "docs",
         usage="modelguard docs [NAME[#SECTION]]",
@@ -36,44 +34,30 @@ def run(options: argparse.Namespace) -> int:
     try:
         text = contents() if options.page is None else read(options.page)
     except InvalidOption as error:
-        print(f"modelguard docs: {error}", file=sys.stderr)  # noqa: T201
-        return USAGE
+        return fail("docs", error)
     sys.stdout.buffer.write(text.encode())  # the pages are UTF-8, independent of the terminal's locale
     return 0
 
 
 def contents() -> str:
-    """The list of pages with their titles."""
-    pages = _pages()
-    width = max(map(len, pages))
-    lines = [f"{name:{width}}  {_title(page)}" for name, page in pages.items()]
+    known = pages()
+    width = max(map(len, known))
+    lines = [f"{name:{width}}  {_title(page)}" for name, page in known.items()]
     return "\n".join([*lines, "", "modelguard docs NAME prints a page.\n"])
 
 
 def read(reference: str) -> str:
-    """Read a page, or one section of it.
-
-    Args:
-        reference: Its name; for a section also ``#`` and the words of the heading in lower case, joined by hyphens.
-
-    Raises:
-        InvalidOption: There is no such page or section.
-    """
     name, has_section, section = reference.partition("#")
-    pages = _pages()
-    page = pages.get(name.removesuffix(".md"))
+    known = pages()
+    page = known.get(name.removesuffix(".md"))
     if page is None:
-        raise _unknown_section(name, pages) or _unknown("page", name, pages)
+        raise _unknown_section(name, known) or _unknown("page", name, known)
     text = page.read_text(encoding="utf-8")
     return _section(text, section) if has_section else text
 
 
 def folder() -> Path:
-    """The folder of the pages: in the installed package, or in the source tree.
-
-    Raises:
-        InvalidOption: They are in neither of them.
-    """
+    """The folder of the pages: in the installed package, or in the source tree."""
     package = Path(modelguard.__file__).parent
     for candidate in (package / "docs", package.parents[1] / "docs"):
         if (candidate / f"{_FRONT}.md").is_file():
@@ -82,15 +66,7 @@ def folder() -> Path:
     raise InvalidOption("docs", str(package), why=why, fix="Install the wheel, or run from a source tree.")
 
 
-def page_names() -> tuple[str, ...]:
-    """The names of the pages; none if they are not installed."""
-    try:
-        return tuple(_pages())
-    except InvalidOption:
-        return ()
-
-
-def _pages() -> dict[str, Path]:
+def pages() -> dict[str, Path]:
     return {page.stem: page for page in sorted(folder().glob("*.md")) if page.stem != _FRONT}
 
 
@@ -100,7 +76,6 @@ def _title(page: Path) -> str:
 
 
 def _section(text: str, wanted: str) -> str:
-    """The text from a heading to the next one of the same or a higher rank."""
     lines = text.splitlines(keepends=True)
     headings = list(_headings(lines))
     for place, (start, rank, anchor) in enumerate(headings):
@@ -111,7 +86,6 @@ def _section(text: str, wanted: str) -> str:
 
 
 def _headings(lines: Iterable[str]) -> Iterator[tuple[int, int, str]]:
-    """The line, rank and anchor of each heading outside of code blocks."""
     fenced = False
     seen: dict[str, int] = {}
     for number, line in enumerate(lines):

@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, printable
+
+#: The exit status of a command that could not run.
+USAGE = 2
 
 
 class _Descriptor(io.FileIO):
@@ -32,7 +35,6 @@ class _Descriptor(io.FileIO):
 
 @contextmanager
 def safely() -> Iterator[None]:
-    """Print to what there is. Streams that a test or a program has put in place stay."""
     # So that no file gets the number of a closed one, and is written to. A program that is executed finds it closed.
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - standard error
         pass
@@ -65,19 +67,25 @@ def why_lost() -> OSError | None:
 
 
 def is_lost() -> bool:
-    """Whether nobody reads any more what is printed."""
     return why_lost() is not None
 
 
-# Process ids as they are written on the command line.
+# What commands say, and the words that they are given.
+
+
+def fail(command: str, why: object, status: int = USAGE) -> int:
+    print(f"modelguard {command}: {printable(' '.join(str(why).split()))}", file=sys.stderr, flush=True)  # noqa: T201
+    return status
+
+
+def whole_number(option: str, text: str, example: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
+        why = "must be a whole number of at least 1"
+        raise InvalidOption(option, text, why=why, fix=f"Write {option} {example}.")
+    return int(text)
 
 
 def process_id(text: str) -> int:
-    """Read a process id.
-
-    Raises:
-        InvalidOption: It is not one.
-    """
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
         why = "must be a process id"
         raise InvalidOption("PID", text, why=why, fix="Give one, such as the number in the server's pidfile.")

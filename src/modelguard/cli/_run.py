@@ -1,4 +1,4 @@
-"""``modelguard run``: becomes another command, with the right environment from its start."""
+"""``modelguard presets``, ``run`` and ``ctl``: what a service gets at its start, and what it is told while it runs."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ import argparse
 import functools
 import operator
 import os
-import re
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from modelguard.cli import _output
+from modelguard.cli._output import USAGE
 from modelguard.errors import CannotRun, InvalidOption, ModelGuardError
 
 if TYPE_CHECKING:
     from modelguard.environment._presets import Preset
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-USAGE = 2
+from modelguard import _units
+from modelguard.cli._output import fail, process_id
+from modelguard.environment import _presets
+from modelguard.environment._presets import formats
+
+if TYPE_CHECKING:
+    from modelguard.control._client import Request
 
 #: The options with the numbers of a preset. Parsed here and not by argparse, which prints errors of several lines.
-_SIZES = {"--workers": "workers", "--distinct-shapes": "distinct_shapes"}
+_RUN_SIZES = {"--workers": "workers", "--distinct-shapes": "distinct_shapes"}
 
 #: The arguments of the library, as the command line calls them.
-_TYPED = {"name": "--preset", "allocator": "--allocator"}
+_RUN_TYPED = {"name": "--preset", "allocator": "--allocator"}
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``modelguard``."""
+def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "run",
         usage="modelguard run [--preset NAME]... [--allocator NAME] [options] -- COMMAND ...",
@@ -51,11 +62,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--print", action="store_true", help="print the command as a shell command, and exit")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the command; returns only if this process has not become another program."""
+def _run(options: argparse.Namespace) -> int:
     from modelguard.environment import _launcher
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -72,11 +82,8 @@ def run(options: argparse.Namespace) -> int:
     except CannotRun as error:
         _say(str(error))
         return error.status
-    except InvalidOption as error:
-        _say(_as_typed(error))
-        return USAGE
     except ModelGuardError as error:
-        _say(str(error))
+        _say(_as_typed(error, _RUN_TYPED))
         return USAGE
     # As bytes: arguments and variables do not have to be valid text.
     sys.stdout.buffer.write(os.fsencode(f"{plan}\n"))
@@ -84,8 +91,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _preset(options: argparse.Namespace) -> Preset | None:
-    given = {option: text for option, name in _SIZES.items() if (text := getattr(options, name)) is not None}
-    sizes = {_SIZES[option]: _whole_number(option, text) for option, text in given.items()}
+    given = {option: text for option, name in _RUN_SIZES.items() if (text := getattr(options, name)) is not None}
+    sizes = {_RUN_SIZES[option]: _output.whole_number(option, text, 4) for option, text in given.items()}
     if not options.presets:
         for option, text in given.items():
             why = "requires a preset"
@@ -106,18 +113,206 @@ def _note_on_nothing_set(options: argparse.Namespace) -> list[str]:
     return ["nothing is set, because neither --preset nor --allocator is given"]
 
 
-def _whole_number(option: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) == 0:
-        raise InvalidOption(option, text, why="must be a whole number of at least 1", fix=f"Write {option} 4.")
-    return int(text)
-
-
-def _as_typed(error: InvalidOption) -> str:
-    """The message, with the option as it is written on the command line."""
-    option = _TYPED.get(error.argument, error.argument)
-    return option + str(error).removeprefix(error.argument)
+def _as_typed(error: ModelGuardError, typed: Mapping[str, str]) -> str:
+    if not isinstance(error, InvalidOption):
+        return str(error)
+    return typed.get(error.argument, error.argument) + str(error).removeprefix(error.argument)
 
 
 def _say(line: str) -> None:
     with suppress(OSError):  # if stderr is closed, the command should still start
         print(f"modelguard run: {line}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+# ``modelguard presets``: shows the variables of presets, or writes them in the format of a configuration file.
+
+# The options with the numbers of a preset, and their types.
+_SIZES: dict[str, Callable[[str], float]] = {"workers": int, "distinct_shapes": int, "cpus": float}
+
+#: The arguments of the library, as the command line calls them.
+_TYPED = {
+    "name": "NAME",
+    "workers": "--workers",
+    "distinct_shapes": "--distinct-shapes",
+    "cpus": "--cpus",
+    "format": "--format",
+}
+
+
+def add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "presets",
+        help="list and explain presets of environment variables, or write them for a Dockerfile, a unit, ...",
+        description="Without a name, list the presets. With names, explain every variable that they set: its value, "
+        "when it is read, what it does and what it costs. If two presets set the same variable, the later one wins.",
+        epilog="exit status: 0 success, 2 there is no such preset or format, or a number is out of range",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="presets, combined in this order")
+    parser.add_argument("--workers", metavar="N", help="processes that share the CPUs, default: 1")
+    parser.add_argument("--cpus", metavar="N", help="CPUs that they share, default: what this process may use")
+    parser.add_argument(
+        "--distinct-shapes", metavar="N", help="how many different input shapes the traffic has, if known"
+    )
+    parser.add_argument("--format", metavar="F", help=f"write the variables instead, for: {', '.join(formats())}")
+    parser.set_defaults(run=_show_presets)
+
+
+def _show_presets(options: argparse.Namespace) -> int:
+    try:
+        print(_presets_answer(options), end="")  # noqa: T201 - the output of the command
+    except InvalidOption as error:
+        return fail("presets", _as_typed(error, _TYPED))
+    return 0
+
+
+def _presets_answer(options: argparse.Namespace) -> str:
+    sizes = {name: _number(text, kind) for name, kind in _SIZES.items() if (text := getattr(options, name)) is not None}
+    if options.names:
+        preset = functools.reduce(operator.or_, [_presets.get(name, **sizes) for name in options.names])
+        return f"{preset.explain()}\n" if options.format is None else preset.render(options.format)
+    if options.format is not None:
+        why = "requires the name of a preset"
+        raise InvalidOption("--format", options.format, why=why, fix="Add one, such as torch-cpu.")
+    return _presets_table()
+
+
+def _number(text: str, kind: Callable[[str], float]) -> Any:
+    """Convert a number; other text is returned unchanged, and the preset rejects it with a message of one line."""
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def _presets_table() -> str:
+    width = max(map(len, _presets.names()))
+    lines = [f"{name:{width}}  {_presets.describe(name)}" for name in _presets.names()]
+    return "\n".join([*lines, "", "modelguard presets NAME... explains what they set.\n"])
+
+
+# ``modelguard ctl``: commands for the guards, pools and isolated functions of a running process.
+
+#: Seconds to wait for reloads and releases.
+TIMEOUT = 300.0
+COMMANDS = ("status", "reload", "unload", "pause", "resume")
+
+
+def add_ctl(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "ctl",
+        help="show, reload, unload, pause or resume the guards, pools and isolated functions of a running process",
+        description="Sends a command to a process that has called modelguard.control.listen(), as the same user. "
+        "status: show the guards, pools and isolated functions; reload: replace their models; unload: release them "
+        "until their next use; pause: let policies start nothing; resume: end that.",
+        epilog="exit status: 0 success, 1 one of them could not do it, 2 the process takes no commands",
+    )
+    parser.add_argument("pid", metavar="PID", help="the process, such as a worker; or a server, with --all")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="the guard, pool or isolated function, default: all of the process"
+    )
+    parser.add_argument("--all", action="store_true", help="all processes below PID that take commands, one by one")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until the models are reloaded")
+    parser.add_argument("--timeout", metavar="T", help="how long to wait for a process, default: 5m")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each process")
+    parser.set_defaults(run=_ctl)
+
+
+def _ctl(options: argparse.Namespace) -> int:
+    from modelguard.control import _client
+
+    try:
+        timeout = TIMEOUT if options.timeout is None else _units.seconds(options.timeout, "--timeout", zero=True)
+        pid = process_id(options.pid)
+        pids = _processes(pid, every=options.all or options.command == "status")
+    except (InvalidOption, _client.Unreachable) as error:
+        return fail("ctl", error)
+    except ProcessLookupError as error:
+        return fail("ctl", str(error.strerror))
+    waits = options.command in {"reload", "unload"}
+    request = _client.Request(options.command, options.name, not options.no_wait, timeout if waits else 0.0)
+    status = 0
+    for each in pids:
+        code, brokers = _tell(each, request, as_json=options.json, may_end=each != pid)
+        status = max(status, code)
+        # What several processes share is reloaded once. Each of them is shown.
+        request = replace(request, brokers=request.brokers | brokers)
+    return status
+
+
+def _processes(pid: int, *, every: bool) -> list[int]:
+    from modelguard.control import _client
+
+    found = _client.listening_below(pid)
+    if every and found:
+        return found
+    if pid not in found:
+        others = [str(each) for each in found]
+        below = f"; these processes below it do: {' '.join(others)} (--all for all of them)" if others else ""
+        why = "; call modelguard.control.listen() where its application is made" if not others else ""
+        raise _client.Unreachable(f"process {pid} takes no commands{below}{why}")
+    return [pid]
+
+
+def _tell(pid: int, request: Request, *, as_json: bool, may_end: bool) -> tuple[int, frozenset[int]]:
+    from modelguard.control import _client
+
+    try:
+        answer = _client.ask(pid, request)
+    except _client.Unreachable as error:
+        return 0 if may_end and not _client.runs(pid) else fail("ctl", error), frozenset()
+    if as_json:
+        content = {"pid": pid, "error": answer.error, "guards": answer.guards}
+        print(json.dumps(content), flush=True)  # noqa: T201 - the output of the command
+    elif answer.error is None:
+        print("\n".join(map(_units.printable, _ctl_lines(pid, answer.guards))), flush=True)  # noqa: T201
+    else:
+        fail("ctl", f"process {pid}: {answer.error}")
+    return int(answer.failed), answer.brokers
+
+
+def _ctl_lines(pid: int, guards: Iterable[dict[str, Any]]) -> list[str]:
+    rows = [_ctl_row(guard) for guard in guards]
+    width = max((len(name) for name, _ in rows), default=0)
+    return (
+        [f"{pid}", *(f"  {name:{width}}  {text}" for name, text in rows)]
+        if rows
+        else [f"{pid}  no guards, pools or isolated functions"]
+    )
+
+
+def _ctl_row(guard: dict[str, Any]) -> tuple[str, str]:
+    status = guard["status"]
+    parts = [f"{status['state']}{', paused' if status['paused'] else ''}"]
+    if guard["kind"] == "pool":
+        parts.append(_room(status))
+    elif status["generation"]:
+        age = _units.format_seconds(round(status["age"]))
+        parts.append(f"generation {status['generation']}, {age} old, {_use(guard)}")
+    if status["in_flight"]:
+        parts.append(f"{status['in_flight']} in flight")
+    waits = status.get("postponed")
+    if waits is not None:
+        until = "" if waits["seconds"] is None else f" for {waits['seconds']:.0f} s"
+        parts.append(f"due, waits{until} ({waits['cause']}): {', '.join(waits['reasons'])}")
+    if status.get("last_error") is not None:
+        parts.append(f"failed: {status['last_error']}")
+    if guard["error"] is not None:
+        parts.append(f"error: {guard['error']}")
+    return guard["name"], "; ".join(parts)
+
+
+def _room(status: dict[str, Any]) -> str:
+    models, idle = len(status["models"]), len(status["idle"])
+    used, budget = (_units.format_bytes(status[name]) for name in ("used", "max_memory"))
+    return f"{models} model{'' if models == 1 else 's'}, {used} of {budget}{f', {idle} idle' if idle else ''}"
+
+
+def _use(guard: dict[str, Any]) -> str:
+    status = guard["status"]
+    if guard["kind"] == "guard":
+        return f"{status['uses']} calls"
+    workers = len(status["workers"])
+    shared = "" if status["broker"] is None else f", shared by {len(status['clients'])} processes"
+    mold = "" if status["mold"] is None else f"mold {status['mold']}, "
+    return f"{mold}{workers} worker{'' if workers == 1 else 's'}{shared}"

@@ -17,9 +17,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
+from modelguard import _units
 from modelguard._units import format_bytes, printable
 from modelguard.cli import _output
-from modelguard.cli._output import process_id
+from modelguard.cli._output import fail, process_id
 from modelguard.diagnosis import _redact
 from modelguard.errors import InvalidOption, ModelGuardError
 
@@ -28,15 +29,12 @@ if TYPE_CHECKING:
 
     from modelguard.sharing._reports import ProcessReport, TreeReport, TreeWatch
 
-USAGE = 2
-
 #: Seconds between readings; a reading takes 50 - 150 ms for each process with torch or spaCy.
 INTERVAL = 2.0
 SHORTEST = 0.1
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "top",
         help="show how much memory the processes of a server actually use, and in how many copies",
@@ -62,16 +60,15 @@ def run(options: argparse.Namespace) -> int:
     try:
         _run(options)
     except ModelGuardError as error:
-        return _fail(str(error))
+        return fail("top", error)
     except (ProcessLookupError, PermissionError) as error:
-        return _fail(str(error.strerror))
+        return fail("top", error.strerror)
     except KeyboardInterrupt:  # the usual end
         pass
     return 0
 
 
 def _run(options: argparse.Namespace) -> None:
-
     interval = _interval(options.interval)
     read = make_reader(None if options.pid is None else process_id(options.pid), _model_bytes(options.model_bytes))
     if options.json:
@@ -82,7 +79,6 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def make_reader(pid: int | None, model_bytes: int | str | None) -> Callable[[], list[TreeReport]]:
-    """Make a function that reads the tree of a process, or all trees of this user's Python processes."""
     from modelguard.sharing import _reports
 
     if pid is not None:
@@ -119,13 +115,10 @@ def _repeat(
 
 
 def _print_json(trees: list[TreeReport]) -> None:
-
     print(json.dumps(as_dict(trees)), flush=True)  # noqa: T201 - the output of the command
 
 
 def _interval(text: str | None) -> float:
-    from modelguard import _units
-
     if text is None:
         return INTERVAL
     try:
@@ -139,20 +132,12 @@ def _interval(text: str | None) -> float:
 
 
 def _model_bytes(text: str | None) -> int | None:
-    from modelguard import _units
-
     if text is None:
         return None
     return _units.size(int(text) if re.fullmatch(r"[0-9]{1,18}", text, re.ASCII) else text, "--model-bytes")
 
 
-def _fail(why: str) -> int:
-    print(f"modelguard top: {why}", file=sys.stderr)  # noqa: T201
-    return USAGE
-
-
 # A short name for a process, from its command line: the server and its app.
-
 
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*t?(?:\.exe)?")
 
@@ -172,16 +157,6 @@ _APP = re.compile(r"(?!python:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(?:\(\))?")
 
 
 def process_name(command: Sequence[str]) -> str:
-    """Name a process.
-
-    Args:
-        command: The words of its command line.
-
-    Returns:
-        The program, or the module after ``python -m``, and for a known server its app: ``"gunicorn app:app"``,
-        ``"train.py"``, ``"python -c"``. If a program has overwritten its command line with a title, the title. ``"?"``
-        if the command line is empty. Secrets are hidden.
-    """
     if len(command) == 1 and " " in command[0]:
         return _printable(_redact.redact(command[0], {})) or "?"
     program, arguments = _program(tuple(_redact.redacted_words(command, {})))
@@ -191,7 +166,6 @@ def process_name(command: Sequence[str]) -> str:
 
 
 def _program(command: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The program, or the script or module that Python runs, and its arguments."""
     if not command:
         return "", ()
     name = PurePath(command[0]).name
@@ -214,7 +188,6 @@ def _behind_python(python: str, arguments: Sequence[str]) -> tuple[str, Sequence
 
 
 def _behind_program(python: str, program: str = "", *arguments: str) -> str:
-    """Name a program that is text on the command line."""
     if "spawn_main" in program:  # multiprocessing, and with it uvicorn, starts workers like this
         return "python (spawned worker)"
     if "modelguard.isolation" in program and arguments:  # a mold, or a worker, which has its mold's command line
@@ -223,7 +196,6 @@ def _behind_program(python: str, program: str = "", *arguments: str) -> str:
 
 
 def _app(arguments: Sequence[str], options: tuple[str, ...]) -> str | None:
-    """The app among the arguments of a server."""
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, has_value, joined = option.partition("=")
         if name in options and (joined if has_value else value):
@@ -236,7 +208,6 @@ def _printable(text: str) -> str:
 
 
 # Process trees as a table, updated live on a terminal, and as JSON. Secrets are never shown.
-
 
 Show: TypeAlias = Callable[[list["TreeReport"]], None]
 
@@ -304,13 +275,6 @@ def _rendered(trees: Sequence[TreeReport], width: int) -> Group:
 
 
 def table(tree: TreeReport, width: int | None = None) -> str:
-    """One line per process, in aligned columns.
-
-    Args:
-        tree: The tree.
-        width: Characters of a line. Default: as many as needed. If there is too little space, names are shortened
-            first, then the columns on the right are left out.
-    """
     cells = [HEADINGS, *rows(tree)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if width is not None:
@@ -352,7 +316,6 @@ def _row(process: ProcessReport, depth: int) -> tuple[str, ...]:
 
 
 def summary(tree: TreeReport) -> str:
-    """The memory of the whole tree, and the number of copies, in two or three sentences."""
     count = len(tree.processes)
     who = "1 process uses" if count == 1 else f"{count} processes use"
     copy = format_bytes(tree.one_copy)
@@ -412,7 +375,6 @@ def _unused_imports(tree: TreeReport) -> list[str]:
 
 
 def as_dict(trees: Sequence[TreeReport]) -> dict[str, Any]:
-    """The figures for JSON, sizes in bytes and durations in seconds."""
     return {"trees": [_tree(tree) for tree in trees]}
 
 
@@ -441,7 +403,7 @@ def command(process: ProcessReport) -> str:
     words = process.command
     # If a program has overwritten its command line with a title, there is a single word with spaces.
     text = _redact.redact(words[0], {}) if len(words) == 1 else _redact.redact_command(words, {})
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split()) or "?"
+    return _printable(text) or "?"
 
 
 def _growth(count: int | None) -> str:

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from modelguard.environment import _proc
-from modelguard.environment._proc import peer
+from modelguard.facts import _proc
+from modelguard.facts._proc import peer
 
 # How a process and ``modelguard ctl`` find each other, and talk: one line of JSON each way.
 

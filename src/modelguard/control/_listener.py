@@ -16,8 +16,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from modelguard.control import _client
-from modelguard.environment._proc import peer
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
+from modelguard.facts._proc import peer
 from modelguard.isolation import status
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle.guard import ModelGuard, guards

@@ -112,7 +112,6 @@ class _Walk:
         self._end = time.thread_time() + patience
 
     def __iter__(self) -> Iterator[tuple[list[Any], list[int]]]:
-        """Some objects, and the ids of their types, at a time."""
         for start in range(0, len(self.objects), _CHUNK):
             if time.thread_time() > self._end:  # half a census would take what it lacks for new
                 raise TimeoutError(f"there are too many objects: {len(self.objects):,}")
@@ -162,7 +161,6 @@ _UNLISTED = {id(kind): kind.__len__ for kind in (dict, bytearray, array.array)}
 
 
 def _learn(kind: type) -> _Kind:
-    """What there is to know of a type."""
     module, label = kind.__module__, kind.__name__
     name = _NAMES.get((module, label), "caught errors" if issubclass(kind, BaseException) else "")
     length = next((length for base, length in _LENGTHS if issubclass(kind, base)), None)
@@ -188,7 +186,6 @@ def _cached(cache: Any) -> tuple[str, int]:
 
 
 def count() -> dict[str, int]:
-    """:func:`look`'s first."""
     return look()[0]
 
 
@@ -259,13 +256,7 @@ class Chain(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """What has grown since a moment.
-
-    Attributes:
-        containers: Containers with more entries: by how many, how many they have, and itself; the largest growth first.
-        chains: Objects that hold each other, without a container that grows.
-        native: Bytes that an object of a type has outside of Python's memory, by the type.
-    """
+    """What has grown since a moment."""
 
     containers: list[tuple[int, int, Any]]
     chains: list[Chain]
@@ -287,12 +278,6 @@ def moment() -> Moment:
 
 
 def grown(before: Moment, calls: int) -> Grown:
-    """What has grown with the calls.
-
-    Args:
-        before: A moment before these calls.
-        calls: How many calls there were.
-    """
     least = max(_FEWEST, calls // 50)
     walk, numbers = _Walk(gc.get_objects(), _PATIENCE), Counter[int]()
     found: dict[int, tuple[int, Any]] = {}
@@ -430,11 +415,6 @@ def cache_sizes() -> dict[int, int]:
 
 
 def caches(before: Mapping[int, int]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The caches of this process that have grown and can be emptied, each with a name that says what it is.
-
-    Args:
-        before: The earlier :func:`cache_sizes`.
-    """
     for cache in _unbounded():
         with contextlib.suppress(Exception):
             info = cache.cache_info()
@@ -449,7 +429,6 @@ def caches(before: Mapping[int, int]) -> Iterator[tuple[str, Callable[[], object
 
 
 def pools() -> Iterator[tuple[str, Callable[[], object]]]:
-    """The memory that libraries keep for later, by library, and what makes them return it."""
     arrow = sys.modules.get("pyarrow")
     if arrow is not None:
         yield "pyarrow", arrow.default_memory_pool().release_unused
@@ -461,7 +440,6 @@ def pools() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _shrink_arenas() -> None:
-    """Run each session of ONNX Runtime on inputs of zeros, after which its arena returns what is free."""
     runtime, numpy = sys.modules["onnxruntime"], sys.modules["numpy"]
     for session in _of_type("onnxruntime", "InferenceSession"):
         with contextlib.suppress(Exception):  # it has no arena, or takes other inputs
@@ -472,7 +450,6 @@ def _shrink_arenas() -> None:
 
 
 def _smallest(given: Any) -> tuple[list[int], str]:
-    """The shape, with 1 where it is free, and the type of an input of ONNX Runtime."""
     kind: str = given.type.removeprefix("tensor(").removesuffix(")")
     shape = [length if isinstance(length, int) else 1 for length in given.shape]
     return shape, {"float": "float32", "double": "float64"}.get(kind, kind)
@@ -507,7 +484,6 @@ def owners() -> dict[str, list[Any]]:
 
 
 def _outermost_modules() -> list[Any]:
-    """Modules of torch that are part of no other one."""
     kind = getattr(sys.modules.get("torch.nn"), "Module", None)
     if kind is None:
         return []
@@ -531,7 +507,6 @@ def _unbounded() -> list[Any]:
 
 
 def pipelines() -> list[Any]:
-    """The spaCy pipelines of this process."""
     kind = getattr(sys.modules.get("spacy.language"), "Language", None)
     if kind is None:
         return []
@@ -554,7 +529,6 @@ def _referred(kind: type) -> Iterator[Any]:
 
 
 def _series() -> int:
-    """The number of time series of prometheus_client's metrics."""
     prometheus = sys.modules.get("prometheus_client.registry")
     if prometheus is None:
         return 0

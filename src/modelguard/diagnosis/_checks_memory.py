@@ -11,13 +11,13 @@ from modelguard._units import format_bytes
 from modelguard.diagnosis._facts import (
     CAPS,
     THREAD_VARIABLES,
-    Check,
     Evidence,
     Facts,
     Level,
     Remedy,
     ServiceProcess,
     Variable,
+    check,
 )
 from modelguard.environment import _knobs
 from modelguard.environment._allocator_files import Problem, ProblemKind, kind_of
@@ -34,6 +34,12 @@ _ROOM = (
 )
 
 
+@check(
+    "MG301",
+    "Nothing limits the service's memory",
+    "Without a limit, a growing service affects the whole machine, including SSH, and policies with a percentage "
+    "such as MemoryLimit('80%') have nothing to refer to.",
+)
 def _no_limit(facts: Facts) -> Evidence | None:
     limit = facts.machine.limit
     if limit is None or limit.bytes is not None:
@@ -44,6 +50,12 @@ def _no_limit(facts: Facts) -> Evidence | None:
     return Evidence((seen,), fix, "note")
 
 
+@check(
+    "MG302",
+    "Swap is in use",
+    "A whole model is read for each answer. Pages in swap must be read back one by one, so answers take seconds, "
+    "and a growing service becomes slow instead of being killed.",
+)
 def _swapping(facts: Facts) -> Evidence | None:
     fix = "Find what has grown (MG2xx, MG4xx), add memory to the machine, or set a limit and MemorySwapMax=0."
     swapped = [process for process in facts.processes if process.swap > _SWAP]
@@ -57,6 +69,12 @@ def _swapping(facts: Facts) -> Evidence | None:
     return Evidence((unassigned,), fix, "note")
 
 
+@check(
+    "MG304",
+    "The kernel has killed processes for want of memory",
+    "A server starts a new worker for each that was killed, so it seems to run, while all calls of the killed one "
+    "fail and each new one loads the model again.",
+)
 def _killed(facts: Facts) -> Evidence | None:
     limit, strain = facts.machine.limit, facts.machine.strain
     if strain is None or not strain.killed:
@@ -70,6 +88,12 @@ def _killed(facts: Facts) -> Evidence | None:
     return Evidence(tuple(seen), _ROOM, level)
 
 
+@check(
+    "MG305",
+    "The memory in use is close to the limit",
+    "At the limit the kernel kills a process. Only memory that it cannot drop is counted: file cache, such as "
+    "weights that are mapped from a file, does no harm.",
+)
 def _near_limit(facts: Facts) -> Evidence | None:
     limit, strain = facts.machine.limit, facts.machine.strain
     held = None if strain is None or strain.killed else strain.held  # after kills, MG304 says it
@@ -84,6 +108,13 @@ def _peak(facts: Facts) -> str:
     return "" if peak is None else f"; the most that was used, file cache included, is {format_bytes(peak)}"
 
 
+@check(
+    "MG303",
+    "Metric files of ended processes are left behind",
+    "prometheus_client keeps a file for each worker in PROMETHEUS_MULTIPROC_DIR and reads all of them for each "
+    "scrape. Files of ended processes are never removed, so scrapes take ever more time and memory, and gauges "
+    "count workers that are gone.",
+)
 def _stale_metrics(facts: Facts) -> Evidence | None:
     stale, folder = facts.stale_metrics, facts.last("PROMETHEUS_MULTIPROC_DIR")
     if not stale or folder is None:
@@ -94,48 +125,7 @@ def _stale_metrics(facts: Facts) -> Evidence | None:
     return Evidence((seen,), fix, remedy=remedy)
 
 
-MEMORY_CHECKS = (
-    Check(
-        "MG301",
-        "Nothing limits the service's memory",
-        "Without a limit, a growing service affects the whole machine, including SSH, and policies with a percentage "
-        "such as MemoryLimit('80%') have nothing to refer to.",
-        _no_limit,
-    ),
-    Check(
-        "MG302",
-        "Swap is in use",
-        "A whole model is read for each answer. Pages in swap must be read back one by one, so answers take seconds, "
-        "and a growing service becomes slow instead of being killed.",
-        _swapping,
-    ),
-    Check(
-        "MG303",
-        "Metric files of ended processes are left behind",
-        "prometheus_client keeps a file for each worker in PROMETHEUS_MULTIPROC_DIR and reads all of them for each "
-        "scrape. Files of ended processes are never removed, so scrapes take ever more time and memory, and gauges "
-        "count workers that are gone.",
-        _stale_metrics,
-    ),
-    Check(
-        "MG304",
-        "The kernel has killed processes for want of memory",
-        "A server starts a new worker for each that was killed, so it seems to run, while all calls of the killed one "
-        "fail and each new one loads the model again.",
-        _killed,
-    ),
-    Check(
-        "MG305",
-        "The memory in use is close to the limit",
-        "At the limit the kernel kills a process. Only memory that it cannot drop is counted: file cache, such as "
-        "weights that are mapped from a file, does no harm.",
-        _near_limit,
-    ),
-)
-
-
 # MG1xx: whether the intended allocator is the one in use.
-
 
 _RUN = "Set it before the program starts (shell, unit file, image), or use 'modelguard run --allocator auto'."
 
@@ -149,6 +139,12 @@ _MANY_THREADS = 16
 _GLIBC = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
+@check(
+    "MG101",
+    "LD_PRELOAD is set, but not in force",
+    "The dynamic linker reads LD_PRELOAD once, when a program starts. If it is set later, by a configuration such "
+    "as gunicorn's raw_env or by Python, it silently has no effect.",
+)
 def _placebo(facts: Facts) -> Evidence | None:
     late = [variable for variable in _set_late(facts, ("LD_PRELOAD",)) if not _serves(facts, variable.value)]
     problems = _problems(facts, "placebo")
@@ -162,12 +158,24 @@ def _placebo(facts: Facts) -> Evidence | None:
     return Evidence(seen, _RUN, remedy=_preload(*[variable.value for variable in (*late, *start)]))
 
 
+@check(
+    "MG102",
+    "LD_PRELOAD names a file that does not exist",
+    "The dynamic linker prints a warning, which servers often hide, and continues without the file: the service "
+    "uses the allocator that should have been replaced.",
+)
 def _missing(facts: Facts) -> Evidence | None:
     problems = _problems(facts, "missing")
     values = [variable.value for variable in facts.named("LD_PRELOAD")]
     return _evidence(problems, remedy=_preload(*values))
 
 
+@check(
+    "MG103",
+    "jemalloc runs background threads in a server that forks",
+    "These threads return freed memory in the background, but threads do not survive a fork: the workers do not "
+    "have them.",
+)
 def _background_threads(facts: Facts) -> Evidence | None:
     problems, settings = _problems(facts, "background threads"), facts.last("MALLOC_CONF")
     if not facts.running("forked") or not problems:
@@ -178,6 +186,12 @@ def _background_threads(facts: Facts) -> Evidence | None:
     return Evidence(tuple(problem.seen for problem in problems), fix, remedy=remedy)
 
 
+@check(
+    "MG104",
+    "A variable that is read at program start is set later",
+    "glibc, jemalloc and Python read these variables once, when the program starts. If they are set later, they "
+    "have no effect.",
+)
 def _exec_variables(facts: Facts) -> Evidence | None:
     late = _set_late(facts, _AT_EXEC)
     if not late:
@@ -187,11 +201,22 @@ def _exec_variables(facts: Facts) -> Evidence | None:
     return Evidence(seen, "Set it before the program starts: in the shell, the unit file or the image.", remedy=remedy)
 
 
+@check(
+    "MG105",
+    "MALLOC_CONF is set, but jemalloc is not in use",
+    "Only jemalloc reads this variable, so it has no effect.",
+)
 def _unused_settings(facts: Facts) -> Evidence | None:
     remedy = Remedy(run=("--allocator", "jemalloc"))
     return _evidence(_problems(facts, "unused setting"), level="note", remedy=remedy)
 
 
+@check(
+    "MG106",
+    "More than one allocator is loaded",
+    "Only one of them serves malloc. A package's private copy is harmless, but its presence and its figures say "
+    "nothing about the service. Of two preloaded allocators, the first is used.",
+)
 def _two(facts: Facts) -> Evidence | None:
     if two := _problems(facts, "two allocators"):
         given = facts.last("LD_PRELOAD")
@@ -200,6 +225,11 @@ def _two(facts: Facts) -> Evidence | None:
     return _evidence(_problems(facts, "private copy"), level="note")
 
 
+@check(
+    "MG107",
+    "Settings of glibc's allocator are left over",
+    "Only glibc's own allocator reads these variables. Since another one was preloaded, they have no effect.",
+)
 def _other_allocators_settings(facts: Facts) -> Evidence | None:
     set_for_glibc = [variable for variable in facts.named(*_GLIBC) if variable.moment == "exec"]
     others = [process.inside.malloc for process in facts.serving if process.inside and process.inside.malloc]
@@ -211,6 +241,11 @@ def _other_allocators_settings(facts: Facts) -> Evidence | None:
     return Evidence((seen,), f"Remove {' and '.join(names)}.", "note", Remedy(unset=names))
 
 
+@check(
+    "MG108",
+    "A variable's name is misspelt",
+    "Nothing reads it, and nothing says so: the service runs as if it were not set.",
+)
 def _misspelt(facts: Facts) -> Evidence | None:
     if not facts.misspelt:
         return None
@@ -220,6 +255,11 @@ def _misspelt(facts: Facts) -> Evidence | None:
     return Evidence(seen, fix, remedy=Remedy(environ=settings, unset=tuple(each.name for each in facts.misspelt)))
 
 
+@check(
+    "MG109",
+    "A variable's value is not understood by what reads it",
+    "Its reader uses its default or a part of the value, and prints a warning at most, which servers often hide.",
+)
 def _not_understood(facts: Facts) -> Evidence | None:
     wrong = [
         (each, why) for each in facts.variables if (why := _knobs.why_not_understood(each.name, each.value)) is not None
@@ -231,6 +271,12 @@ def _not_understood(facts: Facts) -> Evidence | None:
     return Evidence(seen, f"Correct the value, or remove {' and '.join(names)}.", remedy=Remedy(unset=names))
 
 
+@check(
+    "MG110",
+    "Many threads, and no limit of glibc's arenas",
+    "glibc makes up to 8 arenas for each CPU, so that threads do not wait for each other. Each arena keeps what "
+    "was freed in it, so a service whose threads take turns grows to a multiple of what it uses.",
+)
 def _arenas(facts: Facts) -> Evidence | None:
     """Threads that answer requests allocate at the same time; those of thread pools for operations hardly do."""
     server, tunables = facts.server, facts.last("GLIBC_TUNABLES")
@@ -244,7 +290,6 @@ def _arenas(facts: Facts) -> Evidence | None:
 
 
 def _set_late(facts: Facts, names: Iterable[str]) -> list[Variable]:
-    """The variables that are set after the start, to values other than at the start."""
     named = facts.named(*names)
     started_with = {(variable.name, variable.value) for variable in named if variable.moment == "exec"}
     late = {v.name: v for v in named if v.moment != "exec" and v.value and (v.name, v.value) not in started_with}
@@ -252,7 +297,6 @@ def _set_late(facts: Facts, names: Iterable[str]) -> list[Variable]:
 
 
 def _serves(facts: Facts, preload: str) -> bool:
-    """Whether an allocator of the kind that a preload names serves ``malloc``."""
     wanted = kind_of(re.split(r"[\s:]+", preload)[0])
     files = [process.inside.malloc for process in facts.serving if process.inside]
     return wanted is not None and bool(files) and all(kind_of(file or "") == wanted for file in files)
@@ -264,7 +308,6 @@ def _served(facts: Facts) -> str:
 
 
 def _preload(*values: str) -> Remedy:
-    """Start with the allocator that was meant."""
     kinds = (kind_of(entry) for value in values for entry in re.split(r"[\s:]+", value) if entry)
     kind = next((kind for kind in kinds if kind not in (None, "glibc", "unknown")), None)
     return Remedy(unset=("LD_PRELOAD",), run=("--allocator", kind or "auto"))
@@ -281,78 +324,7 @@ def _evidence(problems: list[Problem], level: Level = "fault", remedy: Remedy | 
     return Evidence(tuple(problem.seen for problem in problems), " ".join(fixes), level, remedy)
 
 
-ALLOCATOR_CHECKS = (
-    Check(
-        "MG101",
-        "LD_PRELOAD is set, but not in force",
-        "The dynamic linker reads LD_PRELOAD once, when a program starts. If it is set later, by a configuration such "
-        "as gunicorn's raw_env or by Python, it silently has no effect.",
-        _placebo,
-    ),
-    Check(
-        "MG102",
-        "LD_PRELOAD names a file that does not exist",
-        "The dynamic linker prints a warning, which servers often hide, and continues without the file: the service "
-        "uses the allocator that should have been replaced.",
-        _missing,
-    ),
-    Check(
-        "MG103",
-        "jemalloc runs background threads in a server that forks",
-        "These threads return freed memory in the background, but threads do not survive a fork: the workers do not "
-        "have them.",
-        _background_threads,
-    ),
-    Check(
-        "MG104",
-        "A variable that is read at program start is set later",
-        "glibc, jemalloc and Python read these variables once, when the program starts. If they are set later, they "
-        "have no effect.",
-        _exec_variables,
-    ),
-    Check(
-        "MG105",
-        "MALLOC_CONF is set, but jemalloc is not in use",
-        "Only jemalloc reads this variable, so it has no effect.",
-        _unused_settings,
-    ),
-    Check(
-        "MG106",
-        "More than one allocator is loaded",
-        "Only one of them serves malloc. A package's private copy is harmless, but its presence and its figures say "
-        "nothing about the service. Of two preloaded allocators, the first is used.",
-        _two,
-    ),
-    Check(
-        "MG107",
-        "Settings of glibc's allocator are left over",
-        "Only glibc's own allocator reads these variables. Since another one was preloaded, they have no effect.",
-        _other_allocators_settings,
-    ),
-    Check(
-        "MG108",
-        "A variable's name is misspelt",
-        "Nothing reads it, and nothing says so: the service runs as if it were not set.",
-        _misspelt,
-    ),
-    Check(
-        "MG109",
-        "A variable's value is not understood by what reads it",
-        "Its reader uses its default or a part of the value, and prints a warning at most, which servers often hide.",
-        _not_understood,
-    ),
-    Check(
-        "MG110",
-        "Many threads, and no limit of glibc's arenas",
-        "glibc makes up to 8 arenas for each CPU, so that threads do not wait for each other. Each arena keeps what "
-        "was freed in it, so a service whose threads take turns grows to a multiple of what it uses.",
-        _arenas,
-    ),
-)
-
-
 # MG2xx: caches and threads, and whether their settings took effect.
-
 
 #: oneDNN also reads the first of these under an older name.
 _ONEDNN = (CAPS[0], "DNNL_PRIMITIVE_CACHE_CAPACITY")
@@ -372,6 +344,12 @@ _PRESET = "modelguard run --preset torch-cpu-dynamic -- COMMAND"
 _CAPPED = Remedy(run=("--preset", "torch-cpu-dynamic"))
 
 
+@check(
+    "MG201",
+    "One of the two oneDNN caches is capped, the other is not",
+    "Neither cap is enough alone: 400 lengths through 8 convolutions grew by 339 MB without a cap, by 77 MB with "
+    "only oneDNN's, and by 319 MB with only ideep's.",
+)
 def _one_cap(facts: Facts) -> Evidence | None:
     onednn, ideep = facts.last(*_ONEDNN), facts.last(_IDEEP)
     given = onednn or ideep
@@ -385,7 +363,6 @@ def _one_cap(facts: Facts) -> Evidence | None:
 
 
 def _wanted(missing: str, given: Variable) -> int:
-    """The capacity for one cache, given that of the other, as the library understands it."""
     entries = _knobs.capacity(given.name, given.value)
     if entries is None or entries < 0 or (entries == 0 and given.name == _IDEEP):
         return _DEFAULT  # no limit, or a crash
@@ -393,6 +370,13 @@ def _wanted(missing: str, given: Variable) -> int:
     return max(1, entries) if missing == _IDEEP else entries
 
 
+@check(
+    "MG205",
+    "LRU_CACHE_CAPACITY is read as 0, which crashes the process",
+    "ideep needs room for at least one entry: torch 2.13 crashes with SIGSEGV at its first convolution on CPU. "
+    "It reads the decimal digits at the start, so '', 'abc' and '0x10' are 0 too. "
+    "The capacity of oneDNN's own cache may be 0.",
+)
 def _crash(facts: Facts) -> Evidence | None:
     cap = facts.last(_IDEEP)
     if cap is None or _knobs.why_unusable(_IDEEP, cap.value) is None or not _may_run_torch(facts):
@@ -405,6 +389,12 @@ def _may_run_torch(facts: Facts) -> bool:
     return not facts.processes or any(process.torch for process in facts.processes)
 
 
+@check(
+    "MG202",
+    "A variable is set too late",
+    "OpenMP and BLAS libraries read their variables when they are loaded, oneDNN and ideep at their first use. "
+    "Variables that are set afterwards silently have no effect.",
+)
 def _too_late(facts: Facts) -> Evidence | None:
     late = [variable for variable in facts.named(*THREAD_VARIABLES) if variable.moment == "after import"]
     ignored = [(variable, pool) for variable in late if (pool := _larger_pool(facts, variable))]
@@ -425,7 +415,6 @@ def _too_late(facts: Facts) -> Evidence | None:
 
 
 def _larger_pool(facts: Facts, variable: Variable) -> tuple[str, int] | None:
-    """A thread pool that is larger than a variable allows."""
     pools = [pool for process in facts.serving if process.inside for pool in process.inside.pools]
     wanted = int(variable.value) if variable.value.isdecimal() else None
     return next((pool for pool in pools if wanted is not None and pool[1] > wanted), None)
@@ -442,6 +431,12 @@ def _above_cap(facts: Facts, cap: Variable) -> list[str]:
     ]
 
 
+@check(
+    "MG203",
+    "torch keeps compiled code for many input shapes, without caps",
+    "oneDNN compiles code for each shape of an input and keeps it for up to 1024 shapes and layers: hundreds of "
+    "MB. If inputs differ in length, memory grows with each new length.",
+)
 def _no_caps(facts: Facts) -> Evidence | None:
     if facts.named(*_ONEDNN, _IDEEP):
         return None
@@ -462,6 +457,13 @@ def _code(process: ServiceProcess) -> str:
     return f"{format_bytes(process.compiled)} of machine code compiled at run time"
 
 
+@check(
+    "MG204",
+    "More threads than CPUs",
+    "Unless told otherwise, each worker has a thread for each CPU, regardless of the quota and other workers. The "
+    "threads then wait for each other, and with a quota the kernel stops all of them for most of each tenth of a "
+    "second.",
+)
 def _threads(facts: Facts) -> Evidence | None:
     cpus, serving = facts.machine.cpus, facts.serving
     pools = [pool for process in serving if process.inside for pool in process.inside.pools]
@@ -479,44 +481,3 @@ def _threads(facts: Facts) -> Evidence | None:
     level: Level = "fault" if any(name == "torch" for name, _ in pools) else "note"
     names = [name for name in THREAD_VARIABLES if name == "OMP_NUM_THREADS" or facts.named(name)]
     return Evidence((seen,), fix, level, Remedy(environ=tuple(f"{name}={share}" for name in names)))
-
-
-PRESET_CHECKS = (
-    Check(
-        "MG201",
-        "One of the two oneDNN caches is capped, the other is not",
-        "Neither cap is enough alone: 400 lengths through 8 convolutions grew by 339 MB without a cap, by 77 MB with "
-        "only oneDNN's, and by 319 MB with only ideep's.",
-        _one_cap,
-    ),
-    Check(
-        "MG202",
-        "A variable is set too late",
-        "OpenMP and BLAS libraries read their variables when they are loaded, oneDNN and ideep at their first use. "
-        "Variables that are set afterwards silently have no effect.",
-        _too_late,
-    ),
-    Check(
-        "MG203",
-        "torch keeps compiled code for many input shapes, without caps",
-        "oneDNN compiles code for each shape of an input and keeps it for up to 1024 shapes and layers: hundreds of "
-        "MB. If inputs differ in length, memory grows with each new length.",
-        _no_caps,
-    ),
-    Check(
-        "MG204",
-        "More threads than CPUs",
-        "Unless told otherwise, each worker has a thread for each CPU, regardless of the quota and other workers. The "
-        "threads then wait for each other, and with a quota the kernel stops all of them for most of each tenth of a "
-        "second.",
-        _threads,
-    ),
-    Check(
-        "MG205",
-        "LRU_CACHE_CAPACITY is read as 0, which crashes the process",
-        "ideep needs room for at least one entry: torch 2.13 crashes with SIGSEGV at its first convolution on CPU. "
-        "It reads the decimal digits at the start, so '', 'abc' and '0x10' are 0 too. "
-        "The capacity of oneDNN's own cache may be 0.",
-        _crash,
-    ),
-)

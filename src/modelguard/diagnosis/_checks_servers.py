@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelguard._units import format_bytes
-from modelguard.diagnosis._facts import Check, Evidence, Facts, Remedy, Role, ServiceProcess
+from modelguard.diagnosis._facts import Evidence, Facts, Remedy, Role, ServiceProcess, check
 
 #: Bytes: more than the private memory of a worker without a model. FastAPI takes about 30 MB, torch 2.13 153 MB.
 _HOLDS_A_MODEL = 180_000_000
@@ -22,6 +22,12 @@ _ROOM = 30
 _KINDS_WITHOUT_ASGI = ("sync", "gthread", "gevent", "eventlet", "tornado")
 
 
+@check(
+    "MG401",
+    "The app is loaded before the fork, but not frozen",
+    "A worker's first full garbage collection writes to every object that it inherited, so all their pages are "
+    "copied: 276 of 282 MB for a heap of 600,000 small objects, and nothing after gc.freeze() in the parent.",
+)
 def _not_frozen(facts: Facts) -> Evidence | None:
     server, main = facts.server, facts.running("main")
     if server is None or not server.preforks or not facts.running("forked") or not main or main[0].inside is None:
@@ -40,6 +46,11 @@ def _not_frozen(facts: Facts) -> Evidence | None:
     return Evidence(seen, fix, remedy=Remedy(options=_OURS) if _may_use_ours(facts) else None)
 
 
+@check(
+    "MG402",
+    "Each forked worker holds its own model",
+    "Workers that load the model after the fork do not share it: N workers take N times the memory.",
+)
 def _copies(facts: Facts) -> Evidence | None:
     server, heavy = facts.server, _heavy(facts, "forked")
     if server is None or not server.forks or len(heavy) <= 1 or server.preload:
@@ -54,6 +65,12 @@ def _copies(facts: Facts) -> Evidence | None:
     return Evidence((f"{server.kind} runs {server.workers} workers", *map(_own_share, heavy)), fix, remedy=remedy)
 
 
+@check(
+    "MG404",
+    "Each spawned worker holds its own model",
+    "These servers start their workers without a fork and have no preload, so the model is not shared: N workers "
+    "take N times the memory.",
+)
 def _spawned_copies(facts: Facts) -> Evidence | None:
     server, heavy = facts.server, _heavy(facts, "spawned")
     if len(heavy) <= 1:
@@ -67,6 +84,12 @@ def _spawned_copies(facts: Facts) -> Evidence | None:
     return Evidence((count, *map(_own_share, heavy)), fix, remedy=Remedy(options=("--workers", "1")))
 
 
+@check(
+    "MG403",
+    "The server replaces workers, and the guard reloads too",
+    "A new worker loads the model, and so does the guard inside a worker. Together they load more often than "
+    "either is configured to, and some loads are wasted.",
+)
 def _two_ways_to_reload(facts: Facts) -> Evidence | None:
     server = facts.server
     guards = [guard for process in facts.serving if process.inside for guard in process.inside.guards if guard.policy]
@@ -82,6 +105,11 @@ def _two_ways_to_reload(facts: Facts) -> Evidence | None:
     return Evidence(seen, fix, remedy=remedy)
 
 
+@check(
+    "MG405",
+    "CUDA is used before the fork",
+    "CUDA does not support fork: every use in the workers fails or hangs.",
+)
 def _cuda(facts: Facts) -> Evidence | None:
     fix = "Use CUDA only in the workers (load in gunicorn's post_worker_init, or without preload_app)."
     main = [process for process in facts.running("main") if process.cuda or (process.inside and process.inside.cuda)]
@@ -90,6 +118,12 @@ def _cuda(facts: Facts) -> Evidence | None:
     return Evidence((f"process {main[0].pid} uses an NVIDIA device, and has forked workers",), fix)
 
 
+@check(
+    "MG406",
+    "An ASGI application is served by a WSGI worker",
+    "These worker classes call the application with two arguments, an ASGI application takes three: every request "
+    "fails with status 500.",
+)
 def _asgi_on_sync(facts: Facts) -> Evidence | None:
     server = facts.server
     asgi = any(process.inside and process.inside.asgi for process in facts.processes)
@@ -101,6 +135,11 @@ def _asgi_on_sync(facts: Facts) -> Evidence | None:
     return Evidence((seen,), f"Add --worker-class {kind}{extra}.", remedy=Remedy(options=("--worker-class", kind)))
 
 
+@check(
+    "MG407",
+    "All workers are replaced at the same time",
+    "Requests are spread evenly, so without a jitter all workers reach max_requests together and load together.",
+)
 def _in_step(facts: Facts) -> Evidence | None:
     server = facts.server
     if server is None or not server.max_requests or server.jitter or server.workers <= 1:
@@ -111,6 +150,12 @@ def _in_step(facts: Facts) -> Evidence | None:
     return Evidence((seen,), f"Add {option} {jitter}.", remedy=Remedy(options=(option, str(jitter))))
 
 
+@check(
+    "MG408",
+    "The server restarts when a source file changes",
+    "It watches all source files, keeps one more process for that, and a deployment that copies files over the old "
+    "ones restarts the service amid the copy. uvicorn runs a single worker then.",
+)
 def _restarts_on_changes(facts: Facts) -> Evidence | None:
     server = facts.server
     if server is None or not server.reload:
@@ -119,8 +164,14 @@ def _restarts_on_changes(facts: Facts) -> Evidence | None:
     return Evidence((f"{server.kind} watches its source files",), fix, remedy=Remedy(drop=("--reload",)))
 
 
+@check(
+    "MG409",
+    "A load takes longer than the server waits",
+    "While a model is replaced by drain_first, calls wait for the load. A sync worker that waits gives no sign of "
+    "life, and gunicorn kills it after the timeout, with its load; the next worker begins the same load. A worker "
+    "that is stopped is killed after graceful_timeout, with the calls that wait.",
+)
 def _loads_too_long(facts: Facts) -> Evidence | None:
-    """A call that waits for a load keeps a sync worker from giving its sign of life, and a stop from being graceful."""
     server = facts.server
     guards = [guard for process in facts.serving if process.inside for guard in process.inside.guards if guard.policy]
     if server is None or server.kind != "gunicorn" or not guards:
@@ -139,6 +190,12 @@ def _loads_too_long(facts: Facts) -> Evidence | None:
     return Evidence(seen, f"Add {' '.join(options)}.", "fault" if silent else "note", remedy=Remedy(options=options))
 
 
+@check(
+    "MG410",
+    "prefork=True has no effect under this server",
+    "A model is shared only if the process that forks the workers has loaded and prepared it before. Without that "
+    "each worker loads its own.",
+)
 def _unshared(facts: Facts) -> Evidence | None:
     server = facts.server
     guards = [guard for process in facts.serving if process.inside for guard in process.inside.guards if guard.unshared]
@@ -157,6 +214,12 @@ def _unshared(facts: Facts) -> Evidence | None:
     return Evidence(seen, fix, remedy=Remedy(options=_OURS) if _may_use_ours(facts) else None)
 
 
+@check(
+    "MG411",
+    "A process imports libraries that it does not use",
+    "An isolated function's model is in a mold, which imports the libraries for itself. A server that imports them "
+    "too, because the function stands in its own modules, holds them once more.",
+)
 def _unused_imports(facts: Facts) -> Evidence | None:
     owners = [one for one in facts.processes if one.isolates and one.libraries and not _has_models(one)]
     seen = (
@@ -192,87 +255,7 @@ def _own_share(process: ServiceProcess) -> str:
     )
 
 
-SERVER_CHECKS = (
-    Check(
-        "MG401",
-        "The app is loaded before the fork, but not frozen",
-        "A worker's first full garbage collection writes to every object that it inherited, so all their pages are "
-        "copied: 276 of 282 MB for a heap of 600,000 small objects, and nothing after gc.freeze() in the parent.",
-        _not_frozen,
-    ),
-    Check(
-        "MG402",
-        "Each forked worker holds its own model",
-        "Workers that load the model after the fork do not share it: N workers take N times the memory.",
-        _copies,
-    ),
-    Check(
-        "MG403",
-        "The server replaces workers, and the guard reloads too",
-        "A new worker loads the model, and so does the guard inside a worker. Together they load more often than "
-        "either is configured to, and some loads are wasted.",
-        _two_ways_to_reload,
-    ),
-    Check(
-        "MG404",
-        "Each spawned worker holds its own model",
-        "These servers start their workers without a fork and have no preload, so the model is not shared: N workers "
-        "take N times the memory.",
-        _spawned_copies,
-    ),
-    Check(
-        "MG405",
-        "CUDA is used before the fork",
-        "CUDA does not support fork: every use in the workers fails or hangs.",
-        _cuda,
-    ),
-    Check(
-        "MG406",
-        "An ASGI application is served by a WSGI worker",
-        "These worker classes call the application with two arguments, an ASGI application takes three: every request "
-        "fails with status 500.",
-        _asgi_on_sync,
-    ),
-    Check(
-        "MG407",
-        "All workers are replaced at the same time",
-        "Requests are spread evenly, so without a jitter all workers reach max_requests together and load together.",
-        _in_step,
-    ),
-    Check(
-        "MG408",
-        "The server restarts when a source file changes",
-        "It watches all source files, keeps one more process for that, and a deployment that copies files over the old "
-        "ones restarts the service amid the copy. uvicorn runs a single worker then.",
-        _restarts_on_changes,
-    ),
-    Check(
-        "MG409",
-        "A load takes longer than the server waits",
-        "While a model is replaced by drain_first, calls wait for the load. A sync worker that waits gives no sign of "
-        "life, and gunicorn kills it after the timeout, with its load; the next worker begins the same load. A worker "
-        "that is stopped is killed after graceful_timeout, with the calls that wait.",
-        _loads_too_long,
-    ),
-    Check(
-        "MG410",
-        "prefork=True has no effect under this server",
-        "A model is shared only if the process that forks the workers has loaded and prepared it before. Without that "
-        "each worker loads its own.",
-        _unshared,
-    ),
-    Check(
-        "MG411",
-        "A process imports libraries that it does not use",
-        "An isolated function's model is in a mold, which imports the libraries for itself. A server that imports them "
-        "too, because the function stands in its own modules, holds them once more.",
-        _unused_imports,
-    ),
-)
-
-
 # MG5xx: what the interpreter itself does to memory.
-
 
 _IMMORTAL = (3, 12)  # the first version of CPython with immortal objects
 
@@ -283,6 +266,13 @@ _HUGE_PAGES = (3, 15)
 _INCREMENTAL = (3, 14), range(5)
 
 
+@check(
+    "MG501",
+    "This Python has no immortal objects",
+    "Reading an object changes its reference count, which copies its page in the worker, even if it is frozen. "
+    "Since CPython 3.12, objects can be made immortal, and reading them then writes nothing. Tensors and arrays "
+    "are not affected: their data has no reference counts.",
+)
 def _no_immortal_objects(facts: Facts) -> Evidence | None:
     python, server, main = facts.interpreter, facts.server, facts.running("main")
     if python is None or server is None or not server.preforks or not facts.running("forked") or not main:
@@ -296,6 +286,12 @@ def _no_immortal_objects(facts: Facts) -> Evidence | None:
     return Evidence((f"workers share {objects:,} objects on {python}",), fix, "note")
 
 
+@check(
+    "MG502",
+    "This Python's garbage collector lets memory grow",
+    "It looks at a part of the heap at a time, so objects in reference cycles stay longer, and memory grows more "
+    "before they are freed. Traces, requests and models with cycles look like a leak.",
+)
 def _incremental_collector(facts: Facts) -> Evidence | None:
     python = facts.interpreter
     version, patches = _INCREMENTAL
@@ -307,6 +303,12 @@ def _incremental_collector(facts: Facts) -> Evidence | None:
     return Evidence((seen,), "Use CPython 3.14.5 or newer.", "note")
 
 
+@check(
+    "MG503",
+    "Python keeps small objects in huge pages, and workers are forked",
+    "A page that a worker writes to must be copied. If no huge page is free at that moment, the kernel ends the "
+    "worker with SIGBUS.",
+)
 def _huge_pages(facts: Facts) -> Evidence | None:
     setting = facts.last("PYTHON_PYMALLOC_HUGEPAGES")
     built = [process for process in facts.running("forked") if process.inside and process.inside.huge_pages]
@@ -318,6 +320,12 @@ def _huge_pages(facts: Facts) -> Evidence | None:
     return Evidence((seen,), f"Remove {setting.name}.", remedy=Remedy(unset=(setting.name,)))
 
 
+@check(
+    "MG504",
+    "Python's allocator runs with its debug checks",
+    "It adds 24 to 32 bytes to every block, fills blocks when they are made and freed, and checks them: more "
+    "memory and time for every object. It is meant to find faults of extensions.",
+)
 def _debug_allocator(facts: Facts) -> Evidence | None:
     setting = facts.last("PYTHONMALLOC")
     if setting is None or setting.moment != "exec" or not setting.value.endswith("debug"):
@@ -326,6 +334,12 @@ def _debug_allocator(facts: Facts) -> Evidence | None:
     return Evidence((seen,), f"Remove {setting.name}.", remedy=Remedy(unset=(setting.name,)))
 
 
+@check(
+    "MG505",
+    "An extension has switched the GIL back on",
+    "A Python without the GIL switches it on when it imports an extension module that does not say that it needs "
+    "none. From then on one thread runs at a time, and what the build costs in speed and memory buys nothing.",
+)
 def _gil_switched_on(facts: Facts) -> Evidence | None:
     found = [process for process in facts.serving if process.inside and process.inside.gil_for is not None]
     if not found or found[0].inside is None:
@@ -335,43 +349,3 @@ def _gil_switched_on(facts: Facts) -> Evidence | None:
     what = names or "the extension that Python's RuntimeWarning names at its import"
     fix = f"Use a release of {what} that supports Python without the GIL, or the ordinary build of Python."
     return Evidence((seen,), fix)
-
-
-INTERPRETER_CHECKS = (
-    Check(
-        "MG501",
-        "This Python has no immortal objects",
-        "Reading an object changes its reference count, which copies its page in the worker, even if it is frozen. "
-        "Since CPython 3.12, objects can be made immortal, and reading them then writes nothing. Tensors and arrays "
-        "are not affected: their data has no reference counts.",
-        _no_immortal_objects,
-    ),
-    Check(
-        "MG502",
-        "This Python's garbage collector lets memory grow",
-        "It looks at a part of the heap at a time, so objects in reference cycles stay longer, and memory grows more "
-        "before they are freed. Traces, requests and models with cycles look like a leak.",
-        _incremental_collector,
-    ),
-    Check(
-        "MG503",
-        "Python keeps small objects in huge pages, and workers are forked",
-        "A page that a worker writes to must be copied. If no huge page is free at that moment, the kernel ends the "
-        "worker with SIGBUS.",
-        _huge_pages,
-    ),
-    Check(
-        "MG504",
-        "Python's allocator runs with its debug checks",
-        "It adds 24 to 32 bytes to every block, fills blocks when they are made and freed, and checks them: more "
-        "memory and time for every object. It is meant to find faults of extensions.",
-        _debug_allocator,
-    ),
-    Check(
-        "MG505",
-        "An extension has switched the GIL back on",
-        "A Python without the GIL switches it on when it imports an extension module that does not say that it needs "
-        "none. From then on one thread runs at a time, and what the build costs in speed and memory buys nothing.",
-        _gil_switched_on,
-    ),
-)

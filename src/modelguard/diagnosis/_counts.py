@@ -21,10 +21,11 @@ from typing import Any
 
 from modelguard._units import format_bytes
 from modelguard.diagnosis import _redact
-from modelguard.environment import _allocator_problems, _proc
-from modelguard.environment._proc import MemoryMapping
+from modelguard.environment import _allocator_problems
 from modelguard.errors import ModelGuardError
-from modelguard.facts.growth import judge
+from modelguard.facts import _proc
+from modelguard.facts._growth import judge
+from modelguard.facts._proc import MemoryMapping
 
 NAMES = ("open files", "threads", "child processes")
 #: So many more end a run: going on would only endanger the machine.
@@ -40,15 +41,7 @@ Kinds = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """A number that grows with the calls.
-
-    Attributes:
-        name: What is counted.
-        more: By how many it has grown.
-        calls: In so many calls, or milliseconds.
-        seen: What they are, the most frequent first.
-        fix: What to do.
-    """
+    """A number that grows with the calls."""
 
     name: str
     more: int
@@ -57,11 +50,6 @@ class Growing:
     fix: str
 
     def told(self, per: str) -> str:
-        """Its numbers.
-
-        Args:
-            per: What ``calls`` counts.
-        """
         during = f"{self.calls:,} calls" if per == "calls" else f"{self.calls / 1000:.0f} seconds"
         return f"{self.more:,} more {self.name} in {during}"
 
@@ -79,27 +67,16 @@ def numbers(pid: int | None = None) -> dict[str, int]:
     return {
         "open files": len(os.listdir(folder / "fd")),  # noqa: PTH208 - only the number is needed
         "threads": len(os.listdir(folder / "task")),  # noqa: PTH208 - as above
-        "child processes": len(_children(pid)),
+        "child processes": len(_proc.children(pid or os.getpid())),
     }
 
 
 def kinds(pid: int | None = None) -> dict[str, dict[str, int]]:
-    """How many it has of each kind."""
     found = {"open files": _files(pid), "threads": _threads(pid), "child processes": _processes(pid)}
     return {name: dict(Counter(each).most_common(_KEPT)) for name, each in found.items()}
 
 
 class Counts:
-    """The numbers by reading, and what they are.
-
-    Args:
-        pid: Of which process; None for this one.
-
-    Attributes:
-        calls: How many calls had been made at each reading.
-        judged: Whether that was asked for.
-    """
-
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
         self.calls: list[int] = []
@@ -108,7 +85,6 @@ class Counts:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was read."""
         self.calls.clear()
         self._kinds, self._first = kinds(self._pid), numbers(self._pid)
         self._read: list[dict[str, int]] = []
@@ -117,17 +93,14 @@ class Counts:
             self._spare += [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE - len(self._spare))]
 
     def read(self, calls: int) -> None:
-        """Read the numbers after so many calls."""
         self.calls.append(calls)
         self._read.append(numbers(self._pid))
 
     def too_many(self) -> bool:
-        """Whether so many are there that going on would endanger the machine."""
         now = numbers()
         return any(now[name] - self._first[name] > MOST[name] for name in NAMES)
 
     def growing(self, since: int) -> list[dict[str, Any]]:
-        """What grows with the calls, from a reading on."""
         self.judged = True
         calls = self.calls[since:]
         found = []
@@ -139,7 +112,6 @@ class Counts:
         return found
 
     def exhausted(self, calls: int) -> list[dict[str, Any]]:
-        """What there is too much of, after so many calls."""
         for number in self._spare:
             os.close(number)
         self._spare.clear()
@@ -153,20 +125,9 @@ class Counts:
 
 
 def _most(before: Kinds, after: Kinds, name: str) -> str:
-    """The kinds of which there are more, the most frequent first."""
     more = Counter(dict(after.get(name, {})))
     more.subtract(before.get(name, {}))
     return ", ".join(f"{count:,} {kind}" for kind, count in more.most_common(_SHOWN) if count > 0)
-
-
-def _children(pid: int | None) -> list[int]:
-    """Those that have ended too, until they are waited for."""
-    found = []
-    for name in os.listdir("/proc"):  # noqa: PTH208 - as above
-        each = _proc.if_readable(_proc.stat, int(name)) if name.isdecimal() else None
-        if each is not None and each.parent == (pid or os.getpid()):
-            found.append(each.pid)
-    return found
 
 
 def _files(pid: int | None) -> Iterator[str]:
@@ -188,7 +149,6 @@ def _files(pid: int | None) -> Iterator[str]:
 
 
 def _sockets(folder: Path) -> dict[str, str]:
-    """What sockets are, by their inodes."""
     found: dict[str, str] = {}
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in _table(folder / "net" / table):
@@ -226,13 +186,12 @@ def _threads(pid: int | None) -> Iterator[str]:
 
 
 def _processes(parent: int | None) -> Iterator[str]:
-    for pid in _children(parent):
-        words = _proc.if_readable(_proc.command_line, pid)
+    for child in _proc.children(parent or os.getpid()):
+        words = _proc.if_readable(_proc.command_line, child.pid)
         yield _redact.redact_command(words, os.environ) if words else "ended, and not waited for"
 
 
 # Which lines of Python allocate what stays: by memray, which sees native memory too, or else by tracemalloc.
-
 
 _FRAMES = 1
 _MOST = 20
@@ -243,15 +202,7 @@ _OFTEN = 0.02
 
 
 def kept_by_line(run: Callable[[], int]) -> dict[str, Any]:
-    """Run calls, and find what they have allocated and not freed. Calls become slower meanwhile.
-
-    Args:
-        run: Makes calls; returns how many.
-
-    Returns:
-        ``traced`` and ``native``, bytes per call by line; ``large``, those of Python objects for which malloc is asked;
-        ``traced_calls``, the number of calls; and ``traced_by``, the tool.
-    """
+    """Run calls, and find what they have allocated and not freed. Calls become slower meanwhile."""
     gc.collect()
     if importlib.util.find_spec("memray") is None:
         return _by_tracemalloc(run)
@@ -303,8 +254,6 @@ def _by_memray(run: Callable[[], int]) -> dict[str, Any]:
 
 
 class _Blocks:
-    """How many blocks a line keeps, and of how many bytes."""
-
     def __init__(self) -> None:
         self.count = self.size = 0
 
@@ -327,7 +276,6 @@ def _found(
 
 
 def _per_call(sizes: Mapping[str, int], calls: int) -> dict[str, float]:
-    """The lines that keep most, in bytes per call."""
     most = sorted(sizes.items(), key=lambda item: -item[1])[:_MOST]
     return {line: size / max(1, calls) for line, size in most}
 
@@ -336,11 +284,6 @@ def _per_call(sizes: Mapping[str, int], calls: int) -> dict[str, float]:
 
 
 def compiled(pid: int | None = None) -> int:
-    """Bytes of machine code that a process has compiled and written.
-
-    Args:
-        pid: The process. Default: this one.
-    """
     return compiled_in(_proc.if_readable(_proc.smaps, pid) or [])
 
 
@@ -355,7 +298,6 @@ def compiled_in(mappings: Iterable[MemoryMapping]) -> int:
 
 # What a process shows of its memory from outside, Python or not.
 
-
 #: Kinds of memory with less growth are not shown.
 _SMALL_MAPPING = 500_000
 #: glibc gives each further arena an address range of this size, at a multiple of it.
@@ -365,12 +307,6 @@ _SHARED = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")  # noqa: S108 - where t
 
 
 def kinds_of(pid: int, root: Path = _proc.ROOT) -> dict[str, int]:
-    """The private memory of a process by what it is for, in bytes.
-
-    Args:
-        pid: The process.
-        root: The folder that holds ``proc``.
-    """
     mappings = _proc.if_readable(_proc.smaps, pid, root) or []
     found: Counter[str] = Counter()
     before: MemoryMapping | None = None
@@ -381,7 +317,6 @@ def kinds_of(pid: int, root: Path = _proc.ROOT) -> dict[str, int]:
 
 
 def _held(mapping: MemoryMapping) -> int:
-    """What the system would get back if the process ended, as private memory is counted."""
     dirty = mapping.sizes.get("Private_Dirty", 0)
     if not mapping.name.startswith(_SHARED):
         dirty = min(dirty, mapping.sizes.get("Anonymous", dirty))

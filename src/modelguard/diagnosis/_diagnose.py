@@ -9,25 +9,29 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from modelguard import _units
-from modelguard.diagnosis import _child, _counts, _redact
-from modelguard.diagnosis._attach import Inside, inside_of
-from modelguard.diagnosis._attribution import attribute
-from modelguard.diagnosis._child import Progress, Said
-from modelguard.diagnosis._counts import Counts, Growing, compiled
-from modelguard.diagnosis._facts_process import interpreter_of, named_process, process_number, readable
-from modelguard.diagnosis._growth import GrowthReport, Measured, notes_on
+from modelguard.diagnosis import _growth, _redact
+from modelguard.diagnosis._counts import Growing
+from modelguard.diagnosis._growth import (
+    SOLVES,
+    Cause,
+    CauseName,
+    GrowthReport,
+    Measured,
+    Round,
+    Trials,
+    attribute,
+    notes_on,
+)
 from modelguard.diagnosis._holders import Held
-from modelguard.diagnosis._trials import Declared, try_remedies
-from modelguard.diagnosis._watch import Calls, Look, Observed
-from modelguard.environment import _memory, _proc
+from modelguard.diagnosis._target import Progress, Said, command, follow
+from modelguard.environment import _allocator, _allocator_files, _launcher, _presets
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
-from modelguard.facts.growth import FEWEST, Judgement
+from modelguard.facts._growth import FEWEST, LEAST, Judgement, judge
 
 #: Seconds that a function is driven and tested, unless told otherwise.
 SECONDS = 30.0
@@ -99,8 +103,8 @@ def diagnose(
     config = {"target": target, "generate": generate, "inputs": read_inputs(inputs), "load": load}
     where, variables = cwd or Path.cwd(), dict(environ)
     patience = min(silence, _MOST_TIMES * seconds)
-    said = _child.follow(
-        _child.command("_driven"),
+    said = follow(
+        command(),
         {**config, "seconds": seconds, "calls": calls, "patience": patience, "loading": max(silence, patience)},
         variables,
         where,
@@ -127,11 +131,6 @@ def diagnose(
 
 
 def read_inputs(file: str | None) -> list[Any] | None:
-    """Read a file of inputs; None if there is none.
-
-    Raises:
-        InvalidOption: It cannot be read, is empty, or a line is not JSON: the message has its number.
-    """
     if file is None:
         return None
     fix = 'Write one input in JSON per line, such as ["a text"] or {"text": "a text"}.'
@@ -152,8 +151,6 @@ def read_inputs(file: str | None) -> list[Any] | None:
 
 
 class _Asked(NamedTuple):
-    """How long the user lets it take."""
-
     seconds: float
     calls: int | None
     patience: float
@@ -161,7 +158,6 @@ class _Asked(NamedTuple):
     generate: str | None
 
     def longer(self, factor: float) -> str:
-        """The option for so many times as long."""
         if self.calls is not None:
             return f"--calls {math.ceil(factor * self.calls)}"
         return f"--time {_units.format_seconds(math.ceil(factor * self.seconds))}"
@@ -205,7 +201,6 @@ def _was_imported(said: Said) -> bool:
 
 
 def _importing(said: Said) -> str:
-    """How the import of the function has ended."""
     if said.end == "silent":
         return f"its import has not returned for {said.seconds:.0f} seconds{_where(said)}"
     return f"its process ended with status {said.status} while it was imported"
@@ -253,7 +248,6 @@ def _ended(said: Said, asked: _Asked) -> list[str]:
 
 
 def _needed(said: Said, judged: Judgement, count: int, asked: _Asked) -> str:
-    """What it needs to be decided."""
     if said.end == "silent":
         longer = _units.format_seconds(math.ceil(2 * asked.patience))
         return f"calls that return; if they are only slow, {longer} or more for --time"
@@ -266,175 +260,335 @@ def _needed(said: Said, judged: Judgement, count: int, asked: _Asked) -> str:
     return asked.longer(judged.more)
 
 
-# Watches a running process until its growth is decided: from outside, and from inside where it can be asked.
+# The remedies that may help against a cause, each tried in fresh processes with the same inputs, in rounds.
+
+# The remedies that may help against a cause, each with how it is tried and what to write to have it.
 
 
-_READINGS = 24
-_OUTSIDE = "from outside, private memory by kind, the allocator ({}), threads, child processes and open files"
-_INSIDE = "and from inside: its objects, what holds those that grow, and the calls on its guards"
-#: How to get what was not looked at.
-_LISTEN = (
-    "call modelguard.control.listen() where its application is made, or use Python 3.14 for both; modelguard.diagnosis."
-    "watch() in it, or modelguard diagnose MODULE:FUNCTION, find it too"
-)
+#: What is changed: variables alone; freed memory is returned; spaCy's memory zones; the model is reloaded; the function
+#: runs in worker processes that are replaced; inputs are padded.
+Act = Literal["variables", "trim", "zones", "reload", "isolate", "bucketed"]
+
+Kind = Literal["low-memory", "torch-cpu-dynamic", "allocators", "trim", "zones", "bucketed", "reload", "isolate"]
+
+#: Which remedies can help against which cause, the simplest first. All others are mended in the program, and only
+#: contained by fresh models and processes.
+AGAINST: dict[CauseName, tuple[Kind, ...]] = {
+    "retention": ("low-memory", "allocators", "trim", "isolate"),
+    "onednn plans": ("torch-cpu-dynamic", "allocators", "bucketed", "isolate"),
+    "spacy strings": ("zones", "reload", "isolate"),
+    "native memory": ("low-memory", "allocators", "trim", "reload", "isolate"),
+    "arrow pool": ("allocators", "trim", "isolate"),
+}
+_ALWAYS: tuple[Kind, ...] = ("reload", "isolate")
+
+#: Remedies against causes with a smaller share are not tried, unless no cause has a larger one.
+_MAIN = 0.3
+
+#: Growth after which freed memory is returned: small enough to happen several times in a trial.
+_TRIM = "10 MB"
 
 
-def diagnose_process(
-    pid: str | int,
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A remedy to try."""
+
+    name: str
+    act: Act
+    lines: tuple[str, ...]
+    environ: Mapping[str, str]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What the user says about the function."""
+
+    bucketed: tuple[str, ...] = ()
+    load: str | None = None
+
+
+def candidates(
+    causes: Sequence[Cause], measured: Measured, declared: Declared, environ: Mapping[str, str], uses: int
+) -> tuple[list[Candidate], list[str]]:
+    main = [cause for cause in causes if cause.share >= _MAIN] or causes[:1]
+    kinds: dict[Kind, None] = dict.fromkeys(kind for cause in main for kind in AGAINST.get(cause.name, _ALWAYS))
+    found: list[Candidate] = []
+    left_out: list[str] = []
+    for kind in kinds:
+        if why := _why_not(kind, measured, declared, environ):
+            left_out.append(f"{kind}: {why}")
+        else:
+            found += _of_kind(kind, measured, declared, environ, uses)
+    return found, left_out
+
+
+def _why_not(kind: Kind, measured: Measured, declared: Declared, environ: Mapping[str, str]) -> str:
+    if kind == "bucketed" and not declared.bucketed:
+        return "--bucketed NAME declares a parameter that may be padded"
+    if kind == "zones" and not measured.zones:
+        return "no spaCy pipeline with memory zones was found"
+    if kind == "reload" and not (measured.guarded or declared.load):
+        return "the function has no guard; --load MODULE:FUNCTION names what makes its model, which it takes first"
+    if kind == "isolate" and not measured.importable:
+        return "a worker process cannot import the function by its name"
+    if kind == "allocators" and "LD_PRELOAD" in environ:
+        return "LD_PRELOAD is set"
+    return ""
+
+
+def _of_kind(
+    kind: Kind, measured: Measured, declared: Declared, environ: Mapping[str, str], uses: int
+) -> Iterator[Candidate]:
+    if kind == "allocators":
+        for allocator in _installed():
+            yield from _variables(environ, allocator=allocator)
+    elif kind == "low-memory":
+        yield from _variables(environ, "low-memory")
+    elif kind == "torch-cpu-dynamic":
+        yield from _variables(environ, "torch-cpu-dynamic")
+        if "LD_PRELOAD" not in environ:
+            for allocator in _installed()[:1]:  # caps bound what oneDNN holds, and glibc keeps the holes between
+                yield from _variables(environ, "torch-cpu-dynamic", allocator)
+    else:
+        yield _in_process(kind, measured, declared, environ, uses)
+
+
+def _installed() -> list[Any]:
+    if _allocator.detect().how == "preloaded":
+        return []
+    return list(dict.fromkeys(file.kind for file in _allocator_files.find(None, environ=os.environ)))
+
+
+def _variables(environ: Mapping[str, str], preset: str | None = None, allocator: Any = "none") -> Iterator[Candidate]:
+    """A remedy that is nothing but variables; none if the environment has them already."""
+    options = [] if preset is None else ["--preset", preset]
+    options += [] if allocator == "none" else ["--allocator", allocator]
+    chosen = None if preset is None else _presets.get(preset)
+    try:
+        plan = _launcher.plan(command(), preset=chosen, allocator=allocator, environ=dict(environ))
+    except ModelGuardError:
+        return
+    if plan.added:
+        name = " + ".join(options[1::2])
+        line = f"modelguard run {' '.join(options)} -- COMMAND"
+        yield Candidate(name, "variables", (line,), plan.environ, {})
+
+
+def _in_process(kind: Kind, measured: Measured, declared: Declared, environ: Mapping[str, str], uses: int) -> Candidate:
+    if kind == "trim":
+        lines = ("from modelguard import memory", f'memory.trim_every("{_TRIM}")')
+        return Candidate("trim_every", "trim", lines, environ, {"trim_every": _TRIM})
+    if kind == "zones":
+        line = '@zoned(guard(load, reload_on=IndexGrowth("16 MB")))'
+        lines = ("from modelguard.adapters.spacy import IndexGrowth, zoned", line)
+        return Candidate("zoned", "zones", lines, environ, {})
+    if kind == "bucketed":
+        names = ", ".join(f'"{name}"' for name in declared.bucketed)
+        lines = ("from modelguard.adapters.torch import bucketed", f"@bucketed({names}, cut=None)")
+        return Candidate("bucketed", "bucketed", lines, environ, {"bucketed": list(declared.bucketed)})
+    replaced = f"guard(load, reload_on=Uses({uses:_}))"
+    if kind == "reload":
+        return Candidate(
+            "reload_on", "reload", ("from modelguard import Uses, guard", replaced), environ, {"uses": uses}
+        )
+    owned = measured.guarded or declared.load is not None
+    own = (
+        ("@isolate()  # above the guard's decorator", replaced) if owned else (f"@isolate(recycle_on=Uses({uses:_}))",)
+    )
+    return Candidate("isolate", "isolate", ("from modelguard import Uses, isolate", *own), environ, {"uses": uses})
+
+
+_ROUNDS = 3
+#: Bytes by which memory is to grow in one run without a remedy: several times what it moves by without any leak, and
+#: not so much that it endangers the machine.
+_GROWTH, _MOST_GROWTH = 100_000_000, 150_000_000
+#: The share of that growth with which runs are most often decided.
+_ENOUGH = 0.3
+#: How many times the time is likely to decide what long runs have left undecided.
+_MORE = 3
+#: Calls before the readings begin, as a share of the calls between them.
+_WARM = 0.2
+#: Of a run: the fewest calls, so that there is a p99, and the shortest and the longest time in seconds.
+_FEWEST_IN_RUN, _SHORTEST, _LONGEST = 48, 1.0, 300.0
+#: How many times a run may take as long as the one without a remedy. Processes that start take long for themselves.
+_MOST_SLOWER, _START = 3.0, 30.0
+#: A remedy that leaves more than this share of the growth in its first round is not tried again.
+_LOSER = 0.9
+#: A model, or a worker, is replaced this often in a run: so many teeth tell whether what is below them grows.
+_REPLACED = 4
+#: Runs for which the time has to be enough: two rounds of eight.
+_RUNS = 16
+#: A remedy with which a larger share of the calls fails is none.
+_FAILURES = 0.01
+
+_NOTHING = "nothing"
+
+Clock = Callable[[], float]
+Follow = Callable[..., Said]
+
+
+def try_remedies(
+    config: Mapping[str, Any],
+    causes: Sequence[Cause],
+    measured: Measured,
+    declared: Declared,
     *,
-    seconds: float = 300.0,
-    progress: Progress = lambda _: None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> GrowthReport:
-    """Watch a running process, decide whether its memory grows with its calls, and attribute the growth.
+    seconds: float,
+    environ: Mapping[str, str],
+    cwd: Path,
+    progress: Progress,
+    silence: float,
+    follow: Follow = follow,
+    clock: Clock = time.monotonic,
+) -> Trials | None:
+    began = clock()
+    calls = calls_of_a_run(measured, seconds)
+    found, left_out = candidates(causes, measured, declared, environ, max(1, calls // _REPLACED))
+    given = {**config, "calls": calls, "warm": int(_WARM * calls), "load": declared.load}
 
-    Any process is watched from outside: the kinds of its memory, its threads, children and open files. One that has
-    called ``modelguard.control.listen()``, or that runs the same CPython as this one, 3.14 or later, is asked too:
-    a thread of it counts objects at the start and at the end, finds what holds those that have become more, and counts
-    calls on guards in between. Freed memory is then returned at the start and at the end; nothing else is changed.
+    def run(own: Mapping[str, Any], variables: Mapping[str, str], limit: float | None) -> Said:
+        return follow(
+            command(), {**given, **own}, variables, cwd, progress=lambda _: None, silence=silence, limit=limit
+        )
 
-    Args:
-        pid: The id of the process: of a server with workers, that of one worker.
-        seconds: How long to watch it. It has to get requests meanwhile.
-        progress: Called at each reading.
-        clock: Monotonic seconds.
-        sleep: Waits for that many seconds.
-
-    Raises:
-        InvalidOption: It is not a process id, the process does not exist, has ended, belongs to another user, or has
-            stopped to answer; or the time is not valid.
-        NotSupported: There is no ``/proc``.
-    """
-    number = process_number(pid)
-    if not 1 <= seconds <= _DAY:
-        raise InvalidOption("--time", seconds, why="must be between 1 s and 1 day", fix="Write --time 5m.")
-    if not _proc.is_mounted():
-        raise NotSupported("modelguard diagnose --pid", reason="there is no /proc")
-    with readable(number), ExitStack() as stack:
-        _memory.usage(number)  # raises if there is no such process, or it belongs to another user
-        subject, python = named_process(number), interpreter_of(number)
-        inside, why = None, "it runs no Python"
-        if python is not None:
-            try:
-                inside = stack.enter_context(inside_of(number, python))
-            except ModelGuardError as error:
-                why = f"{_reason(error)}; {_LISTEN}"
-        return Watched(number, inside, clock, sleep, progress, why=why).report(subject, seconds)
+    rounds = _Rounds(run, progress, clock)
+    if found:
+        rounds.run(Candidate(_NOTHING, "variables", (), environ, {}), found, seconds)
+    trials = rounds.results(calls, found, left_out, mends=any(cause.name in AGAINST for cause in causes))
+    if trials is None or not any(one.undecided for one in trials.tried):
+        return trials
+    needed = seconds_needed(measured, calls, max(seconds, clock() - began))
+    return dataclasses.replace(trials, needed=_units.format_seconds(needed))
 
 
-def _reason(error: ModelGuardError) -> str:
-    """Why it cannot be asked, as the end of a sentence."""
-    if isinstance(error, NotSupported):
-        return error.reason
-    fix = f". {error.fix}" if isinstance(error, InvalidOption) else ""
-    return f"it {str(error).removesuffix(fix).partition(': ')[2]}"
+def calls_of_a_run(measured: Measured, seconds: float) -> int:
+    each = max(1e-6, measured.seconds / max(1, measured.calls[-1]))
+    growth = max(1.0, measured.per_call)
+    wanted = min(max(_GROWTH / growth, _SHORTEST / each), _MOST_GROWTH / growth)
+    longest = min(_LONGEST, max(_SHORTEST, seconds / _RUNS - measured.imported))
+    return int(max(_FEWEST_IN_RUN, min(wanted, longest / each)))
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A process that is watched.
+def seconds_needed(measured: Measured, calls: int, seconds: float) -> float:
+    """The time that trials need so that memory grows by 30 MB in each run; if it has, several times as much."""
+    wanted = _ENOUGH * _GROWTH / max(1.0, measured.per_call)
+    if calls >= wanted:
+        return _MORE * seconds
+    each = measured.seconds / max(1, measured.calls[-1])
+    return max(_RUNS * (measured.imported + wanted * each), 2 * seconds)
 
-    Attributes:
-        pid: The process.
-        inside: Answers questions in it; None if it is seen from outside only.
-        clock: Monotonic seconds.
-        sleep: Waits for that many seconds.
-        progress: Called at each reading.
-        private: Reads the private memory of a process, in bytes.
-        why: Why it is seen from outside only.
-    """
 
-    pid: int
-    inside: Inside | None
-    clock: Callable[[], float]
-    sleep: Callable[[float], None]
-    progress: Progress
-    private: Callable[[int], int] = _memory.private_of
-    why: str = ""
-    _unknown: list[str] = field(default_factory=list)
+@dataclass
+class _Tried:
+    """The rounds of one remedy: each with the run without it of the same round."""
 
-    def report(self, subject: str, seconds: float) -> GrowthReport:
-        """Watch it for so long, and judge."""
-        calls, observed = Calls(), Observed()
-        self._still_there()
-        counts = Counts(self.pid)
-        free = self._trim()
-        first, kinds = self._look(), _counts.kinds_of(self.pid)
-        began = self.clock()
-        self._unknown.extend(self._children())
-        try:
-            for number in range(_READINGS + 1):
-                self.sleep(max(0.0, began + number * seconds / _READINGS - self.clock()))
-                private = self._still_there()
-                total = calls.total(self._ask("uses").get("uses", ()))
-                made = total if calls.known else int(1000 * (self.clock() - began))
-                observed.add(made, private)
-                counts.read(made)
-                self.progress({"calls": total, "private": private, "first": observed.first, "phase": "drive"})
-        except KeyboardInterrupt:
-            self._unknown.append("it was interrupted")
-        last, now = self._look(), _counts.kinds_of(self.pid)
-        held = self._held(calls)
-        trimmed = max(0, self._trim() - free)
-        measured = observed.measured(first, last, trimmed, "calls" if calls.known else "milliseconds", held)
-        measured = replace(measured, growing=tuple(Growing(**each) for each in counts.growing(0)))
-        judged = measured.judged
-        self._unknown.extend(notes_on(judged, measured.per))
-        if not measured.calls[-1] and len(measured.calls) >= FEWEST:
-            self._unknown.append("no call has ended meanwhile; send it requests")
-        elif judged.verdict == "undecided":
-            longer = _units.format_seconds(math.ceil(judged.more * seconds))
-            self._unknown.append(f"{judged.reason}; it needs --time {longer}")
-        causes, rest = ((), 1.0) if self.inside is None else attribute(measured)
-        if judged.verdict != "grows":
-            causes, rest = (), 0.0
-        seen = (*self._looked_at(), *self._where(kinds, now))
-        verdict = "grows" if measured.growing else judged.verdict
-        return GrowthReport(subject, verdict, causes, rest, measured, tuple(self._unknown), seen=seen)
+    rounds: list[tuple[Round, Round]] = dataclasses.field(default_factory=list)
+    stopped: str = ""
 
-    def _still_there(self) -> int:
-        """Its private memory.
 
-        Raises:
-            InvalidOption: It has ended.
-        """
-        private = self.private(self.pid)
-        if _proc.stat(self.pid) is None:
-            why = "has ended meanwhile"
-            raise InvalidOption("--pid", self.pid, why=why, fix="Give the id of a process that goes on.")
-        return private
+class _Rounds:
+    """Runs rounds: doing nothing first, then each remedy, in another order each time."""
 
-    def _looked_at(self) -> Iterator[str]:
-        outside = _OUTSIDE.format(_counts.allocator_of(self.pid) or "unknown")
-        if self.inside is not None:
-            yield f"looked at: {outside}; {_INSIDE}"
+    def __init__(self, run: Callable[..., Said], progress: Progress, clock: Clock) -> None:
+        self._run = run
+        self._progress = progress
+        self._clock = clock
+        self._nothing: list[Round] = []
+        self._tried: dict[str, _Tried] = {}
+        self._over = self._interrupted = False
+
+    def run(self, nothing: Candidate, found: Sequence[Candidate], seconds: float) -> None:
+        self._tried = {candidate.name: _Tried() for candidate in found}
+        began = self._clock()
+        for number in range(_ROUNDS):
+            left = [candidate for candidate in found if not self._tried[candidate.name].stopped]
+            order = left[number:] + left[:number] if number < len(left) else left
+            if not order or self._over or (number and (self._clock() - began) * (1 + 1 / number) > seconds):
+                return
+            self._one_round(number, nothing, order)
+
+    def _one_round(self, number: int, nothing: Candidate, order: Sequence[Candidate]) -> None:
+        began = self._clock()
+        said = self._one(number, nothing, None)
+        if said.last("readings") is None:
+            self._over = True
             return
-        yield f"looked at: {outside}"
-        yield f"not looked at: its Python objects, what holds them, and its calls, because {self.why}"
+        base = _round(said, LEAST)
+        if not base.undecided and base.growth * said.lines[-1]["calls"] < LEAST:
+            base = base._replace(undecided="memory grows by less than 1 MB in so few calls")
+        self._nothing.append(base)
+        limit = _MOST_SLOWER * (self._clock() - began) + _START
+        for candidate in order:
+            if not self._over:
+                self._add(candidate, self._one(number, candidate, limit), said, base)
 
-    def _where(self, first: Mapping[str, int], last: Mapping[str, int]) -> Iterator[str]:
-        if moved := _counts.moved(first, last):
-            yield f"where private memory grew: {moved}"
+    def _one(self, number: int, candidate: Candidate, limit: float | None) -> Said:
+        self._progress({"phase": f"round {number + 1} of {_ROUNDS}: {candidate.name}"})
+        config: dict[str, Any] = {"act": candidate.act, "options": dict(candidate.options)}
+        config["limit"] = _LONGEST * _MOST_SLOWER if limit is None else limit
+        said = self._run(config, candidate.environ, limit=None if limit is None else limit + _START)
+        self._over = self._interrupted = said.end == "interrupted"
+        return said
 
-    def _children(self) -> list[str]:
-        count = sum(1 for _ in _proc.descendants(self.pid, _proc.processes())) - 1
-        return [f"it has {count} processes below it, which were not watched"] if count > 0 else []
+    def _add(self, candidate: Candidate, said: Said, nothing: Said, base: Round) -> None:
+        tried = self._tried[candidate.name]
+        if said.end == "interrupted":
+            return
+        tried.stopped = _failure(said, nothing)
+        if said.last("readings") is None:
+            return
+        own = _round(said, max(1.0, SOLVES * base.growth * said.lines[-1]["calls"]))
+        if base.undecided:
+            own = own._replace(undecided=f"without a remedy, {base.undecided}")
+        tried.rounds.append((own, base))
+        grows = own.growth > _LOSER * base.growth and not own.undecided
+        if not tried.stopped and grows and own.cpu > _LOSER * base.cpu:
+            tried.stopped = "it leaves the growth as it is"
 
-    def _ask(self, question: str) -> dict[str, Any]:
-        return {} if self.inside is None else self.inside.ask(question)
+    def results(self, calls: int, found: Sequence[Candidate], left_out: Sequence[str], *, mends: bool) -> Trials | None:
+        """What came of it; None if there is nothing to say."""
+        if not self._nothing:
+            return None if not left_out or found else Trials(calls, None, left_out=tuple(left_out))
+        nothing = _growth.trial(_NOTHING, (), [(each, each) for each in self._nothing])
+        failed = [
+            f"{candidate.name}: {tried.stopped}"
+            for candidate in found
+            if not (tried := self._tried[candidate.name]).rounds and tried.stopped
+        ]
+        made = [
+            _growth.trial(candidate.name, candidate.lines, tried.rounds, tried.stopped)
+            for candidate in found
+            if (tried := self._tried[candidate.name]).rounds
+        ]
+        if self._interrupted:
+            failed.append("the other rounds: they were interrupted")
+        names = _growth.front(nothing, made)
+        made = [dataclasses.replace(one, front=one.name in names) for one in made]
+        best = _growth.recommend(nothing, made)
+        return Trials(calls, nothing, tuple(made), best, (*left_out, *failed), contains=not mends)
 
-    def _look(self) -> Look:
-        said = self._ask("look")
-        return Look(said.get("census", {}), said.get("types", {}), compiled(self.pid), tuple(said.get("libraries", ())))
 
-    def _held(self, calls: Calls) -> tuple[Held, ...]:
-        """What holds what has become more. Where calls are not known, growth with them cannot be asked for."""
-        number = calls.total(()) if calls.known else 0
-        return tuple(Held(**each) for each in self._ask(f"held {number}").get("held", ()) if each["path"])
+def _round(said: Said, least: float) -> Round:
+    """One run, in which growth by less than so many bytes does not count."""
+    last = said.lines[-1]
+    calls, private = last["readings"]
+    judged = judge(calls, private, least=least)
+    growth = max(0.0, judged.growth) / max(1, calls[-1] - calls[0])
+    return Round(growth, float(last["cpu"]), float(last["p99"]), int(last["held"]), judged.reason)
 
-    def _trim(self) -> int:
-        """Bytes that a trim gives back."""
-        before = self.private(self.pid)
-        self._ask("trim")
-        return max(0, before - self.private(self.pid))
+
+def _failure(said: Said, nothing: Said) -> str:
+    last: Mapping[str, Any] = said.lines[-1] if said.lines else {}
+    if "error" in last:
+        return f"it failed ({last['error']})"
+    if said.end == "exited":
+        return f"its process ended with status {said.status}"
+    if said.end == "silent":
+        return "a call did not return"
+    if said.end == "late" or not last["whole"]:
+        return f"it took more than {_MOST_SLOWER:g} times as long"
+    more = last["failures"] - nothing.lines[-1]["failures"]
+    if more > _FAILURES * last["calls"]:
+        return f"{more:,} of {last['calls']:,} calls failed ({', '.join(last['errors'])})"
+    return ""

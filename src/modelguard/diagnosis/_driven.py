@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
+import importlib
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -11,16 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from modelguard import memory
 from modelguard.diagnosis import _census, _holders, _target
 from modelguard.diagnosis._counts import Counts, compiled, kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
-from modelguard.environment import _allocator, _allocator_problems, _memory
+from modelguard.environment import _allocator, _allocator_problems
 from modelguard.errors import ModelGuardError
-from modelguard.facts.growth import Verdict, judge
+from modelguard.facts import _memory, _proc
+from modelguard.facts._growth import Verdict, judge
+from modelguard.isolation.isolate import Isolated, isolate
+from modelguard.lifecycle._options import Swap
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard
-
-__all__ = ["main"]
+from modelguard.lifecycle.policies import Policy, Uses
 
 _READINGS = 24
 #: Shares of the time or of the calls: the warm-up, the readings, new inputs to choose from, repeated inputs, and calls
@@ -50,8 +57,8 @@ _MANY = 100
 
 
 def main() -> None:
-    """Drive what the configuration describes."""
-    _target.run_program(_drive)
+    """Do what the configuration describes: drive the function, or try a remedy on it."""
+    _target.run_program(lambda config, say: (_try if "act" in config else _drive)(config, say))
 
 
 class _Extent(NamedTuple):
@@ -77,7 +84,6 @@ class _Pace(NamedTuple):
     most: int = _UNCOUNTED
 
     def part(self, share: float, *, at_most: int = _UNCOUNTED) -> _Extent:
-        """A share of the whole, from now on."""
         at_most = min(at_most, self.most)
         if self.calls is not None:
             return _Extent(min(at_most, max(_FEWEST_CALLS, round(share * self.calls))), self.latest)
@@ -139,7 +145,8 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
     measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
     measured |= {"imported": config["imported"], "guarded": isinstance(owner_of(function), ModelGuard)}
-    measured |= {"zones": _has_zones(), "importable": _is_importable(function)}
+    measured["zones"] = any(hasattr(type(nlp), "memory_zone") for nlp in _census.pipelines())
+    measured["importable"] = _is_importable(function)
     say(measured=measured)
     say(phase="tests")
     measured |= _given_back(pools, sizes)
@@ -180,7 +187,6 @@ def _held(before: _census.Moment | None, calls: int) -> list[dict[str, Any]]:
 
 
 def _owners() -> dict[str, list[str]]:
-    """The ways to what libraries' causes belong to, by the cause."""
     with suppress(Exception):
         return {
             cause: sorted({way for one in some if (way := _holders.path(one, {id(owners), id(some)}))})
@@ -191,8 +197,6 @@ def _owners() -> dict[str, list[str]]:
 
 
 class _Readings:
-    """Readings of private memory between calls, that of workers included."""
-
     def __init__(self, target: Target, pace: _Pace, size: int, say: Say, counts: Counts) -> None:
         self.calls: list[int] = []
         self.private: list[int] = []
@@ -243,7 +247,6 @@ class _Readings:
 
 
 def _calls_for(size: int, calls: int, grown: int) -> int:
-    """In how many calls memory grows by so many bytes, if it has grown so much in so many calls."""
     return max(1, size * calls // grown) if grown > 0 else _UNCOUNTED
 
 
@@ -268,13 +271,7 @@ def _readings(target: Target, pace: _Pace, size: int, say: Say, counts: Counts) 
     }
 
 
-def _has_zones() -> bool:
-    """Whether a spaCy pipeline is loaded, and this spaCy has memory zones."""
-    return any(hasattr(type(nlp), "memory_zone") for nlp in _census.pipelines())
-
-
 def _is_importable(function: Any) -> bool:
-    """Whether another process can find the function by its name."""
     name = getattr(function, "__qualname__", None)
     return isinstance(name, str) and "." not in name and not hasattr(function, "aio")
 
@@ -355,7 +352,6 @@ def _rates(target: Target, pace: _Pace) -> dict[str, Any]:
 
 
 def _sorted_out(target: Target, extent: _Extent) -> tuple[list[Arguments], list[Arguments]]:
-    """New inputs that work, and some that fail."""
     works: list[Arguments] = []
     failing: list[Arguments] = []
     while len(works) + len(failing) < extent.calls and (time.monotonic() < extent.until or not works + failing):
@@ -386,6 +382,160 @@ def _shape(given: Any) -> Any:
     if isinstance(given, dict):
         return tuple((key, _shape(value)) for key, value in sorted(given.items()))
     return tuple(map(_shape, given)) if isinstance(given, list | tuple) else type(given).__name__
+
+
+# One remedy, tried on the function in a process of its own.
+
+_STEPS = 24
+_PAUSE = 0.01
+#: The module that this program writes, so that worker processes can import the function.
+_MODULE = "modelguard_tried"
+
+
+def _try(config: dict[str, Any], say: Say) -> None:
+    plain = _target.load(config["target"])
+    function, around = _with_remedy(plain, config)
+    given = _target.inputs(config, _guarded(plain, config, None) if config["load"] else plain)
+    target = Target(function, given, asynchronous=_target.is_async(plain), around=around)
+    until = time.monotonic() + config["limit"]
+    say(phase="warm-up")
+    target.run(config["warm"], until)
+    gc.collect()
+    target.forget()
+    target.timed = True
+    _settle(function, until)
+    size = max(1, config["calls"] // _STEPS)
+    calls, private, cpu = [0], [_private()], _cpu()
+    say(phase="try")
+    while len(calls) <= _STEPS and time.monotonic() < until:
+        target.run(size, until)
+        _settle(function, until)
+        calls.append(target.calls)
+        private.append(_private())
+    seconds = sorted(target.seconds)
+    say(
+        calls=target.calls,
+        readings=[calls, private],
+        cpu=(_cpu() - cpu) / max(1, target.calls),
+        p99=seconds[int(0.99 * (len(seconds) - 1))] if seconds else 0.0,
+        held=private[-1],
+        failures=target.failures,
+        errors=list(target.errors)[:3],
+        whole=len(calls) > _STEPS,
+        done=True,
+    )
+
+
+def _settle(function: Any, until: float) -> None:
+    """Wait for the replacement that is due: on a busy machine it comes late, and memory is judged, not time."""
+    owner = owner_of(function)
+    while time.monotonic() < until:
+        if isinstance(function, Isolated):
+            due = any(worker.worn for worker in function.status().workers)
+        else:
+            due = isinstance(owner, ModelGuard) and owner.engine.loading
+        if not due:
+            return
+        time.sleep(_PAUSE)
+
+
+# The remedies
+
+_Around = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+def _with_remedy(plain: Callable[..., Any], config: dict[str, Any]) -> tuple[Callable[..., Any], _Around]:
+    act, options = config["act"], config["options"]
+    function = _guarded(plain, config, None) if config["load"] else plain
+    if act == "trim":
+        memory.trim_every(options["trim_every"])
+        return function, contextlib.nullcontext
+    if act == "zones":
+        return function, _Zones()
+    if act == "reload":
+        return _guarded(plain, config, Uses(options["uses"])), contextlib.nullcontext
+    if act == "isolate":
+        return _isolated(config), contextlib.nullcontext
+    if act == "bucketed":
+        from modelguard.adapters.torch import bucketed
+
+        return bucketed(*options["bucketed"], cut=None)(function), contextlib.nullcontext
+    return function, contextlib.nullcontext
+
+
+class _Zones:
+    """Makes the context of a call: a memory zone in each pipeline. They are looked for after the first call."""
+
+    def __init__(self) -> None:
+        self._pipelines: list[Any] | None = None
+        self._called = False
+
+    def __call__(self) -> contextlib.AbstractContextManager[object]:
+        if self._pipelines is None and self._called:
+            self._pipelines = _census.pipelines()
+        self._called = True
+        stack = contextlib.ExitStack()
+        for nlp in self._pipelines or ():
+            stack.enter_context(nlp.memory_zone())
+        return stack
+
+
+def _guarded(plain: Any, config: dict[str, Any], policy: Policy | None) -> Any:
+    """The function with a guard that has another policy, and does not wait for a pause between calls."""
+    if config["load"]:
+        return guard(_target.load(config["load"]), reload_on=policy, swap=Swap(defer=0))(plain)
+    owner = owner_of(plain)
+    if not isinstance(owner, ModelGuard):
+        raise TypeError(f"{config['target']} has no guard")
+    context = owner.engine.guard
+    swap = dataclasses.replace(context.options.swap, defer=0)
+    options = dataclasses.replace(context.options, reload_on=policy, swap=swap)
+    return ModelGuard(options, context.runtime)(plain.__wrapped__)
+
+
+def _isolated(config: dict[str, Any]) -> Any:
+    folder = Path(config["answer"]).parent
+    chosen = {name: config[name] for name in ("target", "load", "options")}
+    text = f"from modelguard.diagnosis import _driven\ncall = _driven.isolated_function({chosen!r}, __name__)\n"
+    (folder / f"{_MODULE}.py").write_text(text, encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    return importlib.import_module(_MODULE).call
+
+
+def isolated_function(config: dict[str, Any], module: str) -> Isolated[..., Any]:
+    plain = _target.load(config["target"])
+    policy = Uses(config["options"]["uses"])
+    if config["load"] or isinstance(owner_of(plain), ModelGuard):
+        return isolate(workers=1, timeout=None)(_named(_guarded(plain, config, policy), module))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    async def acall(*args: Any, **kwargs: Any) -> Any:
+        return await plain(*args, **kwargs)
+
+    chosen = acall if _target.is_async(plain) else call
+    return isolate(workers=1, timeout=None, recycle_on=policy)(_named(chosen, module))
+
+
+def _named(function: Any, module: str) -> Any:
+    function.__module__, function.__qualname__ = module, "call"
+    return function
+
+
+# What a run costs
+
+
+def _processes() -> list[int]:
+    return [each.pid for each in _proc.tree(os.getpid())]
+
+
+def _private() -> int:
+    return _target.private_of(_processes())
+
+
+def _cpu() -> float:
+    return sum(_proc.if_readable(_proc.cpu_seconds, pid) or 0.0 for pid in _processes())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Literal
 
 from modelguard.environment import _knobs
 from modelguard.environment._allocator_files import Problem
-from modelguard.environment._memory import Cpus, Limit, Strain
+from modelguard.facts._memory import Cpus, Limit, Strain
 
 #: When a variable is set: before the program starts; by the program before or after it has loaded a library that reads
 #: thread variables.
@@ -26,14 +26,7 @@ CAPS = (_knobs.ONEDNN, _knobs.IDEEP)
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """An environment variable that modelguard knows.
-
-    Attributes:
-        name: Its name.
-        value: Its value.
-        moment: When it is set.
-        where: The place that sets it, as text for users: ``"/srv/app.py line 3"``.
-    """
+    """An environment variable that modelguard knows."""
 
     name: str
     value: str
@@ -43,14 +36,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Misspelt:
-    """An environment variable that nothing reads, because its name is misspelt.
-
-    Attributes:
-        name: Its name.
-        meant: The name that is read.
-        value: Its value, if that is a number; otherwise empty.
-        where: The place that sets it, as text for users.
-    """
+    """An environment variable that nothing reads, because its name is misspelt."""
 
     name: str
     meant: str
@@ -98,14 +84,7 @@ class Interpreter:
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """A guard in a process.
-
-    Attributes:
-        name: Its name.
-        policy: The policy that replaces its model, as text; None if it has none.
-        load_seconds: How long the load of its model took; 0 if none is loaded.
-        unshared: Whether it was made with ``prefork=True``, and nothing has prepared the process for that.
-    """
+    """A guard in a process."""
 
     name: str
     policy: str | None = None
@@ -219,7 +198,6 @@ class Server:
 
     @property
     def preforks(self) -> bool:
-        """Whether workers inherit the loaded app."""
         return self.forks and bool(self.preload)
 
 
@@ -275,7 +253,6 @@ class Facts:
 
 
 # The environment variables that are kept of any service. No other variable's value is looked at or shown.
-
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 KNOWN = frozenset(
@@ -341,7 +318,6 @@ _WORD = 5
 
 
 def known_variables(environ: Mapping[str, str], where: str) -> tuple[Variable, ...]:
-    """Keep of an environment what modelguard knows."""
     return tuple(Variable(name, environ[name], "exec", where) for name in sorted(KNOWN & environ.keys()))
 
 
@@ -389,23 +365,13 @@ def _distance(one: str, other: str) -> int:
 
 # Checks, and the findings that they report.
 
-
 #: A fault does harm, or is a setting without effect. A note may be intended, and does not make the doctor fail.
 Level = Literal["fault", "note"]
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A fix as changes to the command that starts the service.
-
-    Attributes:
-        environ: Variables to set, as ``NAME=VALUE``.
-        unset: Variables to remove.
-        run: Options of ``modelguard run``.
-        options: Options to add to the server's own.
-        drop: Words to remove from the command.
-        before: Shell commands to run before it.
-    """
+    """A fix as changes to the command that starts the service."""
 
     environ: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
@@ -417,14 +383,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a check found.
-
-    Attributes:
-        seen: The evidence, each item a sentence or clause.
-        fix: Exactly what to do.
-        level: How serious it is.
-        remedy: The fix as changes to the command; None if the command cannot change it.
-    """
+    """What a check found."""
 
     seen: tuple[str, ...]
     fix: str
@@ -482,3 +441,8 @@ class Check:
         return Finding(
             self.number, self.title, evidence.level, evidence.seen, self.why, evidence.fix, page, evidence.remedy
         )
+
+
+def check(number: str, title: str, why: str) -> Callable[[Callable[[Facts], Evidence | None]], Check]:
+    """Make the function below it the ``find`` of a check."""
+    return lambda find: Check(number, title, why, find)

@@ -22,16 +22,16 @@ from typing import Any
 from modelguard.diagnosis import _redact
 from modelguard.diagnosis._facts import KNOWN, Facts, ServiceProcess
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree
-from modelguard.environment import _memory, _proc
-from modelguard.environment._elf import locate
-from modelguard.environment._memory import Strain
+from modelguard.environment._launcher import locate
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts import _memory, _proc
+from modelguard.facts._memory import Strain
 from modelguard.isolation._processes import ENDING, die_with_parent, ending_signals
 
 # A command that is started to be examined: in its own session, with the probe, and stopped with all it started.
 
 
-_PROBE = Path(__file__).with_name("_probe.py")
+_PROBE = Path(__file__).with_name("_inside.py")
 
 #: Seconds that a process may take to answer the probe's signal: its 0.3 s of computing and imports took more than 10 s
 #: where ten programs shared a processor.
@@ -52,13 +52,6 @@ _ERROR = re.compile(r"(?:\w+\.)*(\w*(?:Error|Exception|Exit|Interrupt|Failed)): 
 
 
 class Session:
-    """A command that runs.
-
-    Attributes:
-        process: The process that was started.
-        folder: The probe's folder.
-    """
-
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, words: Sequence[str]) -> None:
         self.process = process
         self.folder = folder
@@ -66,32 +59,19 @@ class Session:
         self._killed_before = {self._cgroups(None): _memory.oom_kills() or 0}
 
     def pids(self) -> list[int]:
-        """The process and everything that it has started."""
-        return [each.pid for each in _proc.descendants(self.process.pid, _proc.processes())]
+        return [each.pid for each in _proc.tree(self.process.pid)]
 
     def probed(self) -> list[int]:
-        """Those among them that have the probe."""
         return [pid for pid in self.pids() if (self.folder / f"{pid}.ready").exists()]
 
     def listening(self) -> set[int | str]:
-        """Where it accepts connections. A Unix socket counts if the command names it."""
         found: set[int | str] = set()
         for pid in self.pids():
             found |= _proc.if_readable(_proc.listening, pid) or set()
         return {at for at in found if isinstance(at, int) or any(at in word for word in self._words)}
 
     def wait(self, patience: float) -> float | None:
-        """Wait until it serves: it listens, and has finished loading.
-
-        Args:
-            patience: Seconds to wait.
-
-        Returns:
-            The seconds that it took; None if it runs, but does not serve, or the kernel kills its workers.
-
-        Raises:
-            InvalidOption: It has ended.
-        """
+        """Wait until it serves: it listens, and has finished loading."""
         began = time.monotonic()
         looks: list[bool] = []
         while time.monotonic() < began + patience and self.killed() < _KILLED:
@@ -123,7 +103,6 @@ class Session:
         return max(0, counted - self._killed_before.setdefault(self._cgroups(pid), counted))
 
     def require_running(self) -> None:
-        """Raise ``InvalidOption`` if it has ended."""
         status = self.process.poll()
         if status is None:
             return
@@ -135,7 +114,6 @@ class Session:
         raise InvalidOption("command", _redact.redact_command(self._words, os.environ), why=why, fix=fix)
 
     def answers(self) -> dict[int, Mapping[str, Any]]:
-        """Ask every process that has the probe, and wait for their answers."""
         for old in self.folder.glob("*.json"):
             old.unlink(missing_ok=True)
         files = {pid: self.folder / f"{pid}.json" for pid in self.probed()}
@@ -150,7 +128,6 @@ class Session:
         return {pid: json.loads(file.read_bytes()) for pid, file in files.items() if file.exists()}
 
     def private(self) -> dict[int, int]:
-        """The bytes that each of its processes has written for itself."""
         return {pid: _memory.private_of(pid) for pid in self.pids()}
 
     def stop(self) -> None:
@@ -170,7 +147,6 @@ class Session:
             time.sleep(_PAUSE / 2)
 
     def _kill(self, pid: int) -> None:
-        """Kill a process that has left the group."""
         if self._is_ours(pid):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -200,14 +176,6 @@ def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iter
     """Start a command with the probe, and end it with all it has started, also if a signal ends this process.
 
     Where this process is killed, the kernel sends SIGTERM to the command.
-
-    Args:
-        words: The command and its arguments.
-        environ: Its variables. ``PYTHONPATH`` and ``MODELGUARD_PROBE`` are added.
-        cwd: The folder that it runs in.
-
-    Raises:
-        CannotRun: It was not found, or cannot be executed.
     """
     program = locate(words[0], environ)
     with ending_signals(), _folder() as folder:
@@ -229,7 +197,6 @@ def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iter
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """The probe's folder, which is removed in the end."""
     folder = Path(tempfile.mkdtemp(prefix="modelguard-"))
     try:
         shutil.copyfile(_PROBE, folder / "sitecustomize.py")
@@ -274,7 +241,6 @@ def _signal() -> int:
 
 # Requests that drive a service while it is examined.
 
-
 #: Seconds that one request may take.
 _TIMEOUT = 30.0
 
@@ -283,13 +249,7 @@ _ERRORS = 500
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """What became of the requests.
-
-    Attributes:
-        answered: How many were answered with a status below 500.
-        failed: How many were not.
-        last: The last status or error that was not, as text.
-    """
+    """What became of the requests."""
 
     answered: int = 0
     failed: int = 0
@@ -297,7 +257,6 @@ class Driven:
 
 
 def check_url(url: str) -> None:
-    """Raise ``InvalidOption`` unless it is an HTTP address, or a path on the service's own port."""
     parts = urllib.parse.urlsplit(url)
     if url.startswith("/") or (parts.scheme == "http" and parts.hostname):
         return
@@ -306,13 +265,6 @@ def check_url(url: str) -> None:
 
 
 def drive(url: str, count: int, listening: Iterable[int | str]) -> Driven:
-    """Send requests, one after the other.
-
-    Args:
-        url: An address; or a path, for the first TCP port on which the service listens.
-        count: How many.
-        listening: Where the service listens.
-    """
     parts = urllib.parse.urlsplit(url)
     ports = sorted(port for port in listening if isinstance(port, int))
     if parts.hostname:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import platform
 import re
+import socket
 import sys
 import sysconfig
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TextIO
 
+from modelguard.control import _client
 from modelguard.diagnosis import _redact
 from modelguard.diagnosis._counts import compiled_in
 from modelguard.diagnosis._facts import (
@@ -31,10 +35,11 @@ from modelguard.diagnosis._facts import (
     known_variables,
     misspelt_variables,
 )
-from modelguard.environment import _allocator, _allocator_problems, _memory, _proc
+from modelguard.environment import _allocator, _allocator_problems
 from modelguard.environment._allocator_files import Problem
-from modelguard.environment._proc import MemoryMapping, model_libraries
-from modelguard.errors import InvalidOption, NotSupported
+from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
+from modelguard.facts import _memory, _proc
+from modelguard.facts._proc import MemoryMapping, model_libraries
 
 # Facts about this machine and this environment: everything there is where no service was named.
 
@@ -58,15 +63,6 @@ def facts_of_machine(environ: Mapping[str, str] = os.environ, *, root: Path = _p
 
 
 def machine(root: Path, pid: int | None = None) -> Machine:
-    """The resources that a process may use.
-
-    Args:
-        root: The folder that holds ``proc``, ``sys`` and ``dev``.
-        pid: The process. Default: this one.
-
-    Raises:
-        ProcessLookupError: There is no such process.
-    """
     if not _proc.is_mounted(root):
         return Machine(cpus=_memory.available_cpus(root=root))
     limit = _memory.memory_limit(pid, root=root)
@@ -79,7 +75,6 @@ def machine(root: Path, pid: int | None = None) -> Machine:
 
 
 def this_interpreter() -> Interpreter:
-    """The Python that runs this."""
     free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
     version = sys.version_info
     return Interpreter((version[0], version[1]), platform.python_implementation(), free_threaded, version[2])
@@ -102,12 +97,7 @@ def _swapped(root: Path) -> int | None:
 
 
 def patch_level(file: Path, version: tuple[int, int]) -> int | None:
-    """The last number of an interpreter's version, from the text of it in its program or library; None if unknown.
-
-    Args:
-        file: ``python3.14`` or ``libpython3.14.so.1.0``. Nothing is executed.
-        version: Major and minor.
-    """
+    """The last number of an interpreter's version, from the text of it in its program or library; None if unknown."""
     text = "\\.".join(map(str, version)).encode()
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -121,7 +111,6 @@ def patch_level(file: Path, version: tuple[int, int]) -> int | None:
 
 
 def inside(answer: Mapping[str, Any]) -> Inside:
-    """Read what a process has said of itself."""
     version = (*(int(each) for each in answer.get("version", ())), 0, 0, 0)[:3]
     return Inside(
         version=(version[0], version[1], version[2]),
@@ -214,11 +203,6 @@ def facts_of_process(pid: str | int, *, root: Path = _proc.ROOT) -> Facts:
 
 @contextmanager
 def readable(pid: int, root: Path = _proc.ROOT) -> Iterator[None]:
-    """Turn the kernel's errors into one that says what to do.
-
-    Raises:
-        InvalidOption: There is no such process, it is a kernel thread, or it belongs to another user.
-    """
     try:
         yield
     except ProcessLookupError:
@@ -229,7 +213,6 @@ def readable(pid: int, root: Path = _proc.ROOT) -> Iterator[None]:
 
 
 def named_process(pid: int, root: Path = _proc.ROOT) -> str:
-    """A process with its command, with secrets hidden, as text for users."""
     environ = _proc.if_readable(_proc.environment, pid, root) or {}
     return f"process {pid}: {_redact.redact_command(_words(pid, root), environ)}"
 
@@ -248,18 +231,6 @@ def _facts(pid: int, root: Path) -> Facts:
 
 
 def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}), *, root: Path = _proc.ROOT) -> Facts:
-    """Look at a process and everything that it has started.
-
-    Args:
-        pid: The id of the process.
-        subject: What is examined, as text for users.
-        answers: What the processes have said of themselves.
-        root: The folder that holds ``proc``, ``sys`` and ``dev``.
-
-    Raises:
-        ProcessLookupError: There is no such process.
-        PermissionError: It belongs to another user.
-    """
     seen = _allocator_problems.observe(pid, root=root)
     environ = _proc.if_readable(_proc.environment, pid, root) or {}
     processes = tuple(_tree(pid, root, answers))
@@ -290,11 +261,6 @@ def _stale_metrics(environ: Mapping[str, str], root: Path) -> Iterator[str]:
 
 
 def process_number(pid: str | int) -> int:
-    """Check the id of a process.
-
-    Raises:
-        InvalidOption: It is none.
-    """
     text = str(pid)
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) < 1:
         raise InvalidOption(_ARGUMENT, pid, why="must be a process id", fix=_FIX)
@@ -302,7 +268,6 @@ def process_number(pid: str | int) -> int:
 
 
 def _set_later(processes: Iterable[ServiceProcess]) -> Iterator[Variable]:
-    """The variables that the processes that answer requests have set for themselves. Forks remember their parent's."""
     processes = tuple(processes)
     workers = [process for process in processes if process.role in ("forked", "spawned")]
     seen: dict[Variable, None] = {}
@@ -329,9 +294,8 @@ def _from_outside(words: Sequence[str]) -> Server | None:
 
 
 def _tree(pid: int, root: Path, answers: Answers) -> Iterator[ServiceProcess]:
-    """The process and everything that it has started. What ends meanwhile is left out."""
     main = _words(pid, root)
-    found = [(one, _words(one.pid, root)) for one in _proc.descendants(pid, _proc.processes(root))]
+    found = [(one, _words(one.pid, root)) for one in _proc.tree(pid, root)]
     molds = {one.pid: one.parent for one, words in found if any("modelguard.isolation._" in word for word in words)}
     owners = set(molds.values()) - molds.keys()
     yield _process(pid, "main", root, answers, owners)
@@ -348,7 +312,6 @@ def _role(words: Sequence[str], main: Sequence[str]) -> Role:
 
 
 def _is_gunicorn_worker(words: Sequence[str]) -> bool:
-    """Recognised by the title that it gives itself where setproctitle is installed."""
     return bool(words) and words[0].startswith("gunicorn: worker")
 
 
@@ -388,7 +351,6 @@ def _interpreter(mappings: Iterable[MemoryMapping]) -> Interpreter | None:
 
 
 def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter | None:
-    """The interpreter with its patch, which is in the program or in its library, as the process sees them."""
     if python is None:
         return None
     files = (mapping.name for mapping in _proc.maps(pid, root) if _PYTHON_FILE.search(mapping.name))
@@ -397,7 +359,6 @@ def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter
 
 
 def above(pid: int, root: Path = _proc.ROOT) -> Iterator[str]:
-    """Where the process is itself a worker, its parent is the one to examine."""
     known = _proc.stat(pid, root)
     words = _words(pid, root)
     parent = known.parent if known else 0
@@ -407,3 +368,191 @@ def above(pid: int, root: Path = _proc.ROOT) -> Iterator[str]:
 
 def _words(pid: int, root: Path) -> tuple[str, ...]:
     return _proc.if_readable(_proc.command_line, pid, root) or ()
+
+
+# The same from inside: a process is asked through its control socket, or by a script that CPython 3.14 runs in it.
+
+_FIRST = (3, 14)
+#: Seconds until the process has to run the script, and until it has to answer.
+_PATIENCE, _ANSWER = 10.0, 30.0
+#: What is put into the process: the first starts it.
+_SCRIPTS = ("_inside", "_census", "_holders")
+
+
+class Connection:
+    def __init__(self, pid: int, connection: socket.socket, answers: TextIO) -> None:
+        self.pid = pid
+        self._connection = connection
+        self._answers = answers
+
+    def ask(self, question: str) -> dict[str, Any]:
+        try:
+            self._connection.sendall(f"{question}\n".encode())
+            line = self._answers.readline()
+        except OSError:
+            line = ""
+        if not line:
+            alive = _proc.stat(self.pid) is not None
+            why = f"has not answered for {_ANSWER:g} seconds" if alive else "has ended meanwhile"
+            raise InvalidOption(_ARGUMENT, self.pid, why=why, fix="Try again, or look from outside.")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]:
+    """Talk to a process: through its control socket, or else by a script that is put into it.
+
+    The socket needs no right to trace the process, and the two may run different versions of Python.
+    """
+    try:
+        connection = _client.inspect(pid)
+    except _client.Unreachable:
+        require_attachable(pid, interpreter)
+        with attached(pid) as inside:
+            yield inside
+    else:
+        with _talk(pid, connection) as inside:
+            yield inside
+
+
+def require_attachable(
+    pid: int,
+    interpreter: Interpreter | None,
+    *,
+    version: tuple[int, int] = sys.version_info[:2],
+    user: int | None = None,
+    root: Path = _proc.ROOT,
+) -> None:
+    mine, text = (os.geteuid() if user is None else user), ".".join(map(str, version))
+    if version < _FIRST:
+        reason = (
+            f"process {pid} has not called modelguard.control.listen(), and without that it requires Python 3.14 "
+            f"(this is {text})"
+        )
+        raise NotSupported("looking inside a running process", reason=reason)
+    owner = _proc.if_readable(_proc.owner, pid, root)
+    if owner is None:
+        raise InvalidOption(_ARGUMENT, pid, why="does not exist", fix="Give the id of a running process of yours.")
+    if mine not in (0, owner):
+        why = "belongs to another user"
+        raise InvalidOption(_ARGUMENT, pid, why=why, fix="Run modelguard as its owner, or as root.")
+    if not _same_root(pid, root):
+        reason = f"process {pid} runs in a container or a chroot; run modelguard inside of it"
+        raise NotSupported("looking inside a running process", reason=reason)
+    if interpreter is None or interpreter.name != "CPython":
+        raise InvalidOption(_ARGUMENT, pid, why="does not run CPython", fix="Give the id of the Python process itself.")
+    if interpreter.version != version:
+        reason = f"process {pid} runs on {interpreter}, and this is Python {text}; run modelguard with its Python"
+        raise NotSupported("looking inside a running process", reason=reason)
+
+
+@contextmanager
+def attached(pid: int, *, run: Callable[[int, str], None] | None = None) -> Iterator[Connection]:
+    with tempfile.TemporaryDirectory(prefix="modelguard-", ignore_cleanup_errors=True) as folder:
+        script, address = Path(folder, "script.py"), str(Path(folder, "socket"))
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(address)
+            listening.listen(1)
+            listening.settimeout(_PATIENCE)
+            script.write_text(_script(address), encoding="utf-8")
+            _give(pid, Path(folder), script, Path(address))
+            _execute(pid, str(script), run)
+            try:
+                connection = listening.accept()[0]
+            except TimeoutError:
+                why = f"has run no Python code in its main thread for {_PATIENCE:g} seconds"
+                raise InvalidOption(_ARGUMENT, pid, why=why, fix="Send it a request, and try again.") from None
+        with _talk(pid, connection) as inside:
+            yield inside
+
+
+@contextmanager
+def _talk(pid: int, connection: socket.socket) -> Iterator[Connection]:
+    connection.settimeout(_ANSWER)
+    with connection, connection.makefile("r", encoding="utf-8") as answers:
+        yield Connection(pid, connection, answers)
+
+
+def _script(address: str) -> str:
+    here = Path(__file__)
+    sources = {name: here.with_name(f"{name}.py").read_text(encoding="utf-8") for name in _SCRIPTS}
+    return (
+        f"sources = {sources!r}\nnames = {{'__name__': 'modelguard.diagnosis._inside'}}\n"
+        f"exec(sources['_inside'], names)\nnames['begin']({address!r}, sources)\n"
+    )
+
+
+def _give(pid: int, *paths: Path) -> None:
+    owner = _proc.owner(pid)
+    if owner != os.geteuid():
+        for path in paths:
+            os.chown(path, owner, -1)
+
+
+def _execute(pid: int, script: str, run: Callable[[int, str], None] | None) -> None:
+    feature = f"looking inside process {pid}"
+    execute = run or sys.remote_exec  # type: ignore[attr-defined] # checked by require_attachable
+    try:
+        execute(pid, script)
+    except PermissionError:
+        reason = (
+            "the kernel does not let this process trace it; run as root, give CAP_SYS_PTRACE to the container, or set "
+            "kernel.yama.ptrace_scope to 0"
+        )
+        raise NotSupported(feature, reason=reason) from None
+    except ProcessLookupError:
+        raise InvalidOption(
+            _ARGUMENT, pid, why="has ended meanwhile", fix="Give the id of a running process."
+        ) from None
+    except (RuntimeError, OSError) as error:
+        reason = f"its Python does not allow that, or is another build ({error})"
+        raise NotSupported(feature, reason=reason) from None
+
+
+def _same_root(pid: int, root: Path) -> bool:
+    try:
+        theirs, mine = (Path(_proc.folder(each, root), "root").stat() for each in (pid, None))
+    except OSError:  # it has ended, or hides it: what follows will say so
+        return True
+    return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+# Facts about a running service, from outside and from inside: its processes are asked where that is possible.
+
+
+def facts_from_inside(pid: str | int) -> Facts:
+    """Look at a process and everything that it has started, and ask those that can be asked.
+
+    They have called ``modelguard.control.listen()``, or run the same CPython as this process, 3.14 or later: a short
+    script then runs in each of them, in a thread of its own.
+
+    Args:
+        pid: The id of the process.
+
+    Raises:
+        InvalidOption: It is not a process id, the process does not exist, belongs to another user, or does not answer.
+        NotSupported: It has no control socket, and this Python is older than 3.14, the process runs another one, or in
+            a container, or this process has no right to trace it.
+    """
+    number = process_number(pid)
+    if not _proc.is_mounted():
+        raise NotSupported("modelguard doctor --pid", reason="there is no /proc to read it from")
+    with readable(number):
+        _proc.maps(number)  # so that of no process that does not exist it is said how it could be asked
+    answers: dict[int, Mapping[str, Any]] = {number: _describe(number)}
+    unknown: list[str] = ["which variables it has set for itself since it started, cannot be asked"]
+    for process in _proc.tree(number):
+        if process.pid != number and interpreter_of(process.pid) is not None:
+            try:
+                answers[process.pid] = _describe(process.pid)
+            except ModelGuardError as error:
+                unknown.append(f"no answer from inside of {process.pid}: {error}")
+    with readable(number):
+        facts = facts_of_tree(number, named_process(number), answers)
+    return replace(facts, unknown=(*unknown, *facts.unknown, *above(number)))
+
+
+def _describe(pid: int) -> dict[str, Any]:
+    with inside_of(pid, interpreter_of(pid)) as inside:
+        return inside.ask("describe")

@@ -11,16 +11,15 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from modelguard._units import format_bytes
+from modelguard._units import format_bytes, printable
 from modelguard.diagnosis._growth import GrowthReport, Measured, Spread, Trial, Trials
 from modelguard.diagnosis._holders import Held
-from modelguard.facts.growth import Judgement
+from modelguard.facts._growth import Judgement
 
 # A growth report as text for a terminal, and the sentences that its page has too.
 
 
 def as_text(report: GrowthReport) -> Iterator[str]:
-    """Write a report as lines of text."""
     measured = report.measured
     yield f"Diagnosed: {report.subject}"
     yield f"Verdict: {verdict(report)}"
@@ -49,7 +48,6 @@ def as_text(report: GrowthReport) -> Iterator[str]:
 
 
 def verdict(report: GrowthReport) -> str:
-    """The verdict with its figures, in a sentence."""
     measured = report.measured
     count = measured.calls[-1] if measured.calls else 0
     calls = f"{count:,} calls" if measured.per == "calls" else f"{count / 1000:.0f} seconds"
@@ -69,7 +67,6 @@ def verdict(report: GrowthReport) -> str:
 
 
 def advice(trials: Trials) -> str:
-    """What the trials recommend, in a sentence."""
     best = next((one for one in trials.tried if one.name == trials.recommended), None)
     undecided = ", ".join(one.name for one in trials.tried if one.undecided)
     if best is None and undecided:
@@ -98,19 +95,12 @@ def times(spread: Spread) -> str:
 
 
 def costs(one: Trial) -> tuple[tuple[Spread, float], tuple[Spread, float]]:
-    """CPU time per call and p99, each as a multiple and in seconds."""
     return (one.cpu, one.cpu_seconds), (one.p99, one.p99_seconds)
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds."""
     amount = seconds * 1000
     return f"{amount:,.0f} ms" if amount >= 100 else f"{amount:.2g} ms"  # noqa: PLR2004 - where digits say nothing more
-
-
-def printable(text: str) -> str:
-    """Escape characters that control a terminal, or that a stream cannot encode."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _spread(spread: Spread, unit: str) -> str:
@@ -152,7 +142,6 @@ def _table_text(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 
 # The figures of a report's page: HTML and CSS, so that words keep their size on each screen, and SVG for lines.
-
 
 STYLE = (
     ".plot,.rows{margin:1rem 0 .5rem}.unit,.key{font-size:.8rem;color:var(--quiet)}.unit{margin:0}"
@@ -196,7 +185,6 @@ _TIME = ((3_600_000.0, "hours"), (60_000.0, "minutes"), (1000.0, "seconds"))
 
 
 def words(text: str) -> str:
-    """Text for a page."""
     return html.escape(printable(text))
 
 
@@ -218,18 +206,15 @@ class _Axis(NamedTuple):
     unit: str = ""
 
     def at(self, value: float) -> float:
-        """The place of a value, in percent from its beginning."""
         return round(100 * (value - self.low) / (self.step * self.steps), 2)
 
     def ticks(self) -> Iterator[tuple[float, str]]:
-        """The place of each tick in percent, and its number."""
         digits = max(0, -math.floor(math.log10(self.step / self.factor) + 1e-9))
         for number in range(self.steps + 1):
             yield 100 * number / self.steps, f"{(self.low + number * self.step) / self.factor:,.{digits}f}"
 
 
 def _axis(values: Iterable[float], units: Sequence[tuple[float, str]] = ((1.0, ""),)) -> _Axis:
-    """An axis with few round numbers, on which all values have a place."""
     every = list(values)
     low, high = min(every), max(every)
     factor, unit = next((each for each in units if high >= each[0]), units[-1])
@@ -246,7 +231,6 @@ def _axis(values: Iterable[float], units: Sequence[tuple[float, str]] = ((1.0, "
 
 
 def readings(measured: Measured) -> str:
-    """Private memory at each reading, and what was judged of it."""
     calls, sizes = measured.calls, measured.private
     if len(calls) < 2 or calls[-1] <= calls[0]:  # noqa: PLR2004 - a line has two ends
         return ""
@@ -297,7 +281,6 @@ def _judged(measured: Measured, across: _Axis, up: _Axis) -> tuple[str, str]:
 
 
 def _parts(calls: Sequence[int], sizes: Sequence[int], judged: Judgement) -> Iterator[list[tuple[int, int]]]:
-    """The readings between two steps."""
     pairs = list(zip(calls, sizes, strict=True))
     ends = [0, *(bisect.bisect_left(calls, step.calls) for step in judged.steps), len(calls)]
     return (pairs[begin:end] for begin, end in itertools.pairwise(ends) if end - begin > 1)
@@ -318,7 +301,6 @@ def _swatch(colour: str, text: str) -> str:
 
 
 def draw_chains(measured: Measured) -> str:
-    """For each container that has grown, the way to it from a name, and what its new entries are."""
     return "".join(_chain(one) for one in measured.held if one.about or one.size >= _SEEN * measured.growth)
 
 
@@ -475,7 +457,6 @@ def _trial(heads: Iterable[str], one: Trial, best: str) -> str:
 
 
 def _broken(spread: str) -> str:
-    """A median, and its range below it."""
     median, _, rest = spread.partition(" (")
     return f"{median}<br> <small>({rest}</small>" if rest else median
 
@@ -503,6 +484,5 @@ def _list(title: str, lines: Iterable[str]) -> str:
 
 
 def _about(report: GrowthReport) -> str:
-    """Where the figures come from."""
     rows = "".join(f"<dt>{words(name)}</dt><dd>{words(value)}</dd>" for name, value in report.about.items())
     return f"<h2>This run</h2><dl>{rows}</dl>" if rows else ""

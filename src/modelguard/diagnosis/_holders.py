@@ -75,7 +75,6 @@ class Held(NamedTuple):
 
     @property
     def errors(self) -> bool:
-        """Whether the entries are exceptions, or hold some."""
         return self.about == "tracebacks"
 
     def __str__(self) -> str:
@@ -84,11 +83,7 @@ class Held(NamedTuple):
 
 
 def named(grown: Any) -> list[Held]:
-    """What holds what has grown; what weighs most comes first, and then what leaks something else than memory.
-
-    Args:
-        grown: What :mod:`._census` has found.
-    """
+    """What holds what has grown; what weighs most comes first, and then what leaks something else than memory."""
     end = time.thread_time() + _PATIENCE
     weighed = []
     for more, length, one in grown.containers:
@@ -153,7 +148,6 @@ def _held(way: str, one: Any, more: int, weight: _Weight, link: Any = None) -> H
 
 
 def name(kind: type) -> str:
-    """A type as a programmer writes it."""
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
@@ -183,15 +177,7 @@ class _Weight(NamedTuple):
 def _weigh(
     entries: list[tuple[Any, ...]], more: int, native: dict[str, int], table: int = 0, links: Iterable[int] = ()
 ) -> _Weight:
-    """Estimate what entries weigh, from some of them; what several of them share is not theirs.
-
-    Args:
-        entries: Each as key and value, or as a value alone.
-        more: How many there are of them.
-        native: Bytes that an object of a type has elsewhere, by the type.
-        table: Bytes of the places that they take in their container.
-        links: The ids of types whose objects hold each other, and are not part of each other.
-    """
+    """Estimate what entries weigh, from some of them; what several of them share is not theirs."""
     if not entries:
         return _Weight(table, "bytes", set(), table)
     below = [_below(entry, links) for entry in entries]
@@ -270,7 +256,6 @@ def _is_program(one: Any) -> bool:
 
 
 def weight(one: Any) -> int:
-    """Bytes of one object, with what it holds outside of Python's memory."""
     try:
         size = sys.getsizeof(one, 0)
         kind = name(type(one))
@@ -287,13 +272,7 @@ def weight(one: Any) -> int:
 
 
 class _Known(NamedTuple):
-    """A table of the standard library that nobody is to bound or to empty.
-
-    Attributes:
-        ending: How the way to it ends.
-        fix: What to do.
-        name: Its name, if others lead to it too.
-    """
+    """A table of the standard library that nobody is to bound or to empty."""
 
     ending: str
     fix: str
@@ -356,7 +335,6 @@ def _cause(one: Any) -> tuple[str, str]:
 
 
 def _frames(error: BaseException) -> str:
-    """The frame of a traceback that holds most, and by which variable."""
     heaviest, state, traceback = 0, "", error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -370,7 +348,6 @@ def _frames(error: BaseException) -> str:
 
 
 def _waiting(task: Any) -> str:
-    """Where a task is suspended, and what it awaits."""
     if task.done():
         return "finished"
     coroutine: Any = task.get_coro()
@@ -387,7 +364,6 @@ def _waiting(task: Any) -> str:
 
 
 def _running(thread: threading.Thread) -> str:
-    """What a thread runs, and where it is."""
     frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - CPython's own
     target = getattr(thread, "_target", None) or type(thread).run
     state = f"running {getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', name(type(target)))}"
@@ -401,7 +377,6 @@ def _place(code: types.CodeType, line: int) -> str:
 
 
 def _is_library(code: types.CodeType) -> bool:
-    """Whether code is of Python's own library."""
     file = code.co_filename
     return "site-packages" not in file and file.startswith((os.path.dirname(os.__file__), "<frozen"))  # noqa: PTH120
 
@@ -424,13 +399,7 @@ class _Node(NamedTuple):
 
 
 def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf) -> str:
-    """The shortest way to an object from a module, a class, a call or a thread; empty if none is found.
-
-    Args:
-        target: The object.
-        hidden: The ids of what the caller holds it by.
-        end: When to stop looking, in CPU time of this thread.
-    """
+    """The shortest way to an object from a module, a class, a call or a thread; empty if none is found."""
     modules = {id(_attributes(module)): label for label, module in list(sys.modules.items())}
     calls = dict(_variables())
     level, seen, running = [_Node(target, "")], {id(target), *hidden}, ""
@@ -488,7 +457,6 @@ def _refers(parent: Any, child: Any) -> bool:
 
 
 def _root(parent: Any, node: _Node) -> str | None:
-    """The way, if the parent is what a programmer finds by its name."""
     if _is(parent, type):
         return name(parent) + (node.way if _is(node.one, dict) else f" -> {name(type(node.one))}{node.way}")
     if _is(parent, types.FunctionType):
@@ -504,7 +472,6 @@ def _root(parent: Any, node: _Node) -> str | None:
 
 
 def _module(namespace: dict[str, Any]) -> str:
-    """A module's name. A program that is run by its name calls itself ``__main__``."""
     return str(getattr(namespace.get("__spec__"), "name", None) or namespace.get("__name__"))
 
 
@@ -522,7 +489,6 @@ def _of_function(function: types.FunctionType, node: _Node) -> str:
 
 
 def _step(parent: Any, node: _Node) -> _Node:
-    """The parent as the next place on the way."""
     if _is(parent, dict):
         return _Node(parent, _PENDING + node.way, _key(parent, node.one))
     if _is(parent, (list, tuple, set, deque)):

@@ -1,30 +1,32 @@
-"""Answers questions about the process that it runs in: put there by ``sys.remote_exec``, or run by its control socket.
+"""Answers questions about the process that it runs in.
 
-A script, never imported by modelguard, that uses only the standard library. ``begin`` starts a thread and returns at
-once, because the main thread, which runs it, may be serving a request. The thread connects to a socket, answers each
-line that it gets, and ends when the other end is closed. The sources of all that it needs come with it, as the process
-may have no modelguard, or another one. Through the control socket the process runs its own.
+A script, never imported by modelguard, as the process may have no modelguard, or another one. It uses only the standard
+library, and imports nothing at its start that Python has not imported already. It is put into a process by
+``sys.remote_exec`` or run by its control socket (``begin``, ``answer``), or stands in ``PYTHONPATH`` as the
+``sitecustomize`` of a service that the doctor starts.
 """
 
 from __future__ import annotations
 
+import _thread
+import os
+import sys
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from types import FrameType
     from typing import Any
+
+# Questions that come over a socket.
 
 
 #: What it needs, beside itself.
-SCRIPTS = ("_probe", "_census", "_holders")
+SCRIPTS = ("_census", "_holders")
 
 
 def begin(address: str, sources: dict[str, str]) -> None:
-    """Start the thread that answers.
-
-    Args:
-        address: The path of the socket.
-        sources: The source of each script, by name.
-    """
+    """Start the thread that answers: the main thread, which runs this, may be serving a request."""
     import threading
 
     threading.Thread(target=_serve, args=(address, sources), name="modelguard-inside", daemon=True).start()
@@ -42,15 +44,7 @@ def _serve(address: str, sources: dict[str, str]) -> None:
 
 
 def answer(connection: Any, sources: dict[str, str]) -> None:
-    """Answer until the other end is closed.
-
-    Args:
-        connection: The socket.
-        sources: The source of each script, by name.
-
-    Raises:
-        OSError: The other end is gone.
-    """
+    """Answer until the other end is closed."""
     import json
     import socket
 
@@ -74,15 +68,7 @@ def _run(name: str, source: str) -> dict[str, Any]:
     return namespace
 
 
-def _describe(scripts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = scripts["_probe"]["describe"]()
-    return found
-
-
 def _look(scripts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Count objects. The first look is the moment with which :func:`_held` compares."""
-    import sys
-
     census = scripts["_census"]
     loaded = [name for name in census["LIBRARIES"] if name in sys.modules]
     if "moment so far" not in census:
@@ -102,21 +88,342 @@ def _uses(scripts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"uses": scripts["_census"]["guard_uses"]()}
 
 
-def _trim(scripts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return freed memory to the system, if glibc serves ``malloc``."""
+def _trim(_: dict[str, dict[str, Any]]) -> dict[str, Any]:
     import ctypes
 
     program = ctypes.CDLL(None)
-    served = scripts["_probe"]["malloc_file"]() or ""
+    served = malloc_file() or ""
     if "libc.so" in served and hasattr(program, "malloc_trim"):
         program.malloc_trim(0)
     return {}
 
 
 _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "describe": _describe,
+    "describe": lambda _: describe(),
     "look": _look,
     "held": _held,
     "uses": _uses,
     "trim": _trim,
 }
+
+
+# What a process says of itself.
+
+#: Loading one of these loads a library that reads the thread variables.
+_NATIVE = ("jax", "numpy", "scipy", "sklearn", "spacy", "tensorflow", "torch", "transformers")
+
+#: What is asked of gunicorn's configuration. No other setting is looked at: some hold secrets.
+_GUNICORN = (
+    "config", "graceful_timeout", "max_requests", "max_requests_jitter", "preload_app", "reload", "threads", "timeout",
+    "worker_class_str", "workers",
+)  # fmt: skip
+_UVICORN = ("limit_max_requests", "limit_max_requests_jitter", "should_reload", "workers")
+
+#: Libraries of thread pools, each with the functions that return the number of threads.
+_POOLS = {
+    "libgomp": ("omp_get_max_threads",),
+    "libiomp5": ("omp_get_max_threads",),
+    "libomp": ("omp_get_max_threads",),
+    "openblas": ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads"),
+}
+
+_COROUTINE = 0x80  # inspect.CO_COROUTINE, without the import
+
+
+def describe() -> dict[str, Any]:
+    """What can be seen of this process at any time."""
+    answer: dict[str, Any] = {}
+    for question in (_python, _objects, _pools, _guards, _server):
+        try:
+            answer.update(question())
+        except Exception as error:  # noqa: BLE001 - what cannot be known is left out
+            answer.setdefault("failed", []).append(f"{question.__name__[1:]}: {type(error).__name__}")
+    return answer
+
+
+def _python() -> dict[str, Any]:
+    import sysconfig
+
+    return {
+        "version": sys.version_info[:3],
+        "implementation": sys.implementation.name,
+        "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+        "gil_for": _gil_for(),
+        "huge_pages": bool(sysconfig.get_config_var("PYMALLOC_USE_HUGEPAGES")),
+        "malloc": malloc_file(),
+    }
+
+
+def _gil_for() -> list[str] | None:
+    """The module for which a Python without the GIL has switched it on, if it says so; None if it has not."""
+    if "t" not in sys.abiflags or not sys._is_gil_enabled() or sys.flags.gil:  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
+        return None
+    # It warns once, and Python keeps what was warned of beside the code that has warned: here, the import itself.
+    warned = vars(sys.modules["_frozen_importlib"]).get("__warningregistry__") or {}
+    said = " ".join(str(key[0]) for key in warned if isinstance(key, tuple))
+    _, found, after = said.partition("(GIL) has been enabled to load module '")
+    return [after.partition("'")[0]] if found else []
+
+
+def malloc_file() -> str | None:
+    import ctypes
+
+    class Info(ctypes.Structure):
+        _fields_ = (
+            ("file", ctypes.c_char_p),
+            ("base", ctypes.c_void_p),
+            ("name", ctypes.c_char_p),
+            ("at", ctypes.c_void_p),
+        )
+
+    def file_at(function: Any) -> bytes | None:
+        address = ctypes.cast(function, ctypes.c_void_p)
+        return info.file if program.dladdr(address, ctypes.byref(info)) else None
+
+    program, info = ctypes.CDLL(None), Info()
+    if not hasattr(program, "dladdr"):
+        return None
+    file = file_at(program.malloc)
+    if _is_jump(program, program.malloc, info):
+        file = next((name for name in _loaded(program) if file_at(_own(name, "malloc")) == name), file)
+    return None if file is None else os.path.realpath(os.fsdecode(file))
+
+
+def _is_jump(program: Any, function: Any, info: Any) -> bool:
+    """Whether a program that is not position-independent has only a jump to a function, as Debian's Python has.
+
+    The symbol is then undefined, and has an address all the same.
+    """
+    import ctypes
+
+    symbol, wide = ctypes.c_void_p(), ctypes.sizeof(ctypes.c_void_p) == 8  # noqa: PLR2004 - bytes
+    if not wide or not hasattr(program, "dladdr1"):  # musl
+        return False
+    program.dladdr1(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info), ctypes.byref(symbol), 1)
+    return symbol.value is not None and ctypes.c_uint16.from_address(symbol.value + 6).value == 0  # Elf64_Sym.st_shndx
+
+
+def _loaded(program: Any) -> Iterator[bytes]:
+    import ctypes
+
+    class Map(ctypes.Structure):  # the beginning of struct link_map, to which a handle of glibc points
+        _fields_ = (
+            ("address", ctypes.c_size_t),
+            ("name", ctypes.c_char_p),
+            ("dynamic", ctypes.c_void_p),
+            ("next", ctypes.c_void_p),
+        )
+
+    node = Map.from_address(program._handle)  # noqa: SLF001 - documented
+    while node.next:
+        node = Map.from_address(node.next)
+        if node.name:
+            yield node.name
+
+
+def _own(file: bytes, function: str) -> Any:
+    """A function as a loaded library finds it; a null pointer if it does not."""
+    import ctypes
+
+    try:
+        return ctypes.CDLL(os.fsdecode(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)[function]
+    except (OSError, AttributeError):
+        return None
+
+
+def _objects() -> dict[str, Any]:
+    import gc
+
+    return {"frozen": gc.get_freeze_count(), "tracked": len(gc.get_objects())}
+
+
+def _pools() -> dict[str, Any]:
+    pools = {}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        pools["torch"] = int(torch.get_num_threads())
+    for file in _libraries():
+        for library, functions in _POOLS.items():
+            if library in os.path.basename(file):  # noqa: PTH119
+                threads = _call(file, functions)
+                if threads is not None:
+                    pools[os.path.basename(file)] = threads  # noqa: PTH119
+    cuda = getattr(torch, "cuda", None)
+    return {"pools": pools, "cuda": bool(cuda is not None and cuda.is_initialized())}
+
+
+def _libraries() -> set[str]:
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as stream:  # noqa: PTH123
+        return {line[line.index("/") :].rstrip("\n") for line in stream if "/" in line and ".so" in line}
+
+
+def _call(file: str, functions: tuple[str, ...]) -> int | None:
+    import ctypes
+
+    library = ctypes.CDLL(file, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    for name in functions:
+        if hasattr(library, name):
+            return int(getattr(library, name)())
+    return None
+
+
+def _guards() -> dict[str, Any]:
+    module = sys.modules.get("modelguard.lifecycle.guard")
+    if module is None:
+        return {"guards": []}
+    prepared = sys.modules.get("modelguard.sharing._prefork")
+    shares = prepared is not None and prepared.current() is not None
+    return {
+        "guards": [
+            {
+                "name": guard.name,
+                "unshared": guard.prefork and not shares,
+                "policy": None if guard.reload_on is None else repr(guard.reload_on),
+                "load_seconds": guard.status().load_seconds,
+            }
+            for guard in module.guards()
+        ]
+    }
+
+
+def _server() -> dict[str, Any]:
+    import threading
+
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - documented
+    owners = list(_owners(frame))
+    for owner in owners:
+        if _module(owner) == "gunicorn.arbiter":
+            booted = next((each.booted for each in owners if isinstance(getattr(each, "booted", None), bool)), None)
+            return {"server": _gunicorn(owner), "asgi": _asgi(owner, owners), "booted": booted}
+    for owner in owners:
+        if _module(owner).startswith("uvicorn.") and hasattr(owner, "config"):
+            return {"server": {"kind": "uvicorn", **_settings(owner.config, _UVICORN)}}
+    for owner in owners:
+        if _module(owner) == "hypercorn.config":
+            return {"server": {"kind": "hypercorn", "workers": owner.workers, "reload": owner.use_reloader}}
+    return {}
+
+
+def _owners(frame: FrameType | None) -> Iterator[Any]:
+    while frame is not None:
+        for name in ("self", "config"):
+            if name in frame.f_locals:
+                yield frame.f_locals[name]
+        frame = frame.f_back
+
+
+def _module(owner: object) -> str:
+    return str(getattr(type(owner), "__module__", ""))
+
+
+def _gunicorn(arbiter: Any) -> dict[str, Any]:
+    found = {"kind": "gunicorn", **_settings(arbiter.cfg, _GUNICORN)}
+    found["workers"] = arbiter.num_workers
+    classes = getattr(sys.modules.get("gunicorn.workers"), "SUPPORTED_WORKERS", {})
+    found["asgi_worker"] = "asgi" if "asgi" in classes else ""
+    return found
+
+
+def _settings(holder: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    found = {name: getattr(holder, name, None) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+
+
+def _asgi(arbiter: Any, owners: list[Any]) -> bool | None:
+    """Whether the app that gunicorn serves is an ASGI application; None where it is not loaded."""
+    served = [getattr(owner, "wsgi", None) for owner in owners]
+    app = next((each for each in (*served, getattr(arbiter.app, "callable", None)) if each is not None), None)
+    if app is None:
+        return None
+    called = app if hasattr(app, "__code__") else type(app).__call__
+    return bool(getattr(getattr(called, "__code__", None), "co_flags", 0) & _COROUTINE)
+
+
+# As ``sitecustomize`` of a service that the doctor starts: it copies this file to a folder of its own, puts that folder
+# first in ``PYTHONPATH``, and names it in ``MODELGUARD_PROBE``; without that variable nothing is done. It notes where
+# known variables are set, by an audit hook. On its signal, a short-lived thread writes what it sees to a file:
+# a signal handler that takes a lock could wait for the code that it has interrupted.
+
+
+class _Probe:
+    def __init__(self, folder: str, names: frozenset[str]) -> None:
+        self._folder = folder
+        self._names = names
+        self._set: list[tuple[str, str, str, str]] = []
+
+    def install(self, number: int) -> None:
+        import signal
+
+        sys.addaudithook(self._note)
+        # Not threading's, whose start takes locks and waits: a handler may have interrupted the thread that holds them.
+        signal.signal(number, lambda *_: _thread.start_new_thread(self._answer, ()))
+        signal.siginterrupt(number, False)  # noqa: FBT003 - the system call's own argument
+        os.register_at_fork(after_in_child=self._announce)
+        self._announce()
+
+    def _announce(self) -> None:
+        """From now on the signal may be sent to this process."""
+        try:
+            with open(os.path.join(self._folder, f"{os.getpid()}.ready"), "w"):  # noqa: PTH118, PTH123 - no imports
+                pass
+        except OSError:  # the service runs as another user
+            pass
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "os.putenv":
+            return
+        name, value = (os.fsdecode(each) for each in arguments)
+        if name in self._names and len(self._set) < 1000:  # noqa: PLR2004 - a loop that sets variables
+            moment = "after import" if any(native in sys.modules for native in _NATIVE) else "app"
+            self._set.append((name, value, moment, _place(sys._getframe(1))))  # noqa: SLF001 - CPython's own
+
+    def _answer(self) -> None:
+        import json
+
+        path = os.path.join(self._folder, f"{os.getpid()}.json")  # noqa: PTH118
+        answer = {"variables": self._set, **describe()}
+        new = f"{path}.{_thread.get_ident()}"  # it may be asked again meanwhile
+        with open(new, "w", encoding="utf-8") as stream:  # noqa: PTH123
+            json.dump(answer, stream)
+        os.replace(new, path)  # noqa: PTH105
+
+
+def _place(frame: FrameType | None) -> str:
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith("<") and not file.endswith(("/os.py", "/dotenv/main.py")):
+            return f"{file} line {frame.f_lineno}"
+        frame = frame.f_back
+    return "the program"
+
+
+def _chain(folder: str) -> None:
+    own = sys.modules.get("sitecustomize")
+    sys.path[:] = [path for path in sys.path if path != folder]
+    sys.path_importer_cache.pop(folder, None)
+    del sys.modules["sitecustomize"]
+    try:
+        import sitecustomize  # type: ignore[import-not-found] # noqa: F401 - the next one, if any
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        if own is not None:
+            sys.modules.setdefault("sitecustomize", own)
+
+
+def _main() -> None:
+    folder = os.path.dirname(__file__)  # noqa: PTH120
+    try:
+        # multiprocessing's tracker waits in a read that no signal ends: it would never answer.
+        waits = "multiprocessing.resource_tracker" in "".join(sys.orig_argv)
+        if os.environ.get("MODELGUARD_PROBE") == folder and not waits:
+            with open(os.path.join(folder, "names"), encoding="utf-8") as stream:  # noqa: PTH118, PTH123
+                number, *names = stream.read().split()
+            _Probe(folder, frozenset(names)).install(int(number))
+    finally:
+        _chain(folder)
+
+
+if __name__ == "sitecustomize":
+    _main()

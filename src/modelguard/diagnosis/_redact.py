@@ -92,22 +92,14 @@ def is_secret(name: str) -> bool:
 
 
 def redact(text: str, environ: Mapping[str, str]) -> str:
-    """Hide every secret in a text.
-
-    Args:
-        text: A message, or a command line as one string. An unquoted value is hidden up to the end of its line.
-        environ: Variables whose secret values may be in the text.
-    """
     return _hide(text, environ, _LINE, _ADDRESS_LINE)
 
 
 def redact_command(words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Write a command line with every secret hidden."""
     return " ".join(shown if HIDDEN in shown else shlex.quote(shown) for shown in redacted_words(words, environ))
 
 
 def redacted_words(words: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
-    """The words of a command line, with every secret hidden. An unquoted value ends where its word ends."""
     hide_next = login_next = False
     for word in words:
         hidden = hide_next or (login_next and ":" in word)
@@ -116,7 +108,6 @@ def redacted_words(words: Sequence[str], environ: Mapping[str, str]) -> Iterator
 
 
 def _announces(word: str) -> bool:
-    """Whether the next word of a command line is a secret."""
     if word in _SHORT or _BARE.fullmatch(word):
         return True
     return word.startswith("-") and "=" not in word and is_secret(word.lstrip("-"))

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from modelguard.diagnosis import _checks_memory, _checks_servers
 from modelguard.diagnosis._facts import Check, Facts, Finding, Remedy
 from modelguard.diagnosis._redact import HIDDEN
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, printable
 
 # All fixes that the command can make, merged into one line to paste.
 
@@ -22,16 +22,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=")
 
 
 def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | None) -> str:
-    """Write the command so that it contains every fix that a command can contain.
-
-    Args:
-        findings: The findings.
-        words: The command.
-        server: The server that it starts, such as ``"gunicorn"``; None if there is none.
-
-    Returns:
-        A shell command; empty if no finding has such a fix, or if there is no command.
-    """
+    """Write the command so that it contains every fix that a command can contain."""
     remedies = [finding.remedy for finding in findings if finding.remedy is not None]
     if not remedies or not words:
         return ""
@@ -82,11 +73,8 @@ def _without(words: Sequence[str], names: set[str], drop: Iterable[str]) -> list
         in_front = in_front and (assigned is not None or word.startswith("-") or PurePath(word).name == "env")
         if not (in_front and assigned and assigned[1] in names) and word not in drop:
             kept.append(word)
-    return kept[1:] if len(kept) > 1 and kept[0] == "env" and not _is_of_env(kept[1]) else kept
-
-
-def _is_of_env(word: str) -> bool:
-    return word.startswith("-") or _ASSIGNMENT.match(word) is not None
+    of_env = len(kept) > 1 and (kept[1].startswith("-") or _ASSIGNMENT.match(kept[1]))
+    return kept[1:] if len(kept) > 1 and kept[0] == "env" and not of_env else kept
 
 
 def _quoted(word: str) -> str:
@@ -95,13 +83,9 @@ def _quoted(word: str) -> str:
 
 # All checks, by number: MG1xx the allocator, 2xx presets, 3xx memory, 4xx servers, 5xx the interpreter.
 
-
-CHECKS: tuple[Check, ...] = (
-    *_checks_memory.ALLOCATOR_CHECKS,
-    *_checks_memory.PRESET_CHECKS,
-    *_checks_memory.MEMORY_CHECKS,
-    *_checks_servers.SERVER_CHECKS,
-    *_checks_servers.INTERPRETER_CHECKS,
+_FOUND = (each for module in (_checks_memory, _checks_servers) for each in vars(module).values())
+CHECKS: tuple[Check, ...] = tuple(
+    sorted((each for each in _FOUND if isinstance(each, Check)), key=lambda each: each.number)
 )
 
 #: The column at which the text of a detail begins.
@@ -165,17 +149,16 @@ def examine(facts: Facts, checks: Iterable[Check] = CHECKS, *, ignore: Iterable[
     findings.sort(key=lambda finding: (finding.level != "fault", finding.number))
     server = facts.server.kind if facts.server else None
     return DoctorReport(
-        _printable(facts.subject),
+        printable(facts.subject),
         tuple(findings),
-        tuple(map(_printable, facts.unknown)),
+        tuple(map(printable, facts.unknown)),
         len(run),
-        _printable(one_line(findings, facts.words, server)),
+        printable(one_line(findings, facts.words, server)),
         facts.served,
     )
 
 
 def as_json(report: DoctorReport) -> str:
-    """Write a report as JSON, for programs."""
     content = {
         "subject": report.subject,
         "ok": report.ok,
@@ -188,16 +171,6 @@ def as_json(report: DoctorReport) -> str:
 
 
 def as_text(report: DoctorReport, width: int | None = None) -> Iterator[tuple[str, str]]:
-    """Write a report as text, for users.
-
-    Args:
-        report: The report.
-        width: The column at which lines are wrapped. Default: lines are not wrapped, so that they can be searched.
-
-    Yields:
-        Lines, each with a style: ``"subject"``, ``"fault"``, ``"note"``, ``"detail"``,
-        ``"unknown"``, ``"fix"`` or ``"verdict"``.
-    """
     for style, line in _lines(report):
         if width is None or len(line) <= width or style == "fix":  # a line to paste stays one line
             yield style, line
@@ -212,9 +185,9 @@ def _lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
         yield "detail", ""
         yield finding.level, f"{finding.number} {finding.level}: {finding.title}"
         for seen in finding.seen:
-            yield "detail", f"  seen  {_printable(seen)}"
+            yield "detail", f"  seen  {printable(seen)}"
         yield "detail", f"  why   {finding.why}"
-        yield "detail", f"  fix   {_printable(finding.fix)}"
+        yield "detail", f"  fix   {printable(finding.fix)}"
         yield "detail", f"  more  {finding.page}"
     if report.unknown:
         yield "detail", ""
@@ -238,23 +211,12 @@ def _count(number: int, word: str) -> str:
     return f"{number or 'no'} {word}{'' if number == 1 else 's'}"
 
 
-def _printable(text: str) -> str:
-    """Escape characters that control a terminal, or that a stream cannot encode."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
 # A file with the findings that are accepted, so that only new ones fail a build.
-
 
 _FIX = "Remove the file, and the next run writes it."
 
 
 def known_findings(file: str) -> frozenset[str] | None:
-    """Read the numbers of the findings that a baseline accepts; None if there is no such file.
-
-    Raises:
-        InvalidOption: The file cannot be read, or is not a baseline.
-    """
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
         numbers = content["accepted"]
@@ -268,11 +230,6 @@ def known_findings(file: str) -> frozenset[str] | None:
 
 
 def write_baseline(file: str, report: DoctorReport) -> None:
-    """Accept all findings of a report.
-
-    Raises:
-        InvalidOption: The file cannot be written.
-    """
     content = {"accepted": sorted({finding.number for finding in report.findings})}
     try:
         Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import faulthandler
 import importlib
@@ -12,31 +13,23 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
-from modelguard.environment import _memory
 from modelguard.errors import InvalidOption, ModelGuardError
-
-__all__ = [
-    "Arguments",
-    "Exhausted",
-    "Patience",
-    "Say",
-    "Target",
-    "held_by_workers",
-    "inputs",
-    "is_async",
-    "load",
-    "private_of",
-    "run_program",
-]
+from modelguard.facts import _memory, _proc
+from modelguard.isolation._processes import die_with_parent, ending_signals
 
 Say = Callable[..., None]
 
@@ -61,10 +54,6 @@ class Patience:
     """Writes down where a call stands that does not return: the parent then ends the process, and all below it.
 
     The C thread of faulthandler does it: it needs neither the interpreter's lock nor a signal.
-
-    Args:
-        seconds: How long a call may take. Default: as long as it likes.
-        stream: Gets the stack.
     """
 
     def __init__(self, seconds: float = math.inf, stream: IO[str] | None = None) -> None:
@@ -91,7 +80,6 @@ class Patience:
             self._arm()
 
     def end(self) -> None:
-        """Nothing is waited for."""
         self._renewed = -math.inf
         faulthandler.cancel_dump_traceback_later()
 
@@ -116,25 +104,6 @@ class Patience:
 
 
 class Target:
-    """The function, and the inputs that it is called with in turn.
-
-    Args:
-        function: The function.
-        given: Its inputs, without end.
-        asynchronous: Whether its calls have to be awaited. Default: if it is a coroutine function.
-        around: Makes the context that each call runs in.
-        look: Called now and then, before a call.
-        patience: Tells of a call that does not return.
-
-    Attributes:
-        calls: How many calls were made.
-        failures: How many of them raised.
-        errors: The names of their exceptions, each with the line of the function's code that it came from.
-        failed: The number of the first input that failed, counted from 1; 0 if none did.
-        seconds: How long each call took, if ``timed`` is set.
-        timed: Whether to note how long each call takes.
-    """
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -162,18 +131,12 @@ class Target:
         self.seconds: list[float] = []
 
     def next_input(self) -> Arguments:
-        """The next input.
-
-        Raises:
-            ValueError: There is no further one.
-        """
         for item in self._inputs:
             self._taken += 1
             return item
         raise ValueError(f"the generator ended after {self._taken:,} inputs, and must go on without end")
 
     def forget(self) -> None:
-        """Count from zero again."""
         self.calls = self.failures = 0
         self.errors.clear()
         self.seconds.clear()
@@ -259,7 +222,6 @@ def _relative(file: str) -> str:
 
 
 def run_program(program: Callable[[dict[str, Any], Say], None]) -> None:
-    """Run a program on the configuration in the file of the first argument, and write what it says as lines of JSON."""
     config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     stack = Path(config["stack"]).open("a", encoding="utf-8")  # noqa: SIM115 - it is open to the end
     with Path(config["answer"]).open("a", encoding="utf-8") as stream:
@@ -318,7 +280,6 @@ def private_of(pids: Iterable[int]) -> int:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calls of it have to be awaited."""
     if inspect.iscoroutinefunction(function):
         return True
     try:
@@ -328,11 +289,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def inputs(config: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[Arguments]:
-    """The inputs of a configuration: generated, from a file and repeated, or none.
-
-    Raises:
-        TypeError: An argument is missing, or one is too many.
-    """
+    """The inputs of a configuration: generated, from a file and repeated, or none."""
     if config["generate"]:
         return (_as_arguments(each) for each in load(config["generate"])())
     if config["inputs"]:
@@ -354,7 +311,163 @@ def _require_fit(function: Callable[..., Any], given: Arguments, which: str) -> 
 
 
 def _as_arguments(given: Any) -> Arguments:
-    """A list or tuple is positional arguments, a dict is arguments by name, anything else the one argument."""
     if isinstance(given, dict):
         return (), given
     return (tuple(given), {}) if isinstance(given, list | tuple) else ((given,), {})
+
+
+# The other end: the process that starts the program, and follows what it says.
+
+_LOOK_PAUSE = 0.1
+#: Seconds in which a process writes down where it stands.
+_ANSWER = 1.0
+#: Looks at which it runs on, with its stack written down: so it has not crashed.
+_STUCK = 5
+_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
+#: Where the driven program enters the code of the user.
+_CALLED = re.compile(r'_target\.py", line \d+ in (?:_call|_awaited|next_input|load)\b')
+_PACKAGE = Path(__file__).parents[1]
+
+Progress = Callable[[Mapping[str, Any]], None]
+
+#: How a program ended: it said that it is done, its process ended before that, a call did not return, it took longer
+#: than it may, or the user has interrupted it.
+End = Literal["done", "exited", "silent", "late", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a program has said.
+
+    Attributes:
+        lines: Its lines.
+        end: How it ended.
+        status: The exit status of its process; None if it was ended from here.
+        stack: Where it stood when it did not return, crashed or was interrupted: the call first, as ``app.py:3 in f``.
+        seconds: How long it ran.
+    """
+
+    lines: tuple[Mapping[str, Any], ...]
+    end: End
+    status: int | None = None
+    stack: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def last(self, name: str) -> Any:
+        return next((line[name] for line in reversed(self.lines) if name in line), None)
+
+
+def command() -> list[str]:
+    """The command that runs the driven program; the file of its configuration follows."""
+    return [sys.executable, "-m", "modelguard.diagnosis._driven"]
+
+
+def follow(
+    words: Sequence[str],
+    config: Mapping[str, Any],
+    environ: Mapping[str, str],
+    cwd: Path,
+    *,
+    progress: Progress,
+    silence: float,
+    limit: float | None = None,
+) -> Said:
+    """Run a program, and kill it with all that it has started as soon as it is done, or a signal ends this process.
+
+    Where this process is killed, the kernel kills the program.
+    """
+    parent = os.getpid()
+    with ending_signals(), tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
+        answer, given = Path(folder, "answer"), Path(folder, "config")
+        stack = Path(folder, "stack")
+        for file in (answer, stack):
+            file.touch()
+        # In a file: the words of a command are limited to 128 kB each.
+        given.write_text(json.dumps({**config, "answer": str(answer), "stack": str(stack)}), encoding="utf-8")
+        process = subprocess.Popen(  # noqa: S603 - this very Python, and a module of this package
+            [*words, str(given)],
+            env=dict(environ),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGKILL),  # noqa: PLW1509 - it takes no lock
+        )
+        began = time.monotonic()
+        try:
+            said = _follow(process, answer, progress, silence, limit)
+            if said.end in ("interrupted", "silent") and not stack.stat().st_size:
+                _ask(process, stack)
+            seconds = time.monotonic() - began
+            return dataclasses.replace(said, stack=_frames(stack.read_text(encoding="utf-8"), cwd), seconds=seconds)
+        finally:
+            _end(process)
+
+
+def _ask(process: subprocess.Popen[bytes], stack: Path) -> None:
+    """Let it write down where it stands; faulthandler's handler needs no lock of the interpreter."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGRTMIN + 9)
+    until = time.monotonic() + _ANSWER
+    while not stack.stat().st_size and process.poll() is None and time.monotonic() < until:
+        time.sleep(_LOOK_PAUSE / 2)
+    time.sleep(_LOOK_PAUSE / 2)  # the rest of it
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it and all that it has started, also what has left its group."""
+    started = [each.pid for each in _proc.tree(process.pid)]
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in started:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _frames(text: str, cwd: Path) -> tuple[str, ...]:
+    """The frames above those of this package, from what faulthandler has written: the thread that calls comes last."""
+    *_, last = re.split(r"^(?:Current thread|Thread|Stack) .*$", text, flags=re.MULTILINE)
+    if str(_PACKAGE) in last and not _CALLED.search(last):
+        return ()  # it was reading, and not in a call
+    found: list[str] = []
+    for file, line, name in _FRAME.findall(last):
+        path = Path(file)
+        if path.is_relative_to(_PACKAGE):
+            if found:
+                break
+            continue
+        shown = path.relative_to(cwd) if path.is_relative_to(cwd) else path
+        found.append(f"{shown}:{line} in {name}")
+    return tuple(found)
+
+
+def _follow(
+    process: subprocess.Popen[bytes], answer: Path, progress: Progress, silence: float, limit: float | None
+) -> Said:
+    lines: list[Mapping[str, Any]] = []
+    began = heard = time.monotonic()
+    stuck, stack = 0, answer.with_name("stack")
+    try:
+        while True:
+            ended = process.poll() is not None
+            text = answer.read_text(encoding="utf-8").splitlines(keepends=True)
+            new = [json.loads(line) for line in text[len(lines) :] if line.endswith("\n")]
+            lines += new
+            for line in new:
+                progress(line)
+            now = time.monotonic()
+            heard = now if new else heard
+            if lines and (lines[-1].get("done") or "error" in lines[-1]):
+                return Said(tuple(lines), "done", process.returncode)
+            if ended:
+                return Said(tuple(lines), "exited", process.returncode)
+            stuck += bool(stack.stat().st_size)  # once: it may also be crashing
+            if now > heard + silence or stuck > _STUCK:
+                return Said(tuple(lines), "silent")
+            if limit is not None and now > began + limit:
+                return Said(tuple(lines), "late")
+            time.sleep(_LOOK_PAUSE)
+    except KeyboardInterrupt:
+        return Said(tuple(lines), "interrupted")

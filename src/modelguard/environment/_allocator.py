@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from modelguard.environment import _memory, _proc
 from modelguard.errors import NotSupported
+from modelguard.facts import _memory, _proc
 
 if TYPE_CHECKING:  # a service that only guards a model needs none of them
     from modelguard.environment._allocator_files import Figures, How, Kind, Library, Problem, SmallObjects
@@ -196,7 +196,7 @@ def trim(library: Library | None = None, *, private: Callable[[], int] | None = 
         NotSupported: This is not Linux, the allocator in force is unknown, or it refused. Nothing was returned.
     """
     library = library or _malloc_library(_TRIMMING)
-    private = private or _fresh
+    private = private or (lambda: _memory.private(fresh=True))
     found = _recognise(library)
     if found is None:
         raise NotSupported(_TRIMMING, reason=f"malloc is served by an unknown allocator ({library.path})")
@@ -232,10 +232,6 @@ class Thresholds:
     model in large blocks much stays where it was loaded, as often as there are loading threads. With low thresholds
     large blocks are mapped one by one, and go back when they are freed, also by another thread and later. Calls would
     pay for that with page faults; so between loads the thresholds are where glibc's own adjusting ends.
-
-    Args:
-        library: Finds the file that serves ``malloc``.
-        environ: The variables of this process.
     """
 
     def __init__(
@@ -250,7 +246,6 @@ class Thresholds:
 
     @contextmanager
     def low(self) -> Iterator[None]:
-        """Keep them low in the block, and in others at the same time. Does nothing if the user has set one of them."""
         self._count(1)
         try:
             yield
@@ -258,7 +253,6 @@ class Thresholds:
             self._count(-1)
 
     def after_fork_in_child(self) -> None:
-        """The blocks are those of the parent's threads, and so is the lock."""
         self._lock = threading.Lock()
         if self._blocks:
             self._blocks = 0
@@ -306,23 +300,10 @@ returning = _thresholds.low
 
 
 class _Allocator(NamedTuple):
-    """How an allocator is recognised and trimmed.
-
-    Attributes:
-        kind: Its name.
-        unique_export: A function that only this allocator exports.
-        function: The function that releases memory.
-        release: Calls this function.
-    """
-
     kind: Kind
     unique_export: str
     function: str
     release: Callable[[Library, str], None]
-
-
-def _trim_glibc(library: Library, malloc_trim: str) -> None:
-    library.call(malloc_trim, 0)
 
 
 def _purge(library: Library, mallctl: str) -> None:
@@ -332,23 +313,15 @@ def _purge(library: Library, mallctl: str) -> None:
         raise NotSupported(_TRIMMING, reason=f"jemalloc ({library.path}) refused to purge its arenas: error {code}")
 
 
-def _collect(library: Library, mi_collect: str) -> None:
-    force = True
-    library.call(mi_collect, force)
-
-
-def _release_free(library: Library, release_free_memory: str) -> None:
-    library.call(release_free_memory)
-
-
+_TCMALLOC = "MallocExtension_ReleaseFreeMemory"
 _ALLOCATORS = (
-    _Allocator("glibc", "gnu_get_libc_version", "malloc_trim", _trim_glibc),
+    _Allocator("glibc", "gnu_get_libc_version", "malloc_trim", lambda library, trim: library.call(trim, 0)),
     _Allocator("jemalloc", "mallctl", "mallctl", _purge),
     # When jemalloc is linked into a program, its own functions may have a prefix although malloc has none.
     _Allocator("jemalloc", "je_mallctl", "je_mallctl", _purge),
     _Allocator("jemalloc", "_rjem_mallctl", "_rjem_mallctl", _purge),
-    _Allocator("mimalloc", "mi_collect", "mi_collect", _collect),
-    _Allocator("tcmalloc", "MallocExtension_ReleaseFreeMemory", "MallocExtension_ReleaseFreeMemory", _release_free),
+    _Allocator("mimalloc", "mi_collect", "mi_collect", lambda library, collect: library.call(collect, True)),  # noqa: FBT003 - by force
+    _Allocator("tcmalloc", _TCMALLOC, _TCMALLOC, lambda library, release: library.call(release)),
 )
 
 
@@ -360,7 +333,6 @@ def _recognise(library: Library) -> _Allocator | None:
 
 
 def _kind_and_function(library: Library) -> tuple[Kind, str]:
-    """The allocator, and the name of the function that trims it."""
     found = _recognise(library)
     return ("unknown", "") if found is None else (found.kind, found.function)
 
@@ -371,7 +343,3 @@ def _malloc_library(feature: str) -> Library:
     from modelguard.environment import _linker  # imports ctypes, which takes 2 - 3 ms
 
     return _linker.malloc_library()
-
-
-def _fresh() -> int:
-    return _memory.private(fresh=True)

@@ -4,19 +4,21 @@ A preloaded library runs inside the process, before any other code. So files tha
 rejected. Files that the dynamic linker would skip with only a line on stderr are rejected too.
 """
 
+import mmap
 import os
 import re
 import stat
+import struct
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Literal, Protocol, get_args
 
 from modelguard._units import format_bytes
-from modelguard.environment import _elf, _proc
 from modelguard.errors import InvalidOption
+from modelguard.facts import _proc
 
 # The types that describe allocators, and the file names of their libraries.
 
@@ -117,17 +119,150 @@ class AllocatorFile:
 
 
 def kind_of(path: str) -> Kind | None:
-    """Recognise an allocator by the name of its file.
-
-    Args:
-        path: A file, with or without its folder.
-
-    Returns:
-        The allocator; None for any other file. The name does not prove that the file serves ``malloc``.
-    """
     name = PurePath(path).name
     return next((kind for kind, pattern in _FILE_NAMES if re.fullmatch(pattern, name)), None)
 
+
+# The little of ELF files (elf(5)) that tells whether a program can load a library, and where it keeps a variable.
+
+_MAGIC = b"\x7fELF"
+_BYTE_ORDERS = {1: "<", 2: ">"}  # ELFDATA2LSB, ELFDATA2MSB
+_TYPES = {2: "program", 3: "library"}  # ET_EXEC, and ET_DYN, which a position-independent program is too
+_PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
+_DT_NEEDED, _DT_STRTAB = 1, 5
+_SHT_SYMTAB = 2
+
+#: The names of the dynamic linkers of C libraries, and those of the libraries that others need. Alpine names musl's
+#: library libc.musl-x86_64.so.1, and musl's own installation libc.so.
+_C_LIBRARIES = {
+    "musl": r"(?:^|/)ld-musl-|^libc\.musl-|^libc\.so$",
+    "glibc": r"(?:^|/)ld(?:-linux[^/]*|64)\.so\.\d+$|^libc\.so\.6",
+}
+
+
+class NotElf(ValueError):
+    """The file is not an ELF file, or is truncated."""
+
+
+class ElfFile:
+    """A file of 32 or 64 bits, in either byte order; only what is asked for is read."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        if data[:4] != _MAGIC or data[4] not in (1, 2) or data[5] not in _BYTE_ORDERS:
+            raise NotElf("the file does not begin with an ELF header")
+        self._data = data
+        self._wide, self._order = data[4] == 2, _BYTE_ORDERS[data[5]]  # noqa: PLR2004 - ELFCLASS64
+        kind, machine = self._unpack("HH", 16)
+        self.type = _TYPES.get(kind, "other")
+        self.machine = self._wide, self._order, machine
+
+    @property
+    def c_library(self) -> str | None:
+        """That which it was linked to; None if that is another one, or none, as in a static program."""
+        names = (self.interpreter or "", *self.needed)
+        found = (library for name in names for library, known in _C_LIBRARIES.items() if re.search(known, name))
+        return next(found, None)
+
+    @property
+    def interpreter(self) -> str | None:
+        """The dynamic linker of a program; None if it is statically linked, or a library."""
+        return next((self._text(offset) for kind, offset, *_ in self._segments() if kind == _PT_INTERP), None)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        entries = list(self._dynamic())
+        names = next((self._in_file(value) for tag, value in entries if tag == _DT_STRTAB), None)
+        return () if names is None else tuple(self._text(names + value) for tag, value in entries if tag == _DT_NEEDED)
+
+    def address_of(self, name: str) -> int | None:
+        """The address of a variable relative to where the file is loaded, or of a thread's variable to its block.
+
+        It need not be exported. None if there is none, or if the table of local names was stripped from the file.
+        """
+        headers = [*self._headers(40 if self._wide else 32, "IIQQQQI" if self._wide else "IIIIIII")]
+        for _, kind, _, _, begin, size, link in headers:
+            if kind == _SHT_SYMTAB:
+                names, length = headers[link][4:6]
+                # Searched as bytes: such a table may have a million entries.
+                text = self._data.find(b"\0" + name.encode() + b"\0", names, names + length)
+                if text >= 0 and (found := self._symbol_named(begin, size, text + 1 - names)) is not None:
+                    return found
+        return None
+
+    def _symbol_named(self, begin: int, size: int, text: int) -> int | None:
+        needle, entry = struct.pack(f"{self._order}I", text), 24 if self._wide else 16
+        at = self._data.find(needle, begin, begin + size)
+        while at >= 0:
+            if (at - begin) % entry == 0:
+                # Elf64_Sym: name, info, other, section, value, size. Elf32_Sym: name, value, ...
+                return self._unpack("Q", at + 8)[0] if self._wide else self._unpack("I", at + 4)[0]
+            at = self._data.find(needle, at + 1, begin + size)
+        return None
+
+    def _dynamic(self) -> Iterator[tuple[int, int]]:
+        """The tags and values of the dynamic section; none in a statically linked program."""
+        code, entry = ("QQ", 16) if self._wide else ("II", 8)
+        for kind, offset, _, size in self._segments():
+            for at in range(offset, offset + size, entry) if kind == _PT_DYNAMIC else ():
+                tag, value = self._unpack(code, at)
+                if not tag:
+                    return
+                yield tag, value
+
+    def _in_file(self, address: int) -> int:
+        for kind, offset, start, size in self._segments():
+            if kind == _PT_LOAD and start <= address < start + size:
+                return address - start + offset
+        raise NotElf(f"nothing is loaded at address {address:#x}")
+
+    def _segments(self) -> Iterator[tuple[int, int, int, int]]:
+        # Elf64_Phdr: type, flags, offset, address, physical, size, ... Elf32_Phdr: type, offset, address, ...
+        for fields in self._headers(32 if self._wide else 28, "IIQQQQ" if self._wide else "IIIII"):
+            kind, *_, offset, address, _, size = fields
+            yield kind, offset, address, size
+
+    def _headers(self, at: int, code: str) -> Iterator[tuple[int, ...]]:
+        """The entries of the table whose place is at an offset of the file's header: of segments, or of sections."""
+        (start,) = self._unpack("Q" if self._wide else "I", at)
+        size_at = {32: 54, 40: 58}[at] if self._wide else {28: 42, 32: 46}[at]
+        size, count = self._unpack("HH", size_at)
+        return (self._unpack(code, start + size * number) for number in range(count))
+
+    def _unpack(self, code: str, at: int) -> tuple[int, ...]:
+        return struct.unpack_from(f"{self._order}{code}", self._data, at)
+
+    def _text(self, at: int) -> str:
+        end = self._data.find(b"\0", at)
+        if end < 0:
+            raise NotElf("a name has no end")
+        return self._data[at:end].decode(errors="surrogateescape")
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[ElfFile]:
+    """Map a file; in the ``with`` block :class:`NotElf` is raised where a part of it is missing, or is malformed."""
+    with Path(path).open("rb") as file:
+        try:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:
+            raise NotElf("the file is empty") from error
+        with data:
+            try:
+                yield ElfFile(data)
+            except (struct.error, IndexError, OverflowError) as error:  # reading beyond the end
+                raise NotElf("the file is truncated or malformed") from error
+
+
+def is_static(file: str) -> bool:
+    """Whether a binary names no dynamic linker; False for what is not an ELF file, or cannot be read."""
+    try:
+        with opened(file) as program:
+            return program.interpreter is None
+    except (NotElf, OSError):
+        return False
+
+
+# The libraries of this machine, and whether one may be preloaded.
 
 #: From best to worst. A guard that reloads 200 MB of 8 kB blocks, one in 200 of which survives, held 226, 244 and
 #: 424 MB after 8 reloads, and its releases returned 205, 181 - 195 and 0 - 1 MB (jemalloc 5.3.0, tcmalloc 2.10,
@@ -258,18 +393,18 @@ def _rank(file: Path) -> tuple[int, bool, int]:
 def _why_unloadable(library: Path, program: Path) -> str | None:
     """Why a program cannot load a file; None if it can."""
     try:
-        with _elf.opened(library) as file:
+        with opened(library) as file:
             # Without a program to compare with, the dynamic linker decides.
             if (foreign := _why_foreign(file, program)) is not None:
                 return foreign
-            return None if file.type == "shared" else "is not a shared library"
-    except (_elf.NotElf, OSError):
+            return None if file.type == "library" else "is not a shared library"
+    except (NotElf, OSError):
         return "is not a shared library: it is not an ELF file"
 
 
-def _why_foreign(library: _elf.ElfFile, program: Path) -> str | None:
-    with suppress(_elf.NotElf, OSError), _elf.opened(program) as running:
-        if not library.fits(running):
+def _why_foreign(library: ElfFile, program: Path) -> str | None:
+    with suppress(NotElf, OSError), opened(program) as running:
+        if library.machine != running.machine:
             return "was built for another kind of machine"
         own, other = library.c_library, running.c_library
         if own is not None and other is not None and own != other:
@@ -298,7 +433,6 @@ def _why_unusable(path: Path, program: Path) -> tuple[str, str] | None:
 
 
 def _why_unsafe(path: Path) -> tuple[str, str] | None:
-    """Why another user could have written a file, and what to do."""
     file = path.resolve()
     # The path may be a link: users who can write to the link's folder choose the file.
     nearest = {path.parent, file.parent}

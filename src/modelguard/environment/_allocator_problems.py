@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from modelguard import _units
-from modelguard.environment import _proc
 from modelguard.environment._allocator_files import AllocatorFile, How, Kind, Problem, SmallObjects, kind_of
-from modelguard.environment._proc import mapped_files
 from modelguard.errors import NotSupported
+from modelguard.facts import _proc
+from modelguard.facts._proc import mapped_files
 
 _SETTINGS = "MALLOC_CONF"
 
@@ -42,7 +42,6 @@ class ProcessView:
     executable: str = ""
 
     def file_at(self, address: int | None) -> str | None:
-        """The file that begins at an address."""
         return next((file for file, start in self.files.items() if start == address), None)
 
     def loaded(self, entry: str) -> str | None:
@@ -52,7 +51,6 @@ class ProcessView:
         return next((file for file in self.files if self._is_entry(entry, file)), None)
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file."""
         with suppress(OSError):
             return (self.root / path.lstrip("/")).exists()
         return True  # in a folder that this user may not read
@@ -67,11 +65,7 @@ class ProcessView:
 
 
 def this_process(root: Path = _proc.ROOT) -> ProcessView:
-    """Read what ``/proc`` shows about this process; what cannot be read is left empty.
-
-    Args:
-        root: The folder that holds ``proc`` and ``etc``.
-    """
+    """Read what ``/proc`` shows about this process; what cannot be read is left empty."""
     return ProcessView(
         files=mapped_files(_proc.if_readable(_proc.maps, None, root) or ()),
         environ=_proc.if_readable(_proc.environment, None, root) or {},
@@ -90,35 +84,17 @@ def system_preloads(root: Path) -> tuple[str, ...]:
 
 
 def preload_entries(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The entries of ``LD_PRELOAD``, which are separated by spaces or colons."""
     return tuple(_entries(environ.get("LD_PRELOAD", "")))
 
 
 def how(process: ProcessView, environ: Mapping[str, str], path: str) -> How:
-    """How a process loaded the file that serves ``malloc``.
-
-    Args:
-        process: The process.
-        environ: Its current variables.
-        path: The mapped file.
-    """
     if any(process.loaded(entry) == path for entry in _wanted(process, environ)):
         return "preloaded"
     return "static" if path == process.executable else "linked"
 
 
 def problems(process: ProcessView, environ: Mapping[str, str], kind: Kind, path: str) -> Iterator[Problem]:
-    """Find what is not as intended.
-
-    Args:
-        process: The process.
-        environ: Its current variables, as far as they are known.
-        kind: The allocator that serves ``malloc``.
-        path: The mapped file of this allocator.
-
-    Yields:
-        Each problem, preloads first.
-    """
+    """Find what is not as intended."""
     files = {entry: process.loaded(entry) for entry in _wanted(process, environ)}
     for entry, file in files.items():
         if file is None:
@@ -132,7 +108,6 @@ def problems(process: ProcessView, environ: Mapping[str, str], kind: Kind, path:
 
 
 def background_threads() -> Problem:
-    """The problem that jemalloc runs background threads."""
     return Problem(
         "background threads",
         "jemalloc runs background threads (background_thread:true), which no forked child gets: in a child, and with "
@@ -214,7 +189,6 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
 
 
 # What can be seen of another process's allocator from outside. The process itself could find out more.
-
 
 #: The name of jemalloc's background threads, since 5.1.
 _JEMALLOC_THREAD = "jemalloc_bg_thd"
@@ -303,20 +277,10 @@ def _most_probable(process: ProcessView, preload: tuple[str, ...], mapped: tuple
 
 # Which allocator serves Python's own small objects, in front of ``malloc``.
 
-
 _NAMES: dict[str, SmallObjects] = {"pymalloc": "pymalloc", "mimalloc": "mimalloc", "malloc": "malloc"}
 
 
 def small_objects(name: str | None = None, environ: Mapping[str, str] = os.environ) -> SmallObjects:
-    """Find the allocator of Python's small objects.
-
-    Args:
-        name: The allocator that CPython reports, such as ``"pymalloc_debug"``. Default: ask CPython.
-        environ: The variables with ``PYTHONMALLOC``, which is used only if CPython reports nothing.
-
-    Returns:
-        The allocator. ``"malloc"`` means that every object comes from the library that serves ``malloc``.
-    """
     known = _NAMES.get((name or _reported() or "").removesuffix("_debug"))
     if known is not None:
         return known

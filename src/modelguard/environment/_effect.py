@@ -1,7 +1,4 @@
-"""Decide whether a variable that is set now still takes effect, by what the process has actually done.
-
-The facts come from :class:`modelguard.environment._effect.ThisProcess`.
-"""
+"""Whether a variable that is set now still takes effect, by what the process has actually done."""
 
 from __future__ import annotations
 
@@ -12,12 +9,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from modelguard.environment import _allocator, _gpu, _knobs, _proc
+from modelguard.environment import _allocator, _knobs
 from modelguard.environment._allocator import AllocatorInForce
 from modelguard.environment._knobs import Knob
 from modelguard.errors import NotSupported
+from modelguard.facts import _gpu, _proc
 
 if TYPE_CHECKING:
     from modelguard.environment._allocator_files import Kind
@@ -28,238 +26,9 @@ Cuda = Literal["not imported", "not built in", "not initialised", "initialised"]
 State = Literal["applied", "kept", "invalid", "too late", "needs exec", "not supported"]
 
 
-class ProcessHistory(Protocol):
-    """What a process has done so far with the environment variables that presets set."""
-
-    def started_with(self) -> Mapping[str, str] | None:
-        """Its variables when the program started; None if they can no longer be read."""
-        ...
-
-    def malloc(self) -> AllocatorInForce:
-        """The library that serves ``malloc``.
-
-        Raises:
-            NotSupported: The library cannot be determined here.
-        """
-        ...
-
-    def primitive_cache(self) -> int | None:
-        """The capacity of oneDNN's primitive cache, in entries; None if it does not exist yet.
-
-        Raises:
-            NotSupported: oneDNN is loaded, but this build has no symbol for its cache.
-        """
-        ...
-
-    def descriptor_cache(self) -> int | None:
-        """The capacity of the calling thread's cache of convolutions in ideep; None if it does not exist yet."""
-        ...
-
-    def threads(self, name: str) -> Mapping[str, int]:
-        """The number of threads of each loaded library that reads the variable of this name, by library file.
-
-        Raises:
-            NotSupported: The loaded libraries cannot be listed here.
-        """
-        ...
-
-    def grpc_forks(self) -> bool | None:
-        """Whether gRPC was imported with fork support; None if it has not been imported."""
-        ...
-
-    def cuda(self) -> Cuda:
-        """How far torch has come with CUDA."""
-        ...
-
-    def cuda_allocator(self) -> str:
-        """The settings that torch's allocator has read, in the notation of its variable. Only once CUDA is initialised.
-
-        Raises:
-            NotSupported: This torch does not report them.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """What has happened to a variable so far.
-
-    Attributes:
-        seen: The evidence, as text for users.
-        read: Whether its reader has read it. This cannot be undone.
-        in_force: The value that the reader uses, in the variable's notation; None if it found none.
-    """
-
-    seen: str
-    read: bool = False
-    in_force: str | None = None
-
-
-#: Finds out what has happened to a knob's variable, given its current value.
-_Inspect: TypeAlias = Callable[[Knob, str | None, ProcessHistory], _Reading]
-
-
-class _NoReader(Exception):
-    """Nothing in this process reads the variable."""
-
-
-def effect_of(knob: Knob, value: str | None, process: ProcessHistory) -> tuple[State, str]:
-    """Decide whether a knob takes effect in a process.
-
-    Args:
-        knob: The knob.
-        value: The current value of its variable; None if it is not set.
-        process: What the process has done so far.
-
-    Returns:
-        The state and the evidence. ``"applied"`` means that the variable may be set now if it is not set yet.
-    """
-    if value is not None and (crash := _knobs.why_unusable(knob.name, value)) is not None:
-        # Whatever has happened so far: ideep reads the variable again in each new thread.
-        return "invalid", f"{crash}; remove it, or set it to 1 or more before the program starts"
-    inspect = _INSPECTIONS.get(knob.name, _inspect_start if knob.read_at == "exec" else _inspect_unknown)
-    try:
-        reading = inspect(knob, value, process)
-    except _NoReader as error:
-        return "not supported", str(error)
-    except NotSupported as error:
-        reading = _Reading(f"it is unknown whether {knob.reader} has read it already: {error.reason}")
-    wanted = knob.value if value is None else value
-    if not reading.read or reading.in_force == wanted or _was_set_at_start(knob, value, process):
-        return ("applied" if wanted == knob.value else "kept"), reading.seen
-    no_effect = "" if value is None else f"set to {value!r} inside this process, which has no effect: "
-    return ("needs exec" if knob.read_at == "exec" else "too late"), no_effect + reading.seen
-
-
-def _was_set_at_start(knob: Knob, value: str | None, process: ProcessHistory) -> bool:
-    """Whether the variable held this value when the program started, in time for every reader."""
-    started_with = process.started_with()
-    return value is not None and started_with is not None and started_with.get(knob.name) == value
-
-
-def _inspect_unknown(knob: Knob, _value: str | None, _process: ProcessHistory) -> _Reading:
-    if knob.read_at == "any time":
-        return _Reading(f"{knob.reader} reads it each time")
-    return _Reading(f"it is unknown whether {knob.reader} has read it already")
-
-
-def _inspect_start(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
-    """Inspect a variable that only has an effect if it is set when the program starts."""
-    started_with = process.started_with()
-    if started_with is not None:
-        before = started_with.get(knob.name)
-        seen = "it was not set when this program started" if before is None else "it was set when this program started"
-        if before not in (None, value):
-            seen = f"it was {before!r} when this program started"
-        return _Reading(seen, read=True, in_force=before)
-    if value is None:
-        return _Reading("it is not set, and it is read only when a program starts", read=True)
-    return _Reading("/proc/self/environ does not show whether it was set when this program started")
-
-
-def _inspect_malloc(kind: Kind) -> _Inspect:
-    """Inspect a variable that only this allocator reads."""
-
-    def inspect(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
-        try:
-            allocator = process.malloc()
-        except NotSupported as error:
-            raise _NoReader(error.reason) from None
-        if allocator.kind != kind:
-            raise _NoReader(f"malloc is served by {_name(allocator)}, which does not read it")
-        return _inspect_start(knob, value, process)
-
-    return inspect
-
-
-def _name(allocator: AllocatorInForce) -> str:
-    return f"{allocator.kind} ({allocator.path})" if allocator.kind != "unknown" else allocator.path
-
-
-def _inspect_cache(name: str, where: str, capacity: Callable[[ProcessHistory], int | None]) -> _Inspect:
-    """Inspect the capacity of one of oneDNN's caches."""
-
-    def inspect(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
-        entries = capacity(process)
-        if entries is None:
-            return _Reading(f"{name} does not exist yet{where}")
-        wanted = knob.value if value is None else value
-        as_wanted = entries == _knobs.capacity(knob.name, wanted)
-        seen = f"{name} was made{where} with room for {entries} entries"
-        return _Reading(seen, read=True, in_force=wanted if as_wanted else str(entries))
-
-    return inspect
-
-
-def _inspect_threads(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
-    """Inspect a number of threads: a loaded library has already read it."""
-    loaded = process.threads(knob.name)
-    if not loaded:
-        return _Reading("no library that reads it is loaded yet")
-    wanted = knob.value if value is None else value
-    # In a value such as "4,2" for nested regions, the first number is the one that libraries report.
-    as_wanted = all(str(count) == wanted.split(",")[0].strip() for count in loaded.values())
-    seen = "; ".join(f"{path} is loaded and uses {_count(threads)}" for path, threads in loaded.items())
-    return _Reading(seen, read=True, in_force=wanted if as_wanted else None)
-
-
-def _count(threads: int) -> str:
-    return "1 thread" if threads == 1 else f"{threads} threads"
-
-
-def _inspect_grpc(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
-    forks = process.grpc_forks()
-    if forks is None:
-        return _Reading("grpc has not been imported yet")
-    wanted = knob.value if value is None else value
-    as_wanted = forks == (wanted.lower() in ("1", "true", "yes"))
-    seen = f"grpc was imported {'with' if forks else 'without'} fork support"
-    return _Reading(seen, read=True, in_force=wanted if as_wanted else None)
-
-
-def _inspect_cuda(read: Callable[[ProcessHistory], _Reading]) -> _Inspect:
-    """Inspect a variable that is read once torch has initialised CUDA, or later."""
-
-    def inspect(_knob: Knob, _value: str | None, process: ProcessHistory) -> _Reading:
-        state = process.cuda()
-        if state == "not built in":
-            raise _NoReader("the torch in this process was built without CUDA")
-        if state == "not imported":
-            return _Reading("torch has not been imported yet")
-        return read(process) if state == "initialised" else _Reading("torch has not initialised CUDA yet")
-
-    return inspect
-
-
-def _read_allocator(process: ProcessHistory) -> _Reading:
-    settings = process.cuda_allocator()
-    seen = f"torch's allocator uses {settings!r}" if settings else "torch's allocator uses its defaults"
-    return _Reading(seen, read=True, in_force=settings or None)
-
-
-_INSPECTIONS: dict[str, _Inspect] = {
-    _knobs.ONEDNN: _inspect_cache("oneDNN's primitive cache", "", lambda process: process.primitive_cache()),
-    _knobs.IDEEP: _inspect_cache(
-        "ideep's cache of convolutions", " in this thread", lambda process: process.descriptor_cache()
-    ),
-    "OMP_NUM_THREADS": _inspect_threads,
-    "MKL_NUM_THREADS": _inspect_threads,
-    "OPENBLAS_NUM_THREADS": _inspect_threads,
-    "GRPC_ENABLE_FORK_SUPPORT": _inspect_grpc,
-    "MALLOC_ARENA_MAX": _inspect_malloc("glibc"),
-    "MALLOC_TRIM_THRESHOLD_": _inspect_malloc("glibc"),
-    "MALLOC_MMAP_THRESHOLD_": _inspect_malloc("glibc"),
-    "MALLOC_CONF": _inspect_malloc("jemalloc"),
-    _knobs.ALLOCATOR: _inspect_cuda(_read_allocator),
-    _knobs.MODULES: _inspect_cuda(lambda _: _Reading("CUDA is initialised, and its driver has read it", read=True)),
-    _knobs.PLANS: _inspect_cuda(lambda _: _Reading("CUDA is initialised; whether cuDNN was used is unknown")),
-}
-
-
 # What this process has done so far with the environment variables that presets set.
 #
 # Nothing here initialises a library: a check that made a library read its variables would change its own answer.
-
 
 _PRIMITIVES = "_ZZN4dnnl4impl22global_primitive_cacheEvE8capacity"
 _STRING = "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
@@ -286,10 +55,9 @@ _THREADS = {
 
 
 class ThisProcess:
-    """This process, as :class:`modelguard.environment._effect.ProcessHistory` describes it.
+    """What this process has done so far with the environment variables that presets set.
 
-    Args:
-        root: The folder that holds ``proc``.
+    Its readers raise ``NotSupported`` where that cannot be known.
     """
 
     def __init__(self, root: Path = _proc.ROOT) -> None:
@@ -300,7 +68,6 @@ class ThisProcess:
         return _proc.if_readable(_proc.environment, None, self._root) or None
 
     def malloc(self) -> AllocatorInForce:
-        """The library that serves ``malloc``."""
         return _allocator.in_force()
 
     def primitive_cache(self) -> int | None:
@@ -313,7 +80,6 @@ class ThisProcess:
         return _DEFAULT_DESCRIPTORS if capacity == 0 else capacity
 
     def threads(self, name: str) -> Mapping[str, int]:
-        """The number of threads of each loaded library that reads the variable of this name, by library file."""
         files, functions = _THREADS[name]
         counts = {path: _thread_count(path, functions) for path in self._loaded(files)}
         return {path: count for path, count in counts.items() if count is not None}
@@ -334,7 +100,6 @@ class ThisProcess:
         return "initialised" if started else "not initialised"
 
     def cuda_allocator(self) -> str:
-        """The settings that torch's allocator has parsed last."""
         torch = _gpu.imported_torch()
         read = None if torch is None else getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # noqa: SLF001 - torch shows them nowhere else
         if read is None:
@@ -356,7 +121,6 @@ class ThisProcess:
         return next((capacity for capacity in made if capacity is not None), None)
 
     def _loaded(self, files: re.Pattern[str]) -> list[str]:
-        """The loaded files whose names match."""
         mappings = _proc.if_readable(_proc.maps, None, self._root)
         if mappings is None:
             raise NotSupported("listing loaded libraries", reason="/proc/self/maps cannot be read")
@@ -369,7 +133,6 @@ class ThisProcess:
 
 
 def _thread_count(path: str, functions: tuple[str, ...]) -> int | None:
-    """Ask a loaded library for its number of threads."""
     import ctypes
 
     try:
@@ -387,11 +150,175 @@ def _thread_count(path: str, functions: tuple[str, ...]) -> int | None:
     return found[0]
 
 
+# What follows from it for a variable.
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What has happened to a variable so far."""
+
+    seen: str
+    read: bool = False
+    in_force: str | None = None
+
+
+#: Finds out what has happened to a knob's variable, given its current value.
+_Inspect: TypeAlias = Callable[[Knob, str | None, ThisProcess], _Reading]
+
+
+class _NoReader(Exception):
+    """Nothing in this process reads the variable."""
+
+
+def effect_of(knob: Knob, value: str | None, process: ThisProcess) -> tuple[State, str]:
+    if value is not None and (crash := _knobs.why_unusable(knob.name, value)) is not None:
+        # Whatever has happened so far: ideep reads the variable again in each new thread.
+        return "invalid", f"{crash}; remove it, or set it to 1 or more before the program starts"
+    inspect = _INSPECTIONS.get(knob.name, _inspect_start if knob.read_at == "exec" else _inspect_unknown)
+    try:
+        reading = inspect(knob, value, process)
+    except _NoReader as error:
+        return "not supported", str(error)
+    except NotSupported as error:
+        reading = _Reading(f"it is unknown whether {knob.reader} has read it already: {error.reason}")
+    wanted = knob.value if value is None else value
+    if not _is_too_late(reading, wanted, knob, value, process):
+        return ("applied" if wanted == knob.value else "kept"), reading.seen
+    no_effect = "" if value is None else f"set to {value!r} inside this process, which has no effect: "
+    return ("needs exec" if knob.read_at == "exec" else "too late"), no_effect + reading.seen
+
+
+def _is_too_late(reading: _Reading, wanted: str, knob: Knob, value: str | None, process: ThisProcess) -> bool:
+    """Whether the reader has read the variable already, and uses another value."""
+    return reading.read and reading.in_force != wanted and not _was_set_at_start(knob, value, process)
+
+
+def _was_set_at_start(knob: Knob, value: str | None, process: ThisProcess) -> bool:
+    started_with = process.started_with()
+    return value is not None and started_with is not None and started_with.get(knob.name) == value
+
+
+def _inspect_unknown(knob: Knob, _value: str | None, _process: ThisProcess) -> _Reading:
+    if knob.read_at == "any time":
+        return _Reading(f"{knob.reader} reads it each time")
+    return _Reading(f"it is unknown whether {knob.reader} has read it already")
+
+
+def _inspect_start(knob: Knob, value: str | None, process: ThisProcess) -> _Reading:
+    """Inspect a variable that only has an effect if it is set when the program starts."""
+    started_with = process.started_with()
+    if started_with is not None:
+        before = started_with.get(knob.name)
+        seen = "it was not set when this program started" if before is None else "it was set when this program started"
+        if before not in (None, value):
+            seen = f"it was {before!r} when this program started"
+        return _Reading(seen, read=True, in_force=before)
+    if value is None:
+        return _Reading("it is not set, and it is read only when a program starts", read=True)
+    return _Reading("/proc/self/environ does not show whether it was set when this program started")
+
+
+def _inspect_malloc(kind: Kind) -> _Inspect:
+    """Inspect a variable that only this allocator reads."""
+
+    def inspect(knob: Knob, value: str | None, process: ThisProcess) -> _Reading:
+        try:
+            allocator = process.malloc()
+        except NotSupported as error:
+            raise _NoReader(error.reason) from None
+        if allocator.kind != kind:
+            raise _NoReader(f"malloc is served by {_name(allocator)}, which does not read it")
+        return _inspect_start(knob, value, process)
+
+    return inspect
+
+
+def _name(allocator: AllocatorInForce) -> str:
+    return f"{allocator.kind} ({allocator.path})" if allocator.kind != "unknown" else allocator.path
+
+
+def _inspect_cache(name: str, where: str, capacity: Callable[[ThisProcess], int | None]) -> _Inspect:
+
+    def inspect(knob: Knob, value: str | None, process: ThisProcess) -> _Reading:
+        entries = capacity(process)
+        if entries is None:
+            return _Reading(f"{name} does not exist yet{where}")
+        wanted = knob.value if value is None else value
+        as_wanted = entries == _knobs.capacity(knob.name, wanted)
+        seen = f"{name} was made{where} with room for {entries} entries"
+        return _Reading(seen, read=True, in_force=wanted if as_wanted else str(entries))
+
+    return inspect
+
+
+def _inspect_threads(knob: Knob, value: str | None, process: ThisProcess) -> _Reading:
+    """Inspect a number of threads: a loaded library has already read it."""
+    loaded = process.threads(knob.name)
+    if not loaded:
+        return _Reading("no library that reads it is loaded yet")
+    wanted = knob.value if value is None else value
+    # In a value such as "4,2" for nested regions, the first number is the one that libraries report.
+    as_wanted = all(str(count) == wanted.split(",")[0].strip() for count in loaded.values())
+    seen = "; ".join(f"{path} is loaded and uses {_count(threads)}" for path, threads in loaded.items())
+    return _Reading(seen, read=True, in_force=wanted if as_wanted else None)
+
+
+def _count(threads: int) -> str:
+    return "1 thread" if threads == 1 else f"{threads} threads"
+
+
+def _inspect_grpc(knob: Knob, value: str | None, process: ThisProcess) -> _Reading:
+    forks = process.grpc_forks()
+    if forks is None:
+        return _Reading("grpc has not been imported yet")
+    wanted = knob.value if value is None else value
+    as_wanted = forks == (wanted.lower() in ("1", "true", "yes"))
+    seen = f"grpc was imported {'with' if forks else 'without'} fork support"
+    return _Reading(seen, read=True, in_force=wanted if as_wanted else None)
+
+
+def _inspect_cuda(read: Callable[[ThisProcess], _Reading]) -> _Inspect:
+
+    def inspect(_knob: Knob, _value: str | None, process: ThisProcess) -> _Reading:
+        state = process.cuda()
+        if state == "not built in":
+            raise _NoReader("the torch in this process was built without CUDA")
+        if state == "not imported":
+            return _Reading("torch has not been imported yet")
+        return read(process) if state == "initialised" else _Reading("torch has not initialised CUDA yet")
+
+    return inspect
+
+
+def _read_allocator(process: ThisProcess) -> _Reading:
+    settings = process.cuda_allocator()
+    seen = f"torch's allocator uses {settings!r}" if settings else "torch's allocator uses its defaults"
+    return _Reading(seen, read=True, in_force=settings or None)
+
+
+_INSPECTIONS: dict[str, _Inspect] = {
+    _knobs.ONEDNN: _inspect_cache("oneDNN's primitive cache", "", lambda process: process.primitive_cache()),
+    _knobs.IDEEP: _inspect_cache(
+        "ideep's cache of convolutions", " in this thread", lambda process: process.descriptor_cache()
+    ),
+    "OMP_NUM_THREADS": _inspect_threads,
+    "MKL_NUM_THREADS": _inspect_threads,
+    "OPENBLAS_NUM_THREADS": _inspect_threads,
+    "GRPC_ENABLE_FORK_SUPPORT": _inspect_grpc,
+    "MALLOC_ARENA_MAX": _inspect_malloc("glibc"),
+    "MALLOC_TRIM_THRESHOLD_": _inspect_malloc("glibc"),
+    "MALLOC_MMAP_THRESHOLD_": _inspect_malloc("glibc"),
+    "MALLOC_CONF": _inspect_malloc("jemalloc"),
+    _knobs.ALLOCATOR: _inspect_cuda(_read_allocator),
+    _knobs.MODULES: _inspect_cuda(lambda _: _Reading("CUDA is initialised, and its driver has read it", read=True)),
+    _knobs.PLANS: _inspect_cuda(lambda _: _Reading("CUDA is initialised; whether cuDNN was used is unknown")),
+}
+
+
 # The calling thread's OpenMP settings: its number of threads, and its thread pool.
 #
 # In the specification each thread has its own number of threads (``nthreads-var``, OpenMP 5.2 section 2.4), so the
 # number can be capped in one thread without any effect on others.
-
 
 _RUNTIME = re.compile(r"/lib(?:gomp|iomp5|omp)[-.][^/]*$")
 

@@ -65,16 +65,6 @@ _SYNTAX = {
 
 
 def capacity(name: str, value: str) -> int | None:
-    """The number of entries that a library makes of a value.
-
-    Args:
-        name: The variable; every name except :data:`IDEEP` is one of oneDNN's.
-        value: Its value.
-
-    Returns:
-        Entries. A negative number means no limit; 0 means no cache in oneDNN, and a crash in ideep. None if oneDNN
-        ignores the value, which is empty or too long.
-    """
     if name != IDEEP and not 0 < len(value.encode(errors="surrogateescape")) < _ONEDNN_BUFFER:
         return None
     number = re.match(r"[ \t\n\v\f\r]*([+-]?[0-9]{1,4000})", value)  # more digits than any variable has a use for
@@ -177,11 +167,7 @@ class Knob:
 
 
 def onednn_caches(entries: int) -> tuple[Knob, Knob]:
-    """Limit the two caches that grow with every new input shape; either limit alone is not enough.
-
-    Args:
-        entries: Entries in each. One convolution layer takes one entry per input shape.
-    """
+    """Limit the two caches that grow with every new input shape; either limit alone is not enough."""
     measured = "400 lengths through 8 convolutions grew by 339 MB without a limit, 77 MB with this one alone"
     return (
         Knob(
@@ -209,12 +195,6 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
 
 
 def threads(count: int, why: str) -> tuple[Knob, Knob]:
-    """Limit the threads of one operation of torch, and of any other library that uses OpenMP or MKL.
-
-    Args:
-        count: Threads in one process.
-        why: The reason for that number, such as ``"4 CPUs for 2 workers"``.
-    """
     costs = "a single call in the process cannot use the other workers' CPUs"
     return (
         Knob(
@@ -240,12 +220,7 @@ def threads(count: int, why: str) -> tuple[Knob, Knob]:
 
 
 def openblas_threads(count: int, why: str) -> Knob:
-    """Limit the threads for matrix products of numpy and scipy; OpenBLAS starts them when it is loaded.
-
-    Args:
-        count: Threads in one process.
-        why: The reason for that number.
-    """
+    """Limit the threads for matrix products of numpy and scipy; OpenBLAS starts them when it is loaded."""
     return Knob(
         name="OPENBLAS_NUM_THREADS",
         value=str(count),
@@ -271,7 +246,6 @@ def cuda_check() -> Knob:
 
 
 def grpc_fork_support() -> Knob:
-    """Allow a process that has used gRPC to fork."""
     return Knob(
         name="GRPC_ENABLE_FORK_SUPPORT",
         value="1",
@@ -299,7 +273,6 @@ def tokenizers_threads() -> Knob:
 
 
 def glibc_memory() -> tuple[Knob, Knob, Knob]:
-    """Make glibc keep less freed memory."""
     source = "mallopt(3)"
     return (
         Knob(
@@ -338,7 +311,6 @@ def glibc_memory() -> tuple[Knob, Knob, Knob]:
 
 
 def jemalloc_memory() -> Knob:
-    """Make jemalloc, if it serves malloc, return memory within a second, and start no threads."""
     return Knob(
         name="MALLOC_CONF",
         value="background_thread:false,dirty_decay_ms:1000,muzzy_decay_ms:0",
@@ -357,7 +329,6 @@ def _threads(count: int) -> str:
 
 
 # Environment variables that determine how torch uses GPU memory, as data. None was measured on a GPU here.
-
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 PLANS = "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT"
@@ -410,11 +381,6 @@ def reclaiming() -> Knob:
 
 
 def fraction(workers: int) -> Knob:
-    """Bound the part of the GPU that one of several processes takes.
-
-    Args:
-        workers: How many processes share it.
-    """
     part = int((1 - _CONTEXTS) / workers * 1000) / 1000
     return Knob(
         name=ALLOCATOR,
@@ -431,11 +397,6 @@ def fraction(workers: int) -> Knob:
 
 
 def cudnn_plans(entries: int) -> Knob:
-    """Bound cuDNN's cache of compiled convolutions, which grows with every new input shape.
-
-    Args:
-        entries: Plans in each thread's cache.
-    """
     return Knob(
         name=PLANS,
         value=str(entries),

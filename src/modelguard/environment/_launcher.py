@@ -14,15 +14,16 @@ import os
 import re
 import shlex
 import signal
+import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
-from modelguard.environment import _allocator, _allocator_files, _knobs, _proc
-from modelguard.environment._allocator_files import RUNNING, Kind, kind_of
-from modelguard.environment._elf import NOT_EXECUTABLE, binary, ignores_preload, is_static, locate
+from modelguard.environment import _allocator, _allocator_files, _knobs
+from modelguard.environment._allocator_files import RUNNING, Kind, is_static, kind_of
 from modelguard.errors import CannotRun, InvalidOption, NotSupported
+from modelguard.facts import _proc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,99 @@ if TYPE_CHECKING:
     from modelguard.environment._presets import Preset
 
 
-# Choose the allocator of a program that is about to be started, and the variables that select it.
+# The program that a command starts: its file, and whether ``LD_PRELOAD`` has an effect in it.
 
+#: A shell's exit statuses for commands that cannot be executed or found (POSIX, Shell Command Language 2.8.2).
+NOT_EXECUTABLE = 126
+NOT_FOUND = 127
+
+#: How many #! lines the kernel follows (fs/exec.c, exec_binprm), and how long such a line may be (BINPRM_BUF_SIZE).
+_SCRIPTS = 5
+_LINE = 256
+
+
+def locate(command: str, environ: Mapping[str, str]) -> str:
+    # Strings, not Paths, which would change "./run" to "run": a script sees the name by which it was called.
+    candidates = (
+        [command] if os.sep in command else [f"{folder or '.'}/{command}" for folder in os.get_exec_path(environ)]
+    )
+    # Skip folders, and files that are not executable if an executable one follows.
+    files = [candidate for candidate in candidates if Path(candidate).is_file()]
+    for file in files:
+        if os.access(file, os.X_OK):
+            return file
+    if files:
+        fix = f"Make it executable (chmod +x), or start it through its interpreter, such as: python {files[0]}."
+        raise CannotRun(command, why="is not executable", fix=fix, status=NOT_EXECUTABLE)
+    if os.sep in command and Path(command).is_dir():
+        raise CannotRun(command, why="is a folder", fix="Name a program.", status=NOT_EXECUTABLE)
+    why = "does not exist" if os.sep in command else "was not found in any folder on PATH"
+    raise CannotRun(command, why=why, fix=_fix_missing(command), status=NOT_FOUND)
+
+
+def ignores_preload(
+    path: str, *, starts_others: bool = False, user: int | None = None, group: int | None = None
+) -> str | None:
+    file = binary(path)
+    if _is_privileged(file, os.getuid() if user is None else user, os.getgid() if group is None else group):
+        return f"{file} runs with more privileges than its caller, so the dynamic linker ignores LD_PRELOAD"
+    if not starts_others and is_static(file):
+        return f"{file} is statically linked, so nothing reads LD_PRELOAD"
+    return None
+
+
+def _fix_missing(command: str) -> str:
+    first = command.split(maxsplit=1)[:1]
+    if first and first[0] != command:
+        return f"Write it without quotes around the whole command: -- {command}"
+    if re.match(r"[A-Za-z_][A-Za-z0-9_]*=", command):
+        return f"To set a variable, write env before it: -- env {command} ..."
+    return "Correct the name, install it, or give its path."
+
+
+def binary(path: str) -> str:
+    """The binary that is executed in the end: for a script its interpreter, which may be a script itself."""
+    file = path
+    for _ in range(_SCRIPTS):
+        line = _first_line(file)
+        if not line.startswith(b"#!"):
+            break
+        words = re.match(rb"#![ \t]*([^ \t\n]*)", line)  # a carriage return is part of the name, as in the kernel
+        interpreter = os.fsdecode(words[1]) if words else ""
+        if not Path(interpreter).is_file():
+            why = f"names an interpreter that does not exist: {interpreter!r}"
+            fix = "Correct its first line, or install the interpreter."
+            raise CannotRun(path, why=why, fix=fix, status=NOT_EXECUTABLE)
+        file = interpreter
+    return file
+
+
+def _first_line(file: str) -> bytes:
+    try:
+        with Path(file).open("rb") as stream:
+            return stream.readline(_LINE)
+    except OSError:  # a file may be executable without being readable
+        return b""
+
+
+def _is_privileged(file: str, user: int, group: int) -> bool:
+    state = Path(file).stat()
+    if state.st_mode & stat.S_ISUID and state.st_uid != user:
+        return True
+    # On a file that its group may not execute, the bit means mandatory locking.
+    if state.st_mode & stat.S_ISGID and state.st_mode & stat.S_IXGRP and state.st_gid != group:
+        return True
+    return user != 0 and _has_capabilities(file)
+
+
+def _has_capabilities(file: str) -> bool:
+    try:
+        return bool(os.getxattr(file, "security.capability"))
+    except (OSError, AttributeError):  # the file has none, or the system does not support them
+        return False
+
+
+# Choose the allocator of a program that is about to be started, and the variables that select it.
 
 #: ``"auto"``: the best one that is installed, otherwise the same as ``"glibc"``. ``"glibc"``: nothing is preloaded, and
 #: glibc is set to return freed memory. ``"none"``: nothing is changed.
@@ -76,25 +168,6 @@ def choose_preload(
     find: Callable[..., Sequence[AllocatorFile]] = _allocator_files.find,
     check: Callable[..., None] = _allocator_files.check_preload,
 ) -> tuple[dict[str, str], list[str]]:
-    """Choose the variables that give a program its allocator.
-
-    Args:
-        wanted: The allocator.
-        program: The file that will be executed.
-        environ: The variables that the program would get otherwise.
-        arguments: Its arguments. A static program with arguments, such as gosu, may start another program, which the
-            preload is then meant for.
-        detect: Describes the allocator of this process, where the caller's ``LD_PRELOAD`` is already in force.
-        find: Lists the libraries that are installed and that a program can load, best first.
-        check: Rejects a library that must not be preloaded into a program.
-
-    Returns:
-        The variables to set, and what the user should know, one sentence each.
-
-    Raises:
-        InvalidOption: The allocator is unknown, is not installed, or must not be preloaded.
-        NotSupported: An allocator was named, but nothing can be preloaded into this program or on this system.
-    """
     _require_known(wanted)
     if wanted == "none":
         return {}, []
@@ -104,7 +177,8 @@ def choose_preload(
     if current.how == "preloaded":
         return {}, [f"{current.path} is preloaded already and serves malloc; it stays, and nothing is added"]
     file = binary(program)
-    passed_on = [_passed_on(file)] if is_static(file) else []
+    static = f"{file} is statically linked, so the allocator changes only in the programs that it starts"
+    passed_on = [static] if is_static(file) else []
     if wanted == "glibc":
         return _glibc(environ), passed_on
     kind = None if wanted == "auto" else wanted
@@ -131,10 +205,6 @@ def _obstacle(program: str, *, starts_others: bool) -> str | None:
     return ignores_preload(program, starts_others=starts_others)
 
 
-def _passed_on(file: str) -> str:
-    return f"{file} is statically linked, so the allocator changes only in the programs that it starts"
-
-
 def _without(wanted: Allocator, reason: str) -> tuple[dict[str, str], list[str]]:
     """Continue without a preload, unless the user has named a library."""
     if wanted in _PACKAGES:
@@ -150,7 +220,8 @@ def _preload(
     if library is not None:
         if library.kind == "mimalloc" and not any(name in environ for name in _RETURNING):
             notes.append(_KEEPS)
-        return {PRELOAD: _joined(environ.get(PRELOAD, ""), library.path)}, notes
+        entries = environ.get(PRELOAD)  # the caller's own come first
+        return {PRELOAD: f"{entries}:{library.path}" if entries else library.path}, notes
     if wanted == "auto":
         return _glibc(environ), [*notes, _NONE_USABLE]
     raise rejections[0] if rejections else _not_installed(wanted)
@@ -176,11 +247,6 @@ def _usable(
     return None, rejections
 
 
-def _joined(entries: str, path: str) -> str:
-    """Add a library after the caller's own entries."""
-    return f"{entries}:{path}" if entries else path
-
-
 def _not_installed(wanted: Allocator) -> InvalidOption:
     fix = f'Install it (Debian, Ubuntu: apt install {_PACKAGES[wanted]}), or write "auto".'
     return InvalidOption(_ARGUMENT, wanted, why="is not installed", fix=fix)
@@ -201,17 +267,6 @@ _FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A program to execute, and its environment.
-
-    Attributes:
-        program: The file to execute.
-        argv: Its arguments, with the command's own name first.
-        environ: Its whole environment.
-        added: The variables that are missing from the caller's environment, or have another value there.
-        notes: What the user should know, one sentence each.
-        kind: The allocator that serves ``malloc``, as far as the variables tell.
-    """
-
     program: str
     argv: tuple[str, ...]
     environ: Mapping[str, str]
@@ -221,13 +276,11 @@ class Plan:
 
     @property
     def in_force(self) -> str:
-        """What is in force, in one line."""
         settings = [f"{name}={value}" for name, value in self.added.items()]
         allocator = "the C library" if self.kind == "glibc" else self.kind
         return f"in force: {' '.join(settings) or 'nothing added'}; malloc is served by {allocator}"
 
     def __str__(self) -> str:
-        """The plan as a shell command: ``env NAME=VALUE ... COMMAND``."""
         settings = (f"{name}={value}" for name, value in self.added.items())
         return shlex.join(["env", *settings, *self.argv])
 
@@ -240,25 +293,7 @@ def plan(
     environ: Mapping[str, str] | None = None,
     choose: Callable[..., tuple[dict[str, str], list[str]]] = choose_preload,
 ) -> Plan:
-    """Decide how a program is started, without changing anything.
-
-    Args:
-        command: The program, to be found on ``PATH``, and its arguments.
-        preset: Variables for the program; those that the caller's environment already has stay.
-        allocator: What serves its ``malloc``. ``"auto"`` preloads the best allocator that is installed. If there is
-            none, it makes glibc return freed memory, as ``"glibc"`` does. ``"none"`` changes nothing.
-        environ: The caller's environment. Default: that of this process, as it was inherited.
-        choose: Chooses the variables that give the program its allocator.
-
-    Returns:
-        The plan.
-
-    Raises:
-        CannotRun: The command was not found, or cannot be executed.
-        InvalidOption: The command is empty or contains a NUL byte, the allocator is not available, or a variable of the
-            preset is set in the caller's environment to a value on which its reader crashes.
-        NotSupported: An allocator was named, but nothing can be preloaded here.
-    """
+    """Decide how a program is started, without changing anything."""
     _require_command(command)
     before = inherited() if environ is None else dict(environ)
     program = locate(command[0], before)
@@ -277,12 +312,6 @@ def become(plan: Plan) -> NoReturn:
     No ``finally`` block, no ``atexit`` function and no other thread of this process continues, and nothing is flushed.
     ``SIGPIPE`` and ``SIGXFSZ``, which Python ignores from its start, are reset to their default: whether this process
     inherited them as ignored, as from systemd, is not known. All other signals stay as inherited.
-
-    Args:
-        plan: The result of :func:`plan`.
-
-    Raises:
-        CannotRun: The system refused. This process continues as before.
     """
     before = _reset_signals()
     try:
@@ -298,10 +327,6 @@ def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROO
     """The environment, without the variables that Python itself has added.
 
     In the C locale Python sets ``LC_CTYPE`` at its start (PEP 538), and the program would inherit it.
-
-    Args:
-        environ: The current variables of this process.
-        root: The folder that holds ``proc``.
     """
     initial = _proc.if_readable(_proc.environment, None, root)
     if initial is None:  # not Linux
@@ -320,7 +345,6 @@ def _kind(environ: Mapping[str, str]) -> Kind:
 
 
 def _is_read(name: str, preset: Preset | None, kind: Kind) -> bool:
-    """Whether a preset's variable is one that this allocator reads, or that is no allocator's."""
     reader = next(knob.reader for knob in (preset.knobs if preset else ()) if knob.name == name)
     return reader not in _ALLOCATORS or _ALLOCATORS[reader] == kind
 
@@ -340,7 +364,6 @@ def _require_command(command: Sequence[str]) -> None:
 
 
 def _kept(preset: Preset | None, environ: Mapping[str, str]) -> list[str]:
-    """Notes on variables of the preset that have another value in the caller's environment."""
     return [
         f"your {knob.name}={environ[knob.name]} stays; the preset has {knob.value}"
         for knob in (preset.knobs if preset else ())

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
-from modelguard.environment._allocator_files import Figures, Kind, Library
+from modelguard.environment._allocator_files import Figures, Kind, Library, NotElf, opened
 
 #: Passed to C: bytes as ``char *``, bool as ``bool``, int as ``size_t``, None as a null pointer, ctypes objects as is.
 Argument: TypeAlias = Any
 
 
 class _DlInfo(ctypes.Structure):
-    """``Dl_info`` of dlfcn.h."""
-
     _fields_ = (
         ("dli_fname", ctypes.c_char_p),
         ("dli_fbase", ctypes.c_void_p),
@@ -29,34 +28,8 @@ class _DlInfo(ctypes.Structure):
     )
 
 
-class _WideSymbol(ctypes.Structure):
-    """``Elf64_Sym`` of elf.h."""
-
-    _fields_ = (
-        ("name", ctypes.c_uint32),
-        ("info", ctypes.c_uint8),
-        ("other", ctypes.c_uint8),
-        ("section", ctypes.c_uint16),
-        ("value", ctypes.c_uint64),
-        ("size", ctypes.c_uint64),
-    )
-
-
-class _NarrowSymbol(ctypes.Structure):
-    """``Elf32_Sym`` of elf.h."""
-
-    _fields_ = (
-        ("name", ctypes.c_uint32),
-        ("value", ctypes.c_uint32),
-        ("size", ctypes.c_uint32),
-        ("info", ctypes.c_uint8),
-        ("other", ctypes.c_uint8),
-        ("section", ctypes.c_uint16),
-    )
-
-
-_SYMBOL = _WideSymbol if ctypes.sizeof(ctypes.c_void_p) == ctypes.sizeof(ctypes.c_uint64) else _NarrowSymbol
-
+#: Where the section is in ``Elf64_Sym`` and ``Elf32_Sym`` of elf.h.
+_SECTION = 6 if sys.maxsize > 2**32 else 14
 _RTLD_DL_SYMENT = 1  # dladdr1 gives the symbol of the address
 _UNDEFINED = 0  # SHN_UNDEF
 
@@ -77,19 +50,11 @@ class MallocLibrary:
         self.base, self.path = self._file_of("malloc")
 
     def exports(self, name: str) -> bool:
-        """Whether the program's function of this name comes from the file that serves ``malloc``."""
         if name not in self._exports:
             self._exports[name] = hasattr(self._program, name) and self._file_of(name)[0] == self.base
         return self._exports[name]
 
     def call(self, name: str, *arguments: Argument, returns: Any = ctypes.c_int) -> Any:
-        """Call one of its functions, and return its result (meaningless for a ``void`` function).
-
-        Args:
-            name: A function that it exports.
-            arguments: Its arguments.
-            returns: The type of its result.
-        """
         function = self._functions.get((name, returns))
         if function is None:
             # The lookup by index makes a new function object, so no other code sees its result type. It is kept: what
@@ -124,9 +89,11 @@ class MallocLibrary:
         """
         if not hasattr(self._program, "dladdr1"):  # musl
             return False
-        info, symbol = _DlInfo(), ctypes.POINTER(_SYMBOL)()
+        info, symbol = _DlInfo(), ctypes.c_void_p()
         found = self._program.dladdr1(address, ctypes.byref(info), ctypes.byref(symbol), _RTLD_DL_SYMENT)
-        return bool(found and symbol) and symbol.contents.section == _UNDEFINED
+        if not found or symbol.value is None:
+            return False
+        return ctypes.c_uint16.from_address(symbol.value + _SECTION).value == _UNDEFINED
 
     def _defined_in(self, path: str, name: str) -> tuple[int | None, str] | None:
         """Where a loaded library begins in memory, and its name; None if it does not define the function itself."""
@@ -164,22 +131,9 @@ class LoadedFile(NamedTuple):
     thread_base: int | None
 
     def static(self, variable: str) -> int | None:
-        """Read an integer that a function keeps in a ``static`` variable.
-
-        Args:
-            variable: Its mangled name, ``_ZZ...``.
-
-        Returns:
-            The number; None if the function has not run yet.
-
-        Raises:
-            LookupError: The file has no symbol for the variable.
-            OSError: The file cannot be read.
-        """
         return self._read(variable, self.base)
 
     def thread_static(self, variable: str) -> int | None:
-        """Read an integer from a ``static thread_local`` variable of the calling thread."""
         return self._read(variable, self.thread_base)
 
     def _read(self, variable: str, base: int | None) -> int | None:
@@ -232,17 +186,14 @@ def loaded_files() -> list[LoadedFile]:
 
 @cache
 def _offset(path: str, name: str) -> int:
-    """The offset of a local variable from the start of its file in memory, or from the start of the thread's block."""
-    from modelguard.environment import _elf  # not needed by a trim
-
     try:
-        with _elf.opened(path) as file:
-            symbol = file.local_symbol(name)
-    except _elf.NotElf as error:
+        with opened(path) as file:
+            address = file.address_of(name)
+    except NotElf as error:
         raise LookupError(name) from error
-    if symbol is None:
+    if address is None:
         raise LookupError(name)
-    return symbol.value
+    return address
 
 
 def _to_c(value: Argument) -> Any:
@@ -261,7 +212,6 @@ def _to_c(value: Argument) -> Any:
 # file that serves ``malloc`` exports it: a function of another file would report memory that this process does not use,
 # or crash.
 
-
 #: The sum of what threads have allocated and freed may be negative, which is a huge number as an unsigned integer.
 _BELOW_ZERO = 2**62
 
@@ -270,35 +220,14 @@ _LONG_VERSION = 10_000
 
 
 def version(kind: Kind, library: Library, function: str) -> str | None:
-    """The allocator's version, as it reports it.
-
-    Args:
-        kind: The allocator.
-        library: Its file.
-        function: The name of jemalloc's ``mallctl`` in that file.
-
-    Returns:
-        Text such as ``"5.3.0"``; None if it does not report one.
-    """
     return _VERSIONS[kind](library, function) if kind in _VERSIONS else None
 
 
 def figures(kind: Kind, library: Library, function: str) -> Figures | None:
-    """The allocator's figures.
-
-    Args:
-        kind: The allocator.
-        library: Its file.
-        function: The name of jemalloc's ``mallctl`` in that file.
-
-    Returns:
-        The figures; None if it reports none.
-    """
     return _FIGURES[kind](library, function) if kind in _FIGURES else None
 
 
 def background_threads(library: Library, mallctl: str) -> bool:
-    """Whether jemalloc runs background threads in this process."""
     return bool(_control(library, mallctl, b"background_thread", ctypes.c_bool()))
 
 
@@ -309,23 +238,14 @@ def start_background_threads(library: Library, mallctl: str) -> bool:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """``struct mallinfo2`` of malloc.h."""
+    """``struct mallinfo2`` of malloc.h.
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",  # taken from the system, without hblkhd
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",  # in separate mappings, one for each large block
-            "usmblks",
-            "fsmblks",
-            "uordblks",  # the part of arena that is in use
-            "fordblks",
-            "keepcost",
-        )
-    )
+    ``arena`` was taken from the system, without ``hblkhd``, which is in separate mappings, one for each large block;
+    ``uordblks`` is the part of ``arena`` that is in use.
+    """
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 def _glibc_version(library: Library, _: str) -> str | None:

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from modelguard import _units
-from modelguard.environment import _knobs, _memory
-from modelguard.environment._effect import ProcessHistory, State, effect_of
+from modelguard.environment import _knobs
+from modelguard.environment._effect import State, ThisProcess, effect_of
 from modelguard.environment._knobs import Knob, When
 from modelguard.errors import InvalidOption
+from modelguard.facts import _memory
 
 # Presets in the formats of configuration files.
 #
@@ -33,31 +34,17 @@ Format = Literal["shell", "env", "gunicorn", "dockerfile", "systemd", "kubernete
 
 
 def formats() -> tuple[str, ...]:
-    """The names of all formats."""
     return get_args(Format)
 
 
 def render(name: str, knobs: Sequence[Knob], format: Format) -> str:  # noqa: A002 - the command line's word for it
-    """Write knobs as lines of a file, each with a comment on what it does.
-
-    Args:
-        name: Their common name, for the first comment.
-        knobs: The knobs.
-        format: One of :func:`formats`.
-
-    Returns:
-        Text that ends with a newline.
-
-    Raises:
-        InvalidOption: The format is unknown, or cannot represent one of the values.
-    """
     if format not in _STYLES:
         why = "is not a known format"
         raise InvalidOption("format", format, why=why, fix=f"The formats are {', '.join(_STYLES)}.")
     style = _STYLES[format]
     lines = [f"# modelguard preset {name}", *style.head]
     for knob in knobs:
-        lines += [f"{style.indent}# {_summary(knob)}", f"{style.indent}{style.line(knob)}"]
+        lines += [f"{style.indent}# {knob.reader}: {' '.join(knob.does.split())}", f"{style.indent}{style.line(knob)}"]
     return "\n".join([*lines, *style.tail]) + "\n"
 
 
@@ -66,10 +53,6 @@ class _Style(NamedTuple):
     head: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
     indent: str = ""
-
-
-def _summary(knob: Knob) -> str:
-    return " ".join(f"{knob.reader}: {knob.does}".split())
 
 
 def _shell(knob: Knob) -> str:
@@ -96,22 +79,19 @@ def _gunicorn(knob: Knob) -> str:
 
 
 def _dockerfile(knob: Knob) -> str:
-    return f"ENV {knob.name}=" + _in_double_quotes(re.sub(r'([\\"$])', r"\\\1", knob.value))
+    value = re.sub(r'([\\"$])', r"\\\1", knob.value)
+    return f'ENV {knob.name}="{value}"'
 
 
 def _systemd(knob: Knob) -> str:
     escaped = re.sub(r'([\\"])', r"\\\1", knob.value).replace("%", "%%")
-    return "Environment=" + _in_double_quotes(f"{knob.name}={escaped}")
+    return f'Environment="{knob.name}={escaped}"'
 
 
 def _kubernetes(knob: Knob) -> str:
     # $(NAME) would be expanded; $$ stands for one $.
     value = json.dumps(knob.value.replace("$", "$$"), ensure_ascii=False)
     return f"- name: {knob.name}\n    value: {value}"
-
-
-def _in_double_quotes(text: str) -> str:
-    return f'"{text}"'
 
 
 _STYLES = {
@@ -204,7 +184,7 @@ class Preset:
         return "\n\n".join([f"{self.name}: {self.does}", *map(_explain, self.knobs)])
 
     def apply(
-        self, environ: MutableMapping[str, str] = os.environ, *, process: ProcessHistory | None = None
+        self, environ: MutableMapping[str, str] = os.environ, *, process: ThisProcess | None = None
     ) -> ApplyReport:
         """Set the variables that can still take effect in this process, and report the outcome of each knob.
 
@@ -217,10 +197,7 @@ class Preset:
         Returns:
             One outcome per knob, in the preset's order.
         """
-        if process is None:
-            from modelguard.environment._effect import ThisProcess
-
-            process = ThisProcess()
+        process = process or ThisProcess()
         return ApplyReport(_apply(knob, environ, process) for knob in self.knobs)
 
     def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -318,7 +295,6 @@ class _Service:
     cpus: float | None
 
     def threads_per_worker(self) -> tuple[int, str]:
-        """Threads for each worker, and the reason for that number."""
         count, source = (self.cpus, "") if self.cpus is not None else _cpus_of_process()
         workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         cpus = "1 CPU" if count == 1 else f"{count:g} CPUs"
@@ -353,22 +329,10 @@ def _prefork(service: _Service) -> tuple[Knob, ...]:
     )
 
 
-def _low_memory(_: _Service) -> tuple[Knob, ...]:
-    return (*_knobs.glibc_memory(), _knobs.jemalloc_memory())
-
-
 def _torch_cuda_dynamic(service: _Service) -> tuple[Knob, ...]:
     shapes, most = service.distinct_shapes, _knobs.CUDNN_MOST_ENTRIES
     entries = _knobs.CUDNN_DEFAULT_ENTRIES if shapes is None else min(most, shapes * _knobs.ENTRIES_PER_SHAPE)
     return _knobs.expandable_segments(), _knobs.cudnn_plans(entries)
-
-
-def _torch_cuda_latency(_: _Service) -> tuple[Knob, ...]:
-    return _knobs.reclaiming(), _knobs.eager_modules()
-
-
-def _torch_cuda_shared(service: _Service) -> tuple[Knob, ...]:
-    return _knobs.fraction(service.workers), _knobs.lazy_modules(), _knobs.cuda_check()
 
 
 class _Recipe(NamedTuple):
@@ -379,25 +343,29 @@ class _Recipe(NamedTuple):
 _PRESETS = {
     "torch-cpu": _Recipe("torch on CPUs: as many threads as each worker's share of the CPU quota.", _torch_cpu),
     "torch-cpu-dynamic": _Recipe(
-        "torch on CPUs with inputs of many shapes: torch-cpu, and bounded oneDNN caches.",
-        _torch_cpu_dynamic,
+        "torch on CPUs with inputs of many shapes: torch-cpu, and bounded oneDNN caches.", _torch_cpu_dynamic
     ),
     "torch-cuda-dynamic": _Recipe(
         "torch on a GPU with inputs of many sizes: fewer holes in GPU memory, and a bounded cache of convolutions.",
         _torch_cuda_dynamic,
     ),
     "torch-cuda-latency": _Recipe(
-        "torch on a GPU where no call may wait for the allocator or for GPU code to load.", _torch_cuda_latency
+        "torch on a GPU where no call may wait for the allocator or for GPU code to load.",
+        lambda _: (_knobs.reclaiming(), _knobs.eager_modules()),
     ),
     "torch-cuda-shared": _Recipe(
-        "torch in several processes on one GPU: each takes at most its part of the memory.", _torch_cuda_shared
+        "torch in several processes on one GPU: each takes at most its part of the memory.",
+        lambda service: (_knobs.fraction(service.workers), _knobs.lazy_modules(), _knobs.cuda_check()),
     ),
     "prefork": _Recipe("A server that loads the model and then forks its workers.", _prefork),
-    "low-memory": _Recipe("Freed memory is returned to the system, at the cost of some CPU time.", _low_memory),
+    "low-memory": _Recipe(
+        "Freed memory is returned to the system, at the cost of some CPU time.",
+        lambda _: (*_knobs.glibc_memory(), _knobs.jemalloc_memory()),
+    ),
 }
 
 
-def _apply(knob: Knob, environ: MutableMapping[str, str], process: ProcessHistory) -> Outcome:
+def _apply(knob: Knob, environ: MutableMapping[str, str], process: ThisProcess) -> Outcome:
     value = environ.get(knob.name)
     state, evidence = effect_of(knob, value, process)
     if state == "applied":

@@ -28,8 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from modelguard.environment._proc import peer
 from modelguard.errors import NotSupported
+from modelguard.facts._proc import peer
 
 # Pickles whose large buffers stay outside: arrays and tensors are not copied into the pickle.
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelguard import telemetry
-from modelguard.environment import _proc
 from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported, Reloading
+from modelguard.facts import _proc
 from modelguard.isolation import _launch, _supervisor, status
 from modelguard.isolation._launch import Files, Origin
 from modelguard.isolation._molds import Mold, MoldOptions, SpawnedWorkers, molds

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from modelguard import _units
 from modelguard._function_kinds import FunctionKind, kind_of
-from modelguard.environment._proc import MODEL_LIBRARIES
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts._proc import MODEL_LIBRARIES
 from modelguard.isolation import _processes
 from modelguard.isolation._launch import Reference, Stub, check_importable, find_target, place_of, reference
 from modelguard.lifecycle import runtime

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from modelguard.environment import _memory, _proc
 from modelguard.errors import NotSupported
+from modelguard.facts import _memory, _proc
 
 #: What ends this process unless it is handled. What it has started must not outlive it.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

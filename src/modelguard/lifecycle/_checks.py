@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from modelguard import telemetry
-from modelguard.environment._gpu import use_of
+from modelguard.facts._gpu import use_of
 from modelguard.lifecycle import _loading, runtime
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation, LoadJob, PostponedJob

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from modelguard.environment._proc import ShownPause, ShownVersion
+from modelguard.facts._proc import ShownPause, ShownVersion
 from modelguard.lifecycle._state import GuardState
 
 if TYPE_CHECKING:

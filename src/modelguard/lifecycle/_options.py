@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from modelguard import _public, _units
-from modelguard.environment._gpu import Gpu
 from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, PolicyNeverFires
+from modelguard.facts._gpu import Gpu
 from modelguard.lifecycle import _adapters, _policy, runtime
 from modelguard.lifecycle._generation import KnownModels
 from modelguard.lifecycle._misuse import fits

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from cachetools import LRUCache
 
 from modelguard import _units, telemetry
-from modelguard.environment._proc import ShownPause
 from modelguard.errors import (
     GuardClosed,
     LoadFailed,
@@ -24,6 +23,7 @@ from modelguard.errors import (
     UnhashableKey,
     WouldDeadlock,
 )
+from modelguard.facts._proc import ShownPause
 from modelguard.lifecycle import _waiting
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease

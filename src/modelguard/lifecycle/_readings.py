@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelguard import telemetry
-from modelguard.environment._gpu import Gpu
+from modelguard.facts._gpu import Gpu
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard import _units, telemetry
-from modelguard.environment._gpu import GpuUse, use_of
+from modelguard.facts._gpu import GpuUse, use_of
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation

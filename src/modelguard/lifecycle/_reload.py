@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from modelguard import _units, telemetry
-from modelguard.environment._gpu import Gpu, free_after, use_of
 from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected
+from modelguard.facts._gpu import Gpu, free_after, use_of
 from modelguard.lifecycle import _loading
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation, LoadJob

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from modelguard.environment import _allocator, _memory
-from modelguard.environment._gpu import TORCH_CUDA, Gpu
+from modelguard.environment import _allocator
 from modelguard.errors import NotSupported
+from modelguard.facts import _memory
+from modelguard.facts._gpu import TORCH_CUDA, Gpu
 from modelguard.runtime.background import THREADS
 from modelguard.runtime.host_lock import HOST_LOCK, HostLock
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from modelguard.environment._gpu import use_of
+from modelguard.facts._gpu import use_of
 from modelguard.lifecycle import runtime
 from modelguard.telemetry import GenerationReleased, GrowthFound, PostponeCause, Reason
 

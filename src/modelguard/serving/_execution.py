@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
-from modelguard.environment._gpu import TORCH_CUDA, free_after
 from modelguard.errors import (
     GuardClosed,
     ItemRefused,
@@ -22,6 +21,7 @@ from modelguard.errors import (
     WouldDeadlock,
     WrongResults,
 )
+from modelguard.facts._gpu import TORCH_CUDA, free_after
 from modelguard.runtime import own_thread
 from modelguard.serving._bisection import (
     Isolation,

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, NamedTuple, Protocol
 
-from modelguard.environment import _allocator, _effect, _proc
+from modelguard.environment import _allocator, _effect
+from modelguard.facts import _proc
 from modelguard.lifecycle import _adapters
 
 # Libraries whose threads and connections users did not start themselves, and what to do about each at a fork.

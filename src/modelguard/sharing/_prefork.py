@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from modelguard import _units
-from modelguard.environment import _allocator, _memory
+from modelguard.environment import _allocator
 from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, NotSupported
+from modelguard.facts import _memory
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guards

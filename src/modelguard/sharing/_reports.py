@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelguard import _units
-from modelguard.environment import _allocator_problems, _memory, _proc
+from modelguard.environment import _allocator_problems
 from modelguard.environment._allocator_files import Kind
-from modelguard.environment._proc import MemoryMapping, ProcessStat, model_libraries
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts import _memory, _proc
+from modelguard.facts._proc import MemoryMapping, ProcessStat, model_libraries
 
 # Where the private memory of a process is, as far as its mappings show.
 

@@ -10,9 +10,9 @@ from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
 from modelguard import _extras, _units
 from modelguard._units import format_bytes
-from modelguard.environment import _proc
-from modelguard.environment._proc import MemoryMapping
 from modelguard.errors import InvalidOption, WeightsRefused
+from modelguard.facts import _proc
+from modelguard.facts._proc import MemoryMapping
 
 #: Opens a new file. The name consists of letters, digits and one dot.
 Create: TypeAlias = Callable[[str], AbstractContextManager[IO[bytes]]]

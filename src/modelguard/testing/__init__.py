@@ -10,9 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from modelguard.testing._children import Env, Finished, assert_shared_after_fork
     from modelguard.testing._clock import Clock
-    from modelguard.testing._env import Env, Finished
-    from modelguard.testing._forked import assert_shared_after_fork
     from modelguard.testing._growth import assert_no_growth
     from modelguard.testing._loader import Loader, Model
 
@@ -21,12 +20,12 @@ __all__ = ["Clock", "Env", "Finished", "Loader", "Model", "assert_no_growth", "a
 # Imported on first use, because pytest loads the plugin in every run, even if no test uses it.
 _LATER = {
     "Clock": "_clock",
-    "Env": "_env",
-    "Finished": "_env",
+    "Env": "_children",
+    "Finished": "_children",
     "Loader": "_loader",
     "Model": "_loader",
     "assert_no_growth": "_growth",
-    "assert_shared_after_fork": "_forked",
+    "assert_shared_after_fork": "_children",
 }
 
 

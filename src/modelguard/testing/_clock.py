@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from modelguard import _units, memory
-from modelguard.environment._gpu import TORCH_CUDA, DeviceMemory
 from modelguard.errors import InvalidOption
+from modelguard.facts._gpu import DeviceMemory, Gpu
 from modelguard.lifecycle import _loading, runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._pool_engine import pool_engines
@@ -29,42 +29,26 @@ from modelguard.testing._loader import any_held
 TOTAL = 80_000_000_000
 
 
-class OneGpu:
-    """One device, on which this process has what the test says.
-
-    Attributes:
-        allocated: Bytes in tensors; all that is reserved.
-    """
+class OneGpu(Gpu):
+    """One device, on which this process has what the test says."""
 
     def __init__(self) -> None:
         self.allocated = 0
 
-    def missing(self, *, loaded: bool) -> str | None:  # noqa: ARG002 - the protocol's word
-        """Nothing is missing."""
+    def missing(self, *, loaded: bool) -> str | None:  # noqa: ARG002 - as in the real one
         return None
 
     def devices(self) -> tuple[DeviceMemory, ...]:
-        """The one device."""
         return (DeviceMemory(0, self.allocated, self.allocated, TOTAL),)
 
     def pinned(self) -> int | None:
-        """No figure."""
         return None
 
     def room(self, device: int) -> int | None:  # noqa: ARG002 - there is one
-        """Unknown."""
         return None
 
     def empty_cache(self) -> None:
-        """There is no cache."""
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """As torch says: a test may raise its error."""
-        return TORCH_CUDA.is_out_of_memory(error)
-
-    def is_after_fork(self, error: BaseException) -> bool:
-        """As torch says."""
-        return TORCH_CUDA.is_after_fork(error)
+        pass
 
 
 #: Time moves in steps that a float represents exactly, so that a TTL of an hour ends after exactly one hour.
@@ -356,14 +340,11 @@ class Clock:
 
 
 class _FreeLock(HostLock):
-    """A host lock that is always free."""
-
     def __init__(self) -> None:
         """Make the lock without a folder, since it has no file."""
 
     @contextmanager
     def held(self, **_: object) -> Iterator[Held]:
-        """Hold it for the block."""
         yield "process"
 
 

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 from cachetools import Cache
 
 from modelguard import _units
-from modelguard.environment import _allocator, _memory
+from modelguard.environment import _allocator
 from modelguard.errors import InvalidOption, ModelGuardWarning, NotSupported
-from modelguard.facts.growth import Judgement, judge
+from modelguard.facts import _memory
+from modelguard.facts._growth import Judgement, judge
 from modelguard.lifecycle import runtime
 
 # Caches with an upper limit, which grow until they are full and then stop: ``functools.lru_cache`` and cachetools.
@@ -32,13 +33,7 @@ _LRU = type(functools.lru_cache(lambda: None))
 
 
 class Fill(NamedTuple):
-    """How full a cache is.
-
-    Attributes:
-        name: The cached function, or the type of the cache.
-        used: The entries in it, or their size.
-        limit: The most that it will keep.
-    """
+    """How full a cache is."""
 
     name: str
     used: float
@@ -53,7 +48,6 @@ class Fill(NamedTuple):
 
 
 def bounded_caches() -> dict[int, Fill]:
-    """The bounded caches of this process, by their ``id``."""
     found = {}
     for candidate in gc.get_objects():
         if type(candidate) is _LRU:
@@ -67,7 +61,6 @@ def bounded_caches() -> dict[int, Fill]:
 
 
 def growing(before: dict[int, Fill], after: dict[int, Fill]) -> list[Fill]:
-    """The caches that have taken up entries in the meantime."""
     return [fill for key, fill in after.items() if key in before and fill.used > before[key].used]
 
 
@@ -75,11 +68,6 @@ def growing(before: dict[int, Fill], after: dict[int, Fill]) -> list[Fill]:
 
 
 def trimmed() -> int:
-    """Private memory in bytes, without free memory that the allocator keeps.
-
-    Raises:
-        NotSupported: It cannot be read on this platform.
-    """
     with suppress(NotSupported):  # free memory then counts as growth, but only once and not in each round
         _allocator.trim()
     return _memory.private(fresh=True)
@@ -188,13 +176,7 @@ class _InputsEnd(Exception):
 
 
 class _Stretch(NamedTuple):
-    """Calls that are judged together.
-
-    Attributes:
-        calls: How many they were.
-        judged: What each meter says of them.
-        filling: The bounded caches that took up entries meanwhile.
-    """
+    """Calls that are judged together."""
 
     calls: int
     judged: list[tuple[_Meter, Judgement]]
@@ -210,7 +192,6 @@ class _Stretch(NamedTuple):
 
 
 def _drive(run: _Run, feed: Iterator[Any], calls: int, meters: list[_Meter], rounds: int = _ROUNDS) -> _Stretch:
-    """Call, with a reading after each round."""
     caches = bounded_caches()
     made, readings = [0], [_readings(meters)]
     for _ in range(rounds):
@@ -243,9 +224,7 @@ def _decided(stretch: _Stretch, drive: Callable[[int], _Stretch]) -> _Stretch:
 
 
 def _meters(spare: int) -> list[_Meter]:
-    found = [
-        _Meter("private memory", trimmed, "bytes", noise=2 * _MB, per_call=max(spare, _PAGE / 4)),
-    ]
+    found = [_Meter("private memory", trimmed, "bytes", noise=2 * _MB, per_call=max(spare, _PAGE / 4))]
     if runtime.in_use() is not None:
         found.insert(0, _Meter(_MALLOC, lambda: runtime.in_use() or 0, "bytes", _PAGE, spare))
     if sys.getallocatedblocks():  # none with PYTHONMALLOC=malloc, where malloc serves all objects
@@ -316,7 +295,6 @@ def _runner(fn: Callable[[Any], object]) -> _Run:
 
 
 def _what_grew(run: Callable[[], None], calls: int) -> list[str]:
-    """Run two more rounds, to find the types of objects that grow, and the lines that allocate."""
     gc.collect()
     types = _types()
     run()
@@ -375,7 +353,6 @@ def _message(fn: Callable[..., object], stretch: _Stretch, grew: list[str]) -> s
 
 # The marker ``modelguard_memory``: the check of its argument, and its memory reading.
 
-
 #: Bytes that any test may leave behind, such as an allocator's arena or a code cache.
 _SMALLEST = 1_000_000
 
@@ -383,7 +360,6 @@ _WRITE = "Write @pytest.mark.modelguard_memory('50 MB')."
 
 
 def fault(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    """Describe what is wrong with a use of the marker, and the fix; None if it is correct."""
     if options or len(arguments) != 1:
         given = ", ".join([*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())])
         return f"modelguard_memory({given}): takes exactly one argument, a size. {_WRITE}"

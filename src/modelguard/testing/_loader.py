@@ -184,11 +184,9 @@ class Loader:
 
 
 def any_held() -> bool:
-    """Whether a load is waiting for its test."""
     return any(loader.held for loader in tuple(_loaders))
 
 
 def let_all_go() -> None:
-    """Let all held loads continue, at the end of a test."""
     for loader in tuple(_loaders):
         loader.let_go()

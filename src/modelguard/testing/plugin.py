@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from modelguard.testing._children import Env
     from modelguard.testing._clock import Clock
-    from modelguard.testing._env import Env
     from modelguard.testing._loader import Loader
 
 __all__ = ["modelguard_clock", "modelguard_env", "modelguard_loader", "modelguard_off"]
@@ -51,8 +51,7 @@ def modelguard_off(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run guarded and batched functions directly in the caller's thread, without policies, queues or reloads."""
     if "modelguard_clock" in request.fixturenames:
         pytest.fail(
-            "modelguard_off switches off the policies that modelguard_clock drives: use only one of them",
-            pytrace=False,
+            "modelguard_off switches off the policies that modelguard_clock drives: use only one of them", pytrace=False
         )
     from modelguard.testing._clock import off
 
@@ -63,7 +62,7 @@ def modelguard_off(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def modelguard_env(request: pytest.FixtureRequest) -> Iterator[Env]:
     """Run a program in a separate process, with a preset and an allocator."""
-    from modelguard.testing._env import Env
+    from modelguard.testing._children import Env
 
     env = Env(request.node.nodeid)
     yield env

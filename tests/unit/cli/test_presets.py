@@ -7,13 +7,13 @@ import argparse
 import pytest
 
 from modelguard import presets
-from modelguard.cli import _presets as command
+from modelguard.cli import _run as command
 
 
 def run(*words: str) -> int:
     """Run the command as ``modelguard`` does."""
     parser = argparse.ArgumentParser(prog="modelguard")
-    command.add_to(parser.add_subparsers())
+    command.add_presets(parser.add_subparsers())
     options = parser.parse_args(["presets", *words])
     status: int = options.run(options)
     return status

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from modelguard import guard
-from modelguard.diagnosis import _attach
-from modelguard.diagnosis._attach import attached, require_attachable
+from modelguard.diagnosis import _facts_process
 from modelguard.diagnosis._facts import Interpreter
+from modelguard.diagnosis._facts_process import attached, require_attachable
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
@@ -138,7 +138,7 @@ def test_the_kernel_or_the_process_refuses(error: Exception, says: str) -> None:
 
 def test_a_process_that_runs_no_python_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its main thread is in a library, or sleeps: the wait ends."""
-    monkeypatch.setattr(_attach, "_PATIENCE", 0.05)
+    monkeypatch.setattr(_facts_process, "_PATIENCE", 0.05)
     with pytest.raises(InvalidOption, match="has run no Python code"), attached(os.getpid(), run=lambda *_: None):
         pass
 

@@ -24,7 +24,7 @@ from modelguard.diagnosis._facts import (
     Variable,
 )
 from modelguard.environment import _knobs
-from modelguard.environment._memory import Cpus, Limit, Strain
+from modelguard.facts._memory import Cpus, Limit, Strain
 
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 MB = 10**6

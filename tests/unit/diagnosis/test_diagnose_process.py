@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from modelguard.diagnosis import GrowthReport, diagnose_process
-from modelguard.diagnosis._attach import Inside
-from modelguard.diagnosis._diagnose import Watched
+from modelguard.diagnosis._facts_process import Connection
+from modelguard.diagnosis._watch import Watched
 from modelguard.errors import InvalidOption
 
 MB = 10**6
@@ -54,7 +54,7 @@ def watched(
 
     watching = Watched(
         process.pid,
-        cast("Inside", process) if inside else None,
+        cast("Connection", process) if inside else None,
         lambda: now[0],
         wait,
         lambda _: None,

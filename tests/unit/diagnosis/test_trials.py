@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelguard.diagnosis import _growth_page
-from modelguard.diagnosis._child import End, Said
+from modelguard.diagnosis._diagnose import Declared, calls_of_a_run, candidates, seconds_needed, try_remedies
 from modelguard.diagnosis._growth import (
     Cause,
     CauseName,
@@ -22,7 +22,7 @@ from modelguard.diagnosis._growth import (
     recommend,
     trial,
 )
-from modelguard.diagnosis._trials import Declared, calls_of_a_run, candidates, seconds_needed, try_remedies
+from modelguard.diagnosis._target import End, Said
 
 MB = 10**6
 NOTHING = Round(growth=1e5, cpu=1e-3, p99=1e-3, held=500 * MB)

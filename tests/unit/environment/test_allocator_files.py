@@ -11,7 +11,7 @@ import pytest
 
 from modelguard import allocator
 from modelguard.allocator import AllocatorFile, check_preload
-from modelguard.environment import _elf
+from modelguard.environment._allocator_files import opened
 from modelguard.errors import InvalidOption
 
 LIBRARY, PROGRAM = 3, 2
@@ -274,7 +274,7 @@ def test_the_c_library_of_a_program(tmp_path: Path, compiler: str, expected: str
     subprocess.run([compiler, source, "-shared", "-fPIC", "-o", library], check=True, timeout=50)
     foreign = "glibc" if expected == "musl" else "musl"
     for path in (library, program):
-        with _elf.opened(path) as file:
+        with opened(path) as file:
             assert expected == file.c_library
     check_preload(library, program=program)
     other = elf_of(foreign, tmp_path)

@@ -11,8 +11,8 @@ import pytest
 from tests.unit.environment.torches import GB, AcceleratorError, FakeTorch, OutOfMemoryError
 
 from modelguard.environment._effect import ThisProcess
-from modelguard.environment._gpu import TORCH_CUDA, DeviceMemory, GpuUse, clear_frames, free_after, use_of
 from modelguard.errors import NotSupported
+from modelguard.facts._gpu import TORCH_CUDA, DeviceMemory, GpuUse, clear_frames, free_after, use_of
 
 
 @pytest.fixture

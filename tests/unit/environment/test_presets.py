@@ -8,10 +8,11 @@ import pytest
 
 from modelguard import presets
 from modelguard.allocator import AllocatorInForce
-from modelguard.environment import _knobs, _memory
+from modelguard.environment import _knobs
 from modelguard.environment._effect import Cuda
 from modelguard.environment._knobs import Knob
 from modelguard.errors import InvalidOption
+from modelguard.facts import _memory
 from modelguard.presets import Preset
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from modelguard.environment._elf import ignores_preload, locate
+from modelguard.environment._launcher import ignores_preload, locate
 from modelguard.errors import CannotRun
 
 LOAD, INTERPRETER = 1, 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelguard.environment._gpu import DeviceMemory
+from modelguard.facts._gpu import DeviceMemory
 
 GB = 10**9
 

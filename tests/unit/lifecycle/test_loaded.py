@@ -11,8 +11,8 @@ import pytest
 from tests.unit.lifecycle.world import MB, World, run, until
 
 from modelguard import Loaded, telemetry
-from modelguard.environment._proc import ShownVersion, maps, versions_in
 from modelguard.errors import InvalidOption, ModelRejected
+from modelguard.facts._proc import ShownVersion, maps, versions_in
 from modelguard.frameworks._answers import WebOptions
 from modelguard.lifecycle import _loading
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.unit.lifecycle.world import MB, World, number, until
 
 from modelguard import TTL, Errors, Idle, MemoryLimit, ModelGuard, Policy, Uses, replicas
-from modelguard.environment._proc import maps, paused_in
 from modelguard.errors import InvalidOption
+from modelguard.facts._proc import maps, paused_in
 from modelguard.lifecycle.runtime import use
 from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry import (

@@ -8,8 +8,9 @@ import threading
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT
 
-from modelguard.environment import _allocator, _memory
+from modelguard.environment import _allocator
 from modelguard.errors import NotSupported
+from modelguard.facts import _memory
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle.runtime import Runtime
 

@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from modelguard.environment import _proc
-from modelguard.environment._proc import MemoryMapping
+from modelguard.facts import _proc
+from modelguard.facts._proc import MemoryMapping
 from modelguard.sharing import _reports
 from modelguard.sharing._reports import Places
 

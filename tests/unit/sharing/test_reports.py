@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment import _proc
-from modelguard.environment._proc import MemoryMapping
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts import _proc
+from modelguard.facts._proc import MemoryMapping
 from modelguard.sharing._reports import TreeReport, TreeWatch, python_trees, report
 
 KB = 1024

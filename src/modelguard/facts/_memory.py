@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from modelguard import _units
-from modelguard.environment import _proc
-from modelguard.environment._proc import MemoryMapping
 from modelguard.errors import NotSupported
+from modelguard.facts import _proc
+from modelguard.facts._proc import MemoryMapping
 
 # The cgroups of a process, from its own up to the highest that can be seen.
 #
@@ -32,14 +32,6 @@ def cgroup_folders(root: Path, pid: int | None, controller: str) -> Iterator[tup
 
     On hybrid hosts there are two paths, one in each version. The kernel assigns a controller to one of them only; in
     the other its files are missing.
-
-    Args:
-        root: The folder that holds ``proc`` and ``sys``.
-        pid: The process, None for this one.
-        controller: The controller in version 1, such as ``"memory"``; version 2 has one hierarchy for all.
-
-    Yields:
-        The version, 1 or 2, and the folders, the process's own first. Nothing if its cgroup cannot be seen.
     """
     own = pid in (None, os.getpid())
     cgroups = _paths(root, None if own else pid, controller)
@@ -72,12 +64,10 @@ def number(file: Path) -> int | None:
 
 
 def shown(file: Path, root: Path) -> str:
-    """The path of a file, without ``root``."""
     return str(PurePosixPath("/") / file.relative_to(root))
 
 
 def _paths(root: Path, pid: int | None, controller: str) -> dict[int, PurePosixPath]:
-    """The process's cgroup in the controller's hierarchy of version 1, and in that of version 2."""
     found: dict[int, PurePosixPath] = {}
     for hierarchy, controllers, cgroup in _proc.if_readable(_proc.cgroups, pid, root) or []:
         if controller in controllers:
@@ -88,7 +78,6 @@ def _paths(root: Path, pid: int | None, controller: str) -> dict[int, PurePosixP
 
 
 def _holds(mount: _proc.Mount, version: int, controller: str) -> bool:
-    """Whether a mount shows the controller's hierarchy of this version."""
     if version == 1:
         return mount.kind == "cgroup" and controller in mount.options
     return mount.kind == "cgroup2"
@@ -112,7 +101,6 @@ def _upwards(folder: Path, top: Path) -> Iterator[Path]:
 # The memory that a process may use before the kernel kills it: the limits of its cgroup and of all cgroups above.
 #
 # The whole path of cgroups is read, in version 1 and in version 2, because any of them may have the smallest limit.
-
 
 #: Version 1 writes "no limit" as the largest number of whole pages that fits, which differs with the page size.
 _UNLIMITED = 2**62
@@ -186,10 +174,6 @@ def oom_kills(pid: int | None = None, *, root: Path = _proc.ROOT) -> int | None:
     """How many processes of a process's cgroup the kernel has killed for want of memory; None if it does not say.
 
     In version 2 those of all cgroups below count too.
-
-    Args:
-        pid: The process. Default: this one.
-        root: The folder that holds ``proc`` and ``sys``.
     """
     for version, folders in cgroup_folders(root, pid, "memory"):
         counted = _statistics(folders[0] / ("memory.oom_control" if version == 1 else "memory.events"))
@@ -199,13 +183,6 @@ def oom_kills(pid: int | None = None, *, root: Path = _proc.ROOT) -> int | None:
 
 
 def strain(limit: Limit, pid: int | None = None, *, root: Path = _proc.ROOT) -> Strain:
-    """Find how short of memory a process's cgroup is.
-
-    Args:
-        limit: The process's limit.
-        pid: The process. Default: this one.
-        root: The folder that holds ``proc`` and ``sys``.
-    """
     killed = oom_kills(pid, root=root)
     if limit.source is None:
         return Strain(killed)
@@ -222,7 +199,6 @@ def strain(limit: Limit, pid: int | None = None, *, root: Path = _proc.ROOT) -> 
 
 
 def _levels(root: Path, pid: int | None) -> Iterator[Limit]:
-    """The limit of each cgroup on the process's path."""
     for version, folders in cgroup_folders(root, pid, "memory"):
         for folder in folders:
             yield _level_v1(root, folder) if version == 1 else _level_v2(root, folder)
@@ -266,7 +242,6 @@ def _level(
 
 
 def _beyond(limit: int | None, with_swap: int | None) -> int | None:
-    """The swap that is allowed by a limit on memory, and one on memory and swap together."""
     if limit is None or with_swap is None or with_swap >= _UNLIMITED:
         return None
     return max(0, with_swap - limit)
@@ -370,7 +345,7 @@ def usage(pid: int | None = None, *, root: Path = _proc.ROOT) -> MemoryUsage:
         swap=sums.get("Swap"),
         limit=limit.bytes,
         limit_source=limit.source,
-        headroom=_smaller(limit.headroom, _available(root)),
+        headroom=_smallest((limit.headroom, (_proc.if_readable(_proc.meminfo, root) or {}).get("MemAvailable"))),
     )
 
 
@@ -484,10 +459,6 @@ def _written(pid: int | None, root: Path) -> int | None:
     it: a model that was just downloaded would count as private memory. The rollup does not say how many of the dirty
     pages are those, but nearly always between which figures their number lies, and that these are the same. Before
     Linux 5.4 it does not tell them from shared memory either: then all of them count.
-
-    Args:
-        pid: The process. Default: this one.
-        root: The folder that holds ``proc``.
     """
     sums = _proc.memory_sums(pid, root)
     dirty = sums.get("Private_Dirty")
@@ -512,14 +483,6 @@ def _written(pid: int | None, root: Path) -> int | None:
 def _private_anonymous(mappings: Iterable[MemoryMapping]) -> int:
     sizes = [mapping.sizes for mapping in mappings]
     return sum(min(one.get("Private_Dirty", 0), one.get("Anonymous", 0)) for one in sizes)
-
-
-def _available(root: Path) -> int | None:
-    return (_proc.if_readable(_proc.meminfo, root) or {}).get("MemAvailable")
-
-
-def _smaller(*bounds: int | None) -> int | None:
-    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _from_psutil(pid: int | None) -> MemoryUsage:

@@ -61,7 +61,6 @@ class MemoryMapping:
 
     @property
     def private(self) -> int:
-        """Bytes that no other process maps."""
         return self.sizes.get("Private_Clean", 0) + self.sizes.get("Private_Dirty", 0)
 
 
@@ -80,7 +79,6 @@ def parse_mappings(text: str) -> list[MemoryMapping]:
 
 
 def mapped_files(mappings: Iterable[MemoryMapping]) -> dict[str, int]:
-    """The files among the mappings, each with its start address."""
     files: dict[str, int] = {}
     for mapping in mappings:
         if mapping.name.startswith("/"):
@@ -89,7 +87,6 @@ def mapped_files(mappings: Iterable[MemoryMapping]) -> dict[str, int]:
 
 
 def model_libraries(mappings: Iterable[MemoryMapping]) -> tuple[str, ...]:
-    """The packages of :data:`MODEL_LIBRARIES` of which compiled parts are mapped."""
     folders = (name.split("/")[1:-1] for name in mapped_files(mappings) if ".so" in name)
     return tuple(sorted({word for words in folders for word in words} & MODEL_LIBRARIES))
 
@@ -114,12 +111,7 @@ _ACCEPTING = 0x10000  # __SO_ACCEPTCON in the kernel's net.h
 
 
 class MemoryLayout(NamedTuple):
-    """The addresses of a program in memory. Linux picks new ones for each exec; a fork keeps those of its parent.
-
-    Attributes:
-        code: Where its code begins.
-        stack: Where its stack began.
-    """
+    """The addresses of a program in memory. Linux picks new ones for each exec; a fork keeps those of its parent."""
 
     code: int
     stack: int
@@ -154,19 +146,11 @@ class ProcessStat(NamedTuple):
 
     @property
     def identity(self) -> tuple[int, int, MemoryLayout]:
-        """A value that no other process has, and that changes when the process executes another program."""
         return self.pid, self.started, self.layout
 
 
 class Mount(NamedTuple):
-    """One line of ``mountinfo``.
-
-    Attributes:
-        root: The part of the file system that is mounted, ``/`` for all of it.
-        point: Where it is mounted.
-        kind: The type of the file system, such as ``"cgroup2"``.
-        options: The options of the file system, such as ``("rw", "memory")``.
-    """
+    """One line of ``mountinfo``."""
 
     root: str
     point: str
@@ -175,12 +159,7 @@ class Mount(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """What a process does at one moment.
-
-    Attributes:
-        busy: Whether its main thread runs, or waits for a CPU or a disk.
-        seconds: CPU time of all its threads since it started.
-    """
+    """What a process does at one moment."""
 
     busy: bool
     seconds: float
@@ -195,12 +174,10 @@ def if_readable(read: Callable[..., T], *arguments: object) -> T | None:
 
 
 def is_mounted(root: Path = ROOT) -> bool:
-    """Whether there is a ``/proc``."""
     return (root / "proc" / "self").exists()
 
 
 def folder(pid: int | None = None, root: Path = ROOT) -> Path:
-    """The folder of a process."""
     return root / "proc" / ("self" if pid is None else str(pid))
 
 
@@ -225,7 +202,6 @@ def stat(pid: int, root: Path = ROOT) -> ProcessStat | None:
 
 
 def absence(pid: int, root: Path = ROOT) -> str:
-    """Why there is nothing to see of a process, as the end of a sentence that begins with it."""
     found = if_readable(stat, pid, root)
     if found is None:
         return "does not exist"
@@ -233,14 +209,12 @@ def absence(pid: int, root: Path = ROOT) -> str:
 
 
 def activity(pid: int, root: Path = ROOT) -> Activity:
-    """Read whether a process computes."""
     words = _text(pid, "stat", root).rpartition(")")[2].split()
     ticks = int(words[14 - 3]) + int(words[15 - 3])  # utime and stime, as proc_pid_stat(5) counts them
     return Activity(words[0] in "RD", ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def cpu_seconds(pid: int, root: Path = ROOT) -> float:
-    """CPU time of a process and of its children that have ended."""
     words = _text(pid, "stat", root).rpartition(")")[2].split()
     return sum(int(words[field - 3]) for field in range(14, 18)) / os.sysconf("SC_CLK_TCK")
 
@@ -270,12 +244,6 @@ def processes(root: Path = ROOT) -> dict[int, ProcessStat]:
 
 
 def descendants(pid: int, known: Mapping[int, ProcessStat]) -> Iterator[ProcessStat]:
-    """Iterate over a process and all its descendants, parents before children.
-
-    Args:
-        pid: The process to begin with.
-        known: The running processes, from :func:`processes`.
-    """
     children: dict[int, list[ProcessStat]] = {}
     for process in known.values():
         children.setdefault(process.parent, []).append(process)
@@ -289,8 +257,19 @@ def descendants(pid: int, known: Mapping[int, ProcessStat]) -> Iterator[ProcessS
             waiting += reversed(children.get(process.pid, []))
 
 
+def tree(pid: int, root: Path = ROOT) -> list[ProcessStat]:
+    """A process and all its descendants that run now, parents before children; empty if it does not run."""
+    return list(descendants(pid, processes(root)))
+
+
+def children(pid: int, root: Path = ROOT) -> list[ProcessStat]:
+    """The children of a process; those that have ended too, until they are waited for."""
+    pids = (int(name) for name in os.listdir(root / "proc") if name.isdecimal())  # noqa: PTH208 - only names are needed
+    stats = (if_readable(stat, each, root) for each in sorted(pids))
+    return [found for found in stats if found is not None and found.parent == pid]
+
+
 def is_fork(process: ProcessStat, others: Iterable[ProcessStat]) -> bool:
-    """Whether a process is a fork of one of the others, or of the same process as one of them."""
     return process.layout.known and any(
         other.layout == process.layout and (other.started, other.pid) < (process.started, process.pid)
         for other in others
@@ -304,7 +283,6 @@ def age(process: ProcessStat, root: Path = ROOT) -> float:
 
 
 def owner(pid: int, root: Path = ROOT) -> int:
-    """The user id of a process."""
     return folder(pid, root).stat().st_uid
 
 
@@ -327,13 +305,7 @@ def environment(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:
 
 
 def executable(pid: int | None = None, root: Path = ROOT) -> str:
-    """The file of the program that a process runs."""
     return str((folder(pid, root) / "exe").readlink()).removesuffix(DELETED)
-
-
-def working_directory(pid: int, root: Path = ROOT) -> Path:
-    """The folder that a process runs in."""
-    return (folder(pid, root) / "cwd").readlink()
 
 
 def thread_names(pid: int | None = None, root: Path = ROOT) -> dict[int, str]:
@@ -364,9 +336,6 @@ def memory_sums(pid: int | None = None, root: Path = ROOT) -> dict[str, int]:
     """The figures of ``smaps``, added up over all mappings of a process, in bytes.
 
     Reading them walks the page tables: about 6 ms in a process of 600 MB.
-
-    Returns:
-        Figures such as ``{"Rss": 1024}``. Empty if there is no such process, or it has exited, or is a kernel thread.
     """
     # Kernels before 4.14 and some sandboxes have no rollup.
     for name in ("smaps_rollup", "smaps"):
@@ -400,7 +369,6 @@ def cgroups(pid: int | None = None, root: Path = ROOT) -> list[tuple[str, tuple[
 
 
 def mounts(root: Path = ROOT) -> list[Mount]:
-    """The mounts that this process can see."""
     return [_mount(line) for line in _lines(None, "mountinfo", root)]
 
 
@@ -437,12 +405,10 @@ def _mount(line: str) -> Mount:
 
 
 def _unescape(field: str) -> str:
-    """Undo the kernel's octal escapes of spaces and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
 # Who is at the other end of a Unix socket, as the kernel knows it.
-
 
 #: ``struct ucred`` of unix(7): process id, user, group.
 _CREDENTIALS = struct.Struct("3i")
@@ -462,7 +428,6 @@ def peer(connected: socket.socket) -> tuple[int, int]:
 # less: servers close descriptors when they start, files stay behind a crash, and the name of a thread has 15
 # characters.
 
-
 _VERSION = "modelguard:"
 _PAUSE = "modelguard-paused:"
 #: The kernel shows the name of a memory file with this in front.
@@ -471,64 +436,15 @@ _MEMORY_FILE = "/memfd:"
 _LONGEST = 249
 
 
-class ShownVersion:
-    """The version of one guard's model. Not thread safe.
-
-    Args:
-        guard: The guard's name.
-    """
-
-    def __init__(self, guard: str) -> None:
-        self._guard = _printable(guard).replace("=", "-")
-        self._text = _ShownText()
-
-    def show(self, version: str | None) -> None:
-        """Show this version instead of the last one; None shows none. Does nothing where the system cannot."""
-        self._text.show(None if version is None else f"{_VERSION}{self._guard}={version}")
-
-
-class ShownPause:
-    """Whether one guard is paused. Not thread safe.
-
-    Args:
-        guard: The guard's name.
-    """
-
-    def __init__(self, guard: str) -> None:
-        self._guard = _printable(guard)
-        self._text = _ShownText()
-
-    def show(self, *, paused: bool) -> None:
-        """Show that it is paused, or show nothing. Does nothing where the system cannot."""
-        self._text.show(f"{_PAUSE}{self._guard}" if paused else None)
-
-
-def versions_in(mappings: Iterable[MemoryMapping]) -> dict[str, str]:
-    """The versions that a process shows, by the name of the guard."""
-    pairs = (text.partition("=") for text in _shown(mappings, _VERSION))
-    return {_printable(guard): _printable(version) for guard, _, version in pairs}
-
-
-def paused_in(mappings: Iterable[MemoryMapping]) -> tuple[str, ...]:
-    """The names of the guards that a process shows as paused."""
-    return tuple(sorted({_printable(guard) for guard in _shown(mappings, _PAUSE)}))
-
-
-def _shown(mappings: Iterable[MemoryMapping], kind: str) -> Iterator[str]:
-    """What stands behind this prefix. Any program may name a memory file like this."""
-    prefix = _MEMORY_FILE + kind
-    return (one.name.removeprefix(prefix) for one in mappings if one.name.startswith(prefix))
-
-
-class _ShownText:
-    """One text at a time."""
+class _Shown:
+    """A text that this process shows. Not thread safe."""
 
     def __init__(self) -> None:
         self._text: str | None = None
         self._address = 0
 
-    def show(self, text: str | None) -> None:
-        """Show this text instead of the last one; None shows none."""
+    def _show(self, text: str | None) -> None:
+        """Show this text instead of the last one; None shows none. Does nothing where the system cannot."""
         if text == self._text:
             return
         self._text = text
@@ -538,6 +454,43 @@ class _ShownText:
         if text is not None and hasattr(os, "memfd_create"):
             with suppress(OSError):
                 self._address = _map(text)
+
+
+class ShownVersion(_Shown):
+    """The version of one guard's model."""
+
+    def __init__(self, guard: str) -> None:
+        super().__init__()
+        self._guard = _printable(guard).replace("=", "-")
+
+    def show(self, version: str | None) -> None:
+        self._show(None if version is None else f"{_VERSION}{self._guard}={version}")
+
+
+class ShownPause(_Shown):
+    """Whether one guard is paused."""
+
+    def __init__(self, guard: str) -> None:
+        super().__init__()
+        self._guard = _printable(guard)
+
+    def show(self, *, paused: bool) -> None:
+        self._show(f"{_PAUSE}{self._guard}" if paused else None)
+
+
+def versions_in(mappings: Iterable[MemoryMapping]) -> dict[str, str]:
+    pairs = (text.partition("=") for text in _shown(mappings, _VERSION))
+    return {_printable(guard): _printable(version) for guard, _, version in pairs}
+
+
+def paused_in(mappings: Iterable[MemoryMapping]) -> tuple[str, ...]:
+    return tuple(sorted({_printable(guard) for guard in _shown(mappings, _PAUSE)}))
+
+
+def _shown(mappings: Iterable[MemoryMapping], kind: str) -> Iterator[str]:
+    """What stands behind this prefix. Any program may name a memory file like this."""
+    prefix = _MEMORY_FILE + kind
+    return (one.name.removeprefix(prefix) for one in mappings if one.name.startswith(prefix))
 
 
 def _printable(text: str) -> str:
@@ -550,14 +503,7 @@ def _map(name: str) -> int:
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    )
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
     fd = os.memfd_create(name.encode()[:_LONGEST].decode(errors="ignore"), os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, mmap.PAGESIZE)

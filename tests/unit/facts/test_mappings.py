@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelguard.environment._proc import mapped_files, parse_mappings
+from modelguard.facts._proc import mapped_files, parse_mappings
 
 KB = 1024
 

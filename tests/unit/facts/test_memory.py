@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from modelguard import memory
-from modelguard.environment import _memory
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts import _memory
 from modelguard.memory import MemoryUsage, PrivateMeter
 
 KB = 1024

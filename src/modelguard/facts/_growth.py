@@ -47,8 +47,6 @@ class _Reading(NamedTuple):
 
 
 class _Rate(NamedTuple):
-    """Bytes over the whole run, and the interval in which that lies."""
-
     middle: float
     low: float
     high: float
@@ -61,12 +59,7 @@ _Parts = Sequence[_Readings]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Memory that rose at once.
-
-    Attributes:
-        calls: The calls that had been made by then.
-        size: Bytes.
-    """
+    """Memory that rose at once."""
 
     calls: float
     size: float
@@ -101,11 +94,6 @@ def judge(calls: Sequence[float], sizes: Sequence[float], *, least: float = LEAS
     It grows if more than ``least`` is left when steps are taken out, and if it goes on at the end of the run as before.
     It is steady if at most ``least`` may be left, in the whole run or in a part of three eighths or more that lasts to
     the end. Where memory rises and falls, only the lows count.
-
-    Args:
-        calls: How many calls had been made at each reading; never falls.
-        sizes: Bytes at each reading.
-        least: Bytes in the whole run from which growth counts.
     """
     readings = [_Reading(*pair) for pair in zip(calls, sizes, strict=True)]
     if len(readings) < FEWEST:
@@ -133,14 +121,12 @@ def _too_few(count: int) -> str:
 
 
 def _usual(readings: _Readings, least: float) -> tuple[float, float]:
-    """The usual change between two readings beyond the usual rate, and from which size it is a step."""
     extra = _beyond(readings)
     usual = 1.4826 * statistics.median(map(abs, extra))  # of normal noise: its standard deviation
     return usual, max(least / 2, _OUTLIER * usual)
 
 
 def _beyond(readings: _Readings) -> list[float]:
-    """By how much more each reading is above the one before than its calls usually make it."""
     pairs = list(itertools.pairwise(readings))
     rates = [
         (after.size - before.size) / (after.calls - before.calls)
@@ -190,8 +176,6 @@ def _few_lows(run: _Run, lows: _Readings) -> Judgement:
 
 
 class _Run:
-    """The readings that count, and what is read from them."""
-
     def __init__(self, readings: _Readings, total: float, least: float, usual: float, *, falls: _Readings = ()) -> None:
         self.readings = readings
         self.total, self.least, self.usual = total, least, usual
@@ -212,7 +196,6 @@ class _Run:
         self.has_stairs = len(rises) > _STEPS and late
 
     def judged(self) -> Judgement:
-        """The verdict."""
         whole = self.rate()
         if whole.high < self.least or any(self.is_flat_from(eighth) for eighth in (2, 3, 4, 5)):
             two = len(self.steps) == _STEPS and self.readings[-1].calls - self.steps[-1].calls < _LONG * self.total
@@ -236,7 +219,6 @@ class _Run:
         return len(at) >= _STAYS and at[0] < len(self.readings) // 2 and at[-1] >= self._at(6)
 
     def rises_beyond(self, low: _Reading) -> bool:
-        """Whether the end lies above all that came before the first fall, by more than a reading late can tell."""
         before = self.readings[: self.readings.index(low)]
         each = abs(self.rate().middle) / len(self.readings)
         return statistics.median(self._end()) > max(one.size for one in before) + self.least + 2 * each
@@ -257,18 +239,15 @@ class _Run:
         return self.verdict("undecided", whole, "memory grows less and less", 3.0)
 
     def has_just_ended(self, late: _Rate) -> bool:
-        """Whether the last four readings lie flat."""
         first, last = self.readings[-_STAYS], self.readings[-1]
         expected = late.middle * (last.calls - first.calls) / self.total
         return last.size - first.size < 0.3 * expected - 2 * self.usual
 
     def is_flat_from(self, eighth: int) -> bool:
-        """Whether all from so many eighths of the readings on, but one step at most, grows by less than what counts."""
         begin = self._at(eighth)
         return sum(cut > begin for cut in self.cuts) < _STEPS and self.rate(eighth).high < self.least
 
     def rate(self, first: int = 0, last: int = 8) -> _Rate:
-        """The growth from one eighth of the readings to another, as if it were that of the whole run."""
         begin, end = self.readings[self._at(first)].calls, self.readings[self._at(last)].calls
         slopes, variance = [], 0.0
         for part in self.parts:

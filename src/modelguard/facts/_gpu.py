@@ -9,20 +9,7 @@ from __future__ import annotations
 import sys
 import traceback
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
-
-__all__ = [
-    "TORCH_CUDA",
-    "DeviceMemory",
-    "Gpu",
-    "GpuUse",
-    "TorchCuda",
-    "clear_frames",
-    "free_after",
-    "imported_torch",
-    "is_bad_fork",
-    "use_of",
-]
+from typing import Any, NamedTuple
 
 
 class DeviceMemory(NamedTuple):
@@ -49,47 +36,9 @@ class GpuUse(NamedTuple):
     reserved: int
 
 
-class Gpu(Protocol):
-    """The GPU memory of this process. Tests give a fake one."""
-
+class Gpu:
     def missing(self, *, loaded: bool) -> str | None:
-        """Why this process has no GPU memory to read; None if it has, or may have later.
-
-        Args:
-            loaded: Whether the model is loaded: then it must have imported torch, and the driver may be asked.
-        """
-        ...
-
-    def devices(self) -> tuple[DeviceMemory, ...]:
-        """Each device; none as long as the program has not initialised CUDA. Does not wait for the device."""
-        ...
-
-    def pinned(self) -> int | None:
-        """Bytes of pinned host memory in use; None if this torch does not report them."""
-        ...
-
-    def room(self, device: int) -> int | None:
-        """Bytes that this process may still allocate on a device; None if unknown."""
-        ...
-
-    def empty_cache(self) -> None:
-        """Return cached memory to the device. Never raises."""
-        ...
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that the memory of a device was not enough."""
-        ...
-
-    def is_after_fork(self, error: BaseException) -> bool:
-        """Whether an error comes from CUDA in a process that was forked after its parent had initialised CUDA."""
-        ...
-
-
-class TorchCuda:
-    """The devices of torch, if the program uses torch."""
-
-    def missing(self, *, loaded: bool) -> str | None:
-        """Why torch has no GPU memory to read."""
+        """Why this process has no GPU memory to read; None if it has, or may have later."""
         torch = imported_torch()
         if torch is None:
             return _not_imported(loaded=loaded)
@@ -105,7 +54,7 @@ class TorchCuda:
         return None
 
     def devices(self) -> tuple[DeviceMemory, ...]:
-        """Each device that torch sees."""
+        """Each device; none as long as the program has not initialised CUDA. Does not wait for the device."""
         torch = imported_torch()
         if torch is None or not torch.cuda.is_initialized():
             return ()
@@ -115,7 +64,7 @@ class TorchCuda:
             return ()
 
     def pinned(self) -> int | None:
-        """Active bytes of torch's pinned allocator."""
+        """Bytes of pinned host memory in use; None if this torch does not report them."""
         torch = imported_torch()
         read: Any = None if torch is None else getattr(torch.cuda.memory, "host_memory_stats_as_nested_dict", None)
         if read is None:
@@ -126,7 +75,7 @@ class TorchCuda:
             return None
 
     def room(self, device: int) -> int | None:
-        """What is free on the device or in the cache, within the process's fraction."""
+        """Bytes that this process may still allocate on a device: free there or in the cache, within its fraction."""
         torch = imported_torch()
         mine = next((one for one in self.devices() if one.device == device), None)
         if torch is None or mine is None:
@@ -138,28 +87,27 @@ class TorchCuda:
         return max(0, min(mine.total - mine.allocated, free + mine.reserved - mine.allocated))
 
     def empty_cache(self) -> None:
-        """Empty the caches of device memory and, where torch can, of pinned memory."""
+        """Return cached memory to the device, and pinned memory where torch can. Never raises."""
         torch = imported_torch()
         if torch is None or not torch.cuda.is_initialized():
             return
         with suppress(RuntimeError):  # a device that has failed
             torch.cuda.empty_cache()
-            getattr(torch.accelerator, "empty_host_cache", _nothing)()
+            getattr(torch.accelerator, "empty_host_cache", lambda: None)()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether it is torch's OutOfMemoryError."""
+        """Whether an error says that the memory of a device was not enough."""
         torch = imported_torch()
         return torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)
 
     def is_after_fork(self, error: BaseException) -> bool:
-        """Whether torch refused, or the driver failed, in a process of which torch says that it was forked too late."""
         torch = imported_torch()
         if torch is None or not isinstance(error, RuntimeError) or not is_bad_fork(torch):
             return False
         return isinstance(error, getattr(torch, "AcceleratorError", ())) or _raised_in(error) == "torch.cuda"
 
 
-TORCH_CUDA = TorchCuda()
+TORCH_CUDA = Gpu()
 
 
 def use_of(gpu: Gpu) -> GpuUse | None:
@@ -209,7 +157,6 @@ def _not_imported(*, loaded: bool) -> str | None:
 
 
 def is_bad_fork(torch: Any) -> bool:
-    """Whether torch says that this process was forked after CUDA had been initialised."""
     return bool(torch.cuda._is_in_bad_fork())  # noqa: SLF001 - torch has no public name for it
 
 
@@ -217,7 +164,7 @@ def _memory(torch: Any, device: int) -> DeviceMemory:
     # Not memory_allocated(): it makes a flat dictionary of all figures each time.
     figures = torch.cuda.memory.memory_stats_as_nested_dict(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", _all)(device)
+    fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     return DeviceMemory(
         device=device,
         allocated=int(figures["allocated_bytes"]["all"]["current"]),
@@ -227,17 +174,7 @@ def _memory(torch: Any, device: int) -> DeviceMemory:
 
 
 def _raised_in(error: BaseException) -> object:
-    """The name of the module whose code raised an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return None if trace is None else trace.tb_frame.f_globals.get("__name__")
-
-
-def _all(_device: int) -> float:
-    """An older torch does not report its fraction."""
-    return 1.0
-
-
-def _nothing() -> None:
-    """This torch cannot empty the pinned cache."""

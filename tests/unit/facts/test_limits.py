@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment import _memory
-from modelguard.environment._memory import Limit, Strain
+from modelguard.facts import _memory
+from modelguard.facts._memory import Limit, Strain
 
 GB = 10**9
 MB = 10**6

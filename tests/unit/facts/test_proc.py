@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from modelguard.environment import _proc
-from modelguard.environment._proc import MemoryLayout, Mount, ProcessStat
+from modelguard.facts import _proc
+from modelguard.facts._proc import MemoryLayout, Mount, ProcessStat
 
 KB = 1024
 
@@ -144,14 +144,10 @@ def test_names_of_threads(write: Any, tmp_path: Path) -> None:
 
 
 def test_links_of_a_process(tmp_path: Path) -> None:
-    """Its program and its folder are known, also if the program was replaced on disk."""
+    """Its program is known, also if it was replaced on disk."""
     (tmp_path / "proc/7").mkdir(parents=True)
     (tmp_path / "proc/7/exe").symlink_to("/usr/bin/python3.12 (deleted)")
-    (tmp_path / "proc/7/cwd").symlink_to("/srv")
-    assert ("/usr/bin/python3.12", Path("/srv")) == (
-        _proc.executable(7, tmp_path),
-        _proc.working_directory(7, tmp_path),
-    )
+    assert "/usr/bin/python3.12" == _proc.executable(7, tmp_path)
 
 
 def test_cgroups_and_mounts(write: Any, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment import _memory
-from modelguard.environment._memory import Cpus
+from modelguard.facts import _memory
+from modelguard.facts._memory import Cpus
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "35 31 0:32 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct"
