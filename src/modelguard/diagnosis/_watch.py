@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import threading
 import time
@@ -34,6 +33,8 @@ from modelguard.facts import _memory, _proc
 from modelguard.facts._growth import FEWEST, Verdict, judge
 from modelguard.isolation import _processes
 from modelguard.lifecycle import runtime
+from modelguard.runtime import fork
+from modelguard.runtime.background import start_thread
 from modelguard.telemetry import GrowthFound
 
 # Readings of a service that runs: kept few however long they go on, and judged. Without clock or thread.
@@ -220,7 +221,7 @@ class Watch:
 
     def start(self) -> None:
         """Start the thread that watches."""
-        threading.Thread(target=self._run, name="modelguard-watch", daemon=True).start()
+        start_thread(self._run, "modelguard-watch")
 
     def stop(self) -> None:
         """Stop watching; guards no longer show what was found."""
@@ -304,7 +305,6 @@ class Watch:
 
 
 _running: set[Watch] = set()
-_first = threading.Lock()  # taken by the first watch, and never released
 
 
 def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = None, name: str = "service") -> Watch:
@@ -344,8 +344,6 @@ def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = N
     _memory.private(fresh=True)  # raises if it cannot be read
     made = Watch(name, interval, calls, World())
     _running.add(made)
-    if _first.acquire(blocking=False) and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_after_fork_in_child)
     if _processes.current() == "owner":  # a mold only forks workers, which are watched
         made.start()
     return made
@@ -510,3 +508,6 @@ class Watched:
         before = self.private(self.pid)
         self._ask("trim")
         return max(0, before - self.private(self.pid))
+
+
+fork.at_fork(fork.Rank.THREADS, in_child=_after_fork_in_child)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from modelguard.errors import NotSupported
 from modelguard.facts import _memory, _proc
+from modelguard.runtime import fork
 
 if TYPE_CHECKING:  # a service that only guards a model needs none of them
     from modelguard.environment._allocator_files import Figures, How, Kind, Library, Problem, SmallObjects
@@ -292,8 +293,7 @@ def _malloc_library_here() -> Library | None:
 
 
 _thresholds = Thresholds(_malloc_library_here)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_thresholds.after_fork_in_child)
+fork.at_fork(fork.Rank.LOCKS, in_child=_thresholds.after_fork_in_child)
 
 #: A block in which what is freed goes back to the system: see :class:`Thresholds`.
 returning = _thresholds.low

@@ -20,6 +20,7 @@ from modelguard import _units
 from modelguard.errors import NotSupported
 from modelguard.facts import _proc
 from modelguard.facts._proc import MemoryMapping
+from modelguard.runtime import fork
 
 # The cgroups of a process, from its own up to the highest that can be seen.
 #
@@ -410,8 +411,7 @@ def _read_private() -> int:
 
 
 _meter = PrivateMeter(_read_private)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_meter.forget)
+fork.at_fork(fork.Rank.LOCKS, in_child=_meter.forget)
 
 
 def private(*, fresh: bool = False) -> int:

@@ -117,6 +117,7 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset})
 
 _engines: WeakRegistry[Engine[Any]] = WeakRegistry()
+fork.at_fork(fork.Rank.IMPORTS, before=fork.finish_imports)
 
 
 def engines() -> tuple[Engine[Any], ...]:

@@ -15,6 +15,7 @@ from typing import Any
 from modelguard.errors import GuardClosed, LoadFailed, Reloading, WouldDeadlock
 from modelguard.lifecycle._generation import LoadJob, Outcome
 from modelguard.lifecycle._state import GuardState
+from modelguard.runtime import fork
 from modelguard.runtime.waiting import Timeout
 
 # Loads that wait for themselves, directly or through others: found before anybody waits.
@@ -22,6 +23,7 @@ from modelguard.runtime.waiting import Timeout
 
 #: For each thread that waits for loads: whose loads. The tasks of one event loop may wait for several.
 _waiting: dict[int, list[GuardState[Any]]] = {}
+fork.at_fork(fork.Rank.LOCKS, in_child=_waiting.clear)  # the parent's threads do not exist there
 
 #: Seconds between two searches for a circle that can only be seen on the stacks.
 PATIENCE = 0.5
@@ -143,10 +145,6 @@ def _raise_on_circle(state: GuardState[Any], me: int) -> None:
             following = [other for other in _waiting.get(thread, ()) if other not in seen]
             seen.update(following)
             pending.extend(following)
-
-
-def after_fork_in_child() -> None:
-    _waiting.clear()
 
 
 def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> None:

@@ -151,7 +151,7 @@ _LAZY = (
     "ctypes",
     "modelguard.environment._allocator",
     "modelguard.environment._allocator_problems",
-    "modelguard.environment._elf",
+    "modelguard.environment._allocator_files",
     "modelguard.environment._linker",
     "modelguard.telemetry._logging",
     "modelguard.telemetry.events",
