@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from modelguard import _extras
 from modelguard.errors import InvalidOption
-from modelguard.telemetry import _metrics, events
+from modelguard.telemetry import _events as events
+from modelguard.telemetry import _metrics
 from modelguard.telemetry._metrics import WRITE_LOCK, Recorder
 
 if TYPE_CHECKING:
