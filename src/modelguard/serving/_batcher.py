@@ -18,7 +18,7 @@ from modelguard.serving._planner import AutoSize
 from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import QueuedCall, Request, deliver
 from modelguard.serving._runners import runner_of
-from modelguard.serving._shared_threads import SharedWatch, Watch
+from modelguard.serving._shared_threads import Watch
 from modelguard.serving._threads import BatchThreads, LockedQueue, Work
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
@@ -206,12 +206,13 @@ class Batcher:
     Args:
         run: Computes a batch.
         options: Bounds, and how to treat errors.
-        shared: Whether its threads go to other batchers as soon as it has no work, as for a method's instance.
+        lingers: Whether a thread without work waits for some. An instance's goes to others at once: there may be one
+            for each request.
     """
 
-    def __init__(self, run: BatchCallable, options: BatchOptions, *, shared: bool = False) -> None:
+    def __init__(self, run: BatchCallable, options: BatchOptions, *, lingers: bool = True) -> None:
         self._options = options
-        self._shared = shared
+        self._lingers = lingers
         self._breaker = options.breaker
         self._function = BatchFunction(
             run=run,
@@ -246,12 +247,11 @@ class Batcher:
         )
         self._lock, self._queue = self._locked.lock, self._locked.queue
         self._threads = BatchThreads(
-            self.name, self._locked, self._take, self._compute, most=self._limits.threads, shared=self._shared
+            self.name, self._locked, self._take, self._compute, most=self._limits.threads, lingers=self._lingers
         )
         self._process = os.getpid()
         self._nested = False  # whether a batch function has ever called this one
-        watch = SharedWatch if self._shared else Watch
-        self._watch = watch(self.name, self._lock, self._check_time, self._after_check)
+        self._watch = Watch(self.name, self._lock, self._check_time, self._after_check)
         self._hung = False  # whether a batch has overstayed since the events were last emitted
         self._drained = Wakeup()  # not an Event: the garbage collector may set it in the middle of a wait
         self._events = BatchEvents(self.name)

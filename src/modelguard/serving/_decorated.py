@@ -159,7 +159,7 @@ class Decorated(Entered):
         self.__signature__ = call_signature(function, options.limits.name)
         self._function = function
         self._options = options
-        self._batcher = Batcher(function, options, shared=instance is not None)
+        self._batcher = Batcher(function, options, lingers=instance is None)
         self._arguments = Arguments(function, options)
         self._always_checked = self._arguments.always_checked
         self._methods: BoundMethods[Any] | None = None

@@ -1,8 +1,7 @@
-"""Threads that all calls of isolated functions share, and the queues of all instances.
+"""Threads and a timer that all queues and isolated functions of a process share, and the list of its batchers.
 
-A queue of a function keeps its threads for a while. If that of each instance did, a service that makes an instance for
-each request would have the idle threads of ten seconds: 1,600 at 160 requests a second. An isolated function needs a
-thread for each call that has a worker, and none for those that wait.
+If each queue kept threads of its own, a service that makes an instance for each request would have the idle threads of
+ten seconds: 1,600 at 160 requests a second.
 """
 
 from __future__ import annotations
@@ -17,48 +16,28 @@ import time
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from modelguard import _threads
 from modelguard._threads import Wakeup, WeakRegistry
 from modelguard.serving import deadlines
 from modelguard.telemetry import logger
 
+if TYPE_CHECKING:
+    from modelguard.serving._batcher import Batcher
+
 # The batchers of this process: for readiness probes, for the end of the process, and for forks.
-
-
-class Registered(Protocol):
-    """A batcher, as the rest of the process uses it."""
-
-    @property
-    def name(self) -> str:
-        """The batched function's name."""
-        ...
-
-    @property
-    def ready(self) -> bool:
-        """Whether it admits items."""
-        ...
-
-    def close(self, timeout: float, *, abandon: bool = False) -> None:
-        """Admit nothing more, and compute what waits within ``timeout`` seconds."""
-
-    def after_fork_in_child(self) -> None:
-        """Start again with an empty queue."""
-
-    def check_time(self) -> None:
-        """Do what has become due because a test has moved the clock."""
 
 
 #: Used without a lock: a finalizer may run at any point of :func:`live`, in its thread, and end the last request of a
 #: closed batcher, which is discarded then.
-_batchers: WeakRegistry[Registered] = WeakRegistry()
+_batchers: WeakRegistry[Batcher] = WeakRegistry()
 _lock = threading.Lock()
 _registered = False
 _renewals: list[Callable[[], object]] = []
 
 
-def add(batcher: Registered) -> None:
+def add(batcher: Batcher) -> None:
     """Reset a batcher in forked children, and close it at the end of the process.
 
     The hooks are installed with the first batcher, not on import.
@@ -76,12 +55,12 @@ def add(batcher: Registered) -> None:
             os.register_at_fork(after_in_child=_after_in_child)
 
 
-def discard(batcher: Registered) -> None:
+def discard(batcher: Batcher) -> None:
     """Forget a batcher that is closed for good: a readiness probe must not wait for it."""
     _batchers.discard(batcher)  # without the lock: the garbage collector may end the last stream of a closed one
 
 
-def live() -> tuple[Registered, ...]:
+def live() -> tuple[Batcher, ...]:
     """The batchers of this process that are not closed for good."""
     return tuple(_batchers)
 
@@ -176,26 +155,22 @@ def _next_job(inbox: _Inbox, me: tuple[_Inbox, int]) -> SharedThread | None:
         return None
 
 
-class Check(Protocol):
-    """What a watch does when something is due: returns when something is due next; infinity for never."""
-
-    def __call__(self, now: float, /) -> float: ...
-
-
-class SharedWatch:
-    """Calls ``check`` when something is due, as :class:`Watch` does, without a thread.
+class Watch:
+    """Calls ``check`` when something is due: deadlines that pass and batches that overstay, whatever the model does.
 
     One timer of the process starts a shared thread at the right time. It keeps nothing that it watches alive.
 
     Args:
         name: Of the batched function.
         lock: Held for :meth:`schedule` and while ``check`` runs.
-        check: Does what is due at a time.
+        check: Does what is due at a time, and returns when something is due next; infinity for never.
         after: Called after each check, without the lock.
     """
 
-    def __init__(self, name: str, lock: threading.RLock, check: Check, after: Callable[[float], object]) -> None:
-        self._name = f"modelguard-deadlines-{name}"
+    def __init__(
+        self, name: str, lock: threading.RLock, check: Callable[[float], float], after: Callable[[float], object]
+    ) -> None:
+        self._name = name
         self._lock = lock
         self._check = check
         self._after = after
@@ -211,18 +186,22 @@ class SharedWatch:
 
     def begin(self) -> None:
         """Check in a shared thread."""
-        SharedThread(self._look, self._name).start()
+        SharedThread(self._look, f"modelguard-deadlines-{self._name}").start()
 
     def _look(self) -> None:
         now = deadlines.clock()
-        with self._lock:
-            if self.due > now:  # it was checked before, and there is another entry for what is due next
-                return
-            self.due = math.inf
-            due = self._check(now)
-            if due != math.inf:
-                self.schedule(due)
-        self._after(now)
+        try:
+            with self._lock:
+                if self.due > now:  # it was checked before, and there is another entry for what is due next
+                    return
+                self.due = math.inf
+                due = self._check(now)
+                if due != math.inf:
+                    self.schedule(due)
+            self._after(now)
+        except BaseException:  # noqa: BLE001 - a fault in this library; the next deadline has it checked again
+            with contextlib.suppress(BaseException):  # a log handler that raises
+                logger.exception("modelguard: the deadlines of %s() are late", self._name)
 
 
 class _Timer:
@@ -230,12 +209,12 @@ class _Timer:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the garbage collector may call in at any point
-        self._heap: list[tuple[float, int, weakref.ref[SharedWatch]]] = []
+        self._heap: list[tuple[float, int, weakref.ref[Watch]]] = []
         self._number = itertools.count()  # makes entries comparable
         self._sweep_at = _MANY
         self._wakeup: Wakeup | None = None
 
-    def add(self, at: float, watch: SharedWatch) -> None:
+    def add(self, at: float, watch: Watch) -> None:
         """Begin a check at this time.
 
         Raises:
@@ -269,13 +248,13 @@ class _Timer:
                 self._begin(due.pop())
             woken = wakeup.wait(min(pause, _LINGER)) or pause != math.inf
 
-    def _pop(self, now: float) -> list[weakref.ref[SharedWatch]]:
+    def _pop(self, now: float) -> list[weakref.ref[Watch]]:
         due = []
         while self._heap and self._heap[0][0] <= now:
             due.append(heapq.heappop(self._heap)[2])
         return due
 
-    def _begin(self, reference: weakref.ref[SharedWatch]) -> None:
+    def _begin(self, reference: weakref.ref[Watch]) -> None:
         watch = reference()
         if watch is not None:
             try:
@@ -296,67 +275,3 @@ def renew_in_child() -> None:
 
 
 add_renewal(renew_in_child)
-
-
-# A thread that looks after time: deadlines that pass and batches that overstay, whatever the model is doing.
-
-
-class Watch:
-    """Calls ``check`` when something is due. Its thread ends when nothing is due any more.
-
-    Args:
-        name: Of the batched function.
-        lock: Held for :meth:`schedule` and while ``check`` runs.
-        check: Does what is due at a time, and returns when something is due next; infinity for never.
-        after: Called after each check, without the lock.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        lock: threading.RLock,
-        check: Callable[[float], float],
-        after: Callable[[float], object],
-    ) -> None:
-        self._name = name
-        self._lock = lock
-        self._check = check
-        self._after = after
-        self._wakeup: Wakeup | None = None
-        self.due = math.inf  # when the thread wakes up
-
-    def schedule(self, at: float) -> None:
-        """Check at this time, which is before :attr:`due`. Called with the lock held."""
-        self.due = at
-        if self._wakeup is not None:
-            self._wakeup.set()
-            return
-        self._wakeup = Wakeup()
-        name = f"modelguard-deadlines-{self._name}"
-        try:
-            threading.Thread(target=self._run, args=(self._wakeup,), name=name, daemon=True).start()
-        except RuntimeError:  # no thread can be started: the others look at the deadlines whenever they are free
-            self._wakeup, self.due = None, math.inf
-
-    def _run(self, wakeup: Wakeup) -> None:
-        try:
-            self._keep_time(wakeup)
-        except BaseException:  # noqa: BLE001 - a fault in this library; the next deadline starts another thread
-            with self._lock:
-                self._wakeup, self.due = None, math.inf
-            with contextlib.suppress(BaseException):  # a log handler that raises
-                logger.exception("modelguard: the deadlines of %s() are late", self._name)
-
-    def _keep_time(self, wakeup: Wakeup) -> None:
-        woken = True
-        while True:
-            now = deadlines.clock()
-            with self._lock:
-                due = self.due = self._check(now)
-                ends = due == math.inf and not woken
-                if ends:
-                    self._wakeup = None
-            self._after(now)
-            if ends:
-                return
-            woken = wakeup.wait(min(due - now, _LINGER)) or due != math.inf

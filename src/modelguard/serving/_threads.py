@@ -108,7 +108,7 @@ def _columns(pairs: list[tuple[Request, Any]]) -> tuple[list[Request], list[Any]
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
-#: Seconds after which a thread without work ends.
+#: Seconds for which a thread waits for work.
 _LINGER = 10.0
 
 #: A batch; or seconds after which to ask again; or None until there is something to do.
@@ -124,7 +124,7 @@ class BatchThreads:
         take: Gives the next batch to a free thread. Called with the lock held.
         compute: Computes a batch, without the lock. Never raises.
         most: Most threads.
-        shared: Whether they go to other queues as soon as this one has no work, as for a method's instance.
+        lingers: Whether a thread without work waits for some, before it goes to other queues.
 
     Attributes:
         idle: Wakeups of the threads without work. Who takes one out sets it afterwards, without the lock.
@@ -140,14 +140,14 @@ class BatchThreads:
         compute: Callable[[Batch], object],
         *,
         most: int,
-        shared: bool,
+        lingers: bool,
     ) -> None:
         self._name = name
         self._locked = locked
         self._queue = locked.queue
         self._take = take
         self._compute = compute
-        self._shared = shared
+        self._lingers = lingers
         self.most = most
         self.idle: list[Wakeup] = []
         self.count = 0
@@ -164,11 +164,7 @@ class BatchThreads:
     def start(self) -> None:
         """Start a thread. Called with the lock held, and only if there are not too many."""
         name = f"modelguard-batch-{self._name}"
-        thread: threading.Thread | SharedThread
-        if self._shared:
-            thread = SharedThread(self._run, name)
-        else:
-            thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread = SharedThread(self._run, name)
         self.count += 1
         try:
             if sys.is_finalizing():  # start() would wait for a thread that never runs
@@ -222,7 +218,7 @@ class BatchThreads:
             found = self._take()
             if isinstance(found, Batch):
                 other = self.find() if queue.waiting else None  # the rest may be due before this batch has ended
-            elif found is None and (queue.closed or self._shared):
+            elif found is None and (queue.closed or not self._lingers):
                 self.count -= 1
                 ends = True
             else:

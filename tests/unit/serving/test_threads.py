@@ -25,7 +25,7 @@ class Computing:
         self.faults: list[Exception] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.threads = BatchThreads("f", self.locked, self._take, self._compute, most=most, shared=False)
+        self.threads = BatchThreads("f", self.locked, self._take, self._compute, most=most, lingers=True)
 
     def put(self, one: Request) -> None:
         with self.locked.lock:
