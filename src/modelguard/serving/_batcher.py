@@ -11,15 +11,13 @@ from modelguard import _threads, telemetry
 from modelguard._threads import Wakeup
 from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, WouldDeadlock
 from modelguard.serving import _shared_threads, deadlines
-from modelguard.serving._bisection import one_line
-from modelguard.serving._execution import BatchCallable, BatchFunction, Computed
+from modelguard.serving._execution import BatchCallable, BatchFunction, Computed, one_line
 from modelguard.serving._options import BatchOptions, Changes
 from modelguard.serving._planner import AutoSize
 from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import QueuedCall, Request, deliver
 from modelguard.serving._runners import runner_of
-from modelguard.serving._shared_threads import Watch
-from modelguard.serving._threads import BatchThreads, LockedQueue, Work
+from modelguard.serving._shared_threads import BatchThreads, LockedQueue, Watch, Work
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
 from modelguard.serving.status import Batch, BatchStatus, Counters, Limits, count_hung, items_in_hung

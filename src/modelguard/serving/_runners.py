@@ -11,16 +11,19 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from modelguard.errors import ConsumerTooSlow, WrongResults
-from modelguard.serving._bisection import batch_failed, check_results, error_for_caller, wrap_errors
 from modelguard.serving._execution import (
     Answer,
     BatchFunction,
     Computed,
     Part,
+    batch_failed,
+    check_results,
     compute,
     compute_one,
+    error_for_caller,
     joined,
     verdict_of,
+    wrap_errors,
 )
 from modelguard.serving._loops import OwnLoop, PrivateLoop, run_on
 from modelguard.serving._options import FunctionOptions

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Ty
 from modelguard import _units
 from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, Overloaded
 from modelguard.serving import _loops
-from modelguard.serving._decorated import Decorated
-from modelguard.serving._functions import NotAHandler, check_function, function_name
+from modelguard.serving._functions import Decorated, NotAHandler, check_function, function_name
 from modelguard.serving._options import Changes, LoopChoice, OnError, Size, check_function_options, check_options
 from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest
 from modelguard.serving.breaker import Breaker

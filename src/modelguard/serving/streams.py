@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
 from modelguard import _units
 from modelguard._threads import Wakeup
 from modelguard.errors import BatchFailed, GuardClosed, WouldDeadlock
-from modelguard.serving._decorated import Decorated
+from modelguard.serving._functions import Decorated
 from modelguard.serving._loops import TrioWaiter
 from modelguard.serving._requests import ENDED, NOTHING_YET, LoopWaiter, Request, StreamRequest, Waiter
 
