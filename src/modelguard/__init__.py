@@ -33,7 +33,7 @@ if typing.TYPE_CHECKING:
     )
     from modelguard.lifecycle.pool import ModelPool, pool
     from modelguard.lifecycle.replicas import ModelReplicas, replicas
-    from modelguard.serving import Batched, BatchStatus, Breaker, deadline
+    from modelguard.serving import Batched, BatchStatus, Breaker, Buffer, Fair, Weight, deadline
     from modelguard.serving.batched import batched
 
 __all__ = [
@@ -43,9 +43,11 @@ __all__ = [
     "Batched",
     "Between",
     "Breaker",
+    "Buffer",
     "Changed",
     "Cron",
     "Errors",
+    "Fair",
     "GpuMemoryGrowth",
     "GpuMemoryLimit",
     "Idle",
@@ -61,6 +63,7 @@ __all__ = [
     "Replay",
     "Snapshot",
     "Uses",
+    "Weight",
     "allocator",
     "batched",
     "control",
@@ -104,7 +107,7 @@ _NAMES = {
     "modelguard.lifecycle.pool": ("ModelPool", "pool"),
     "modelguard.lifecycle._options": ("Loaded", "Replay"),
     "modelguard.lifecycle.replicas": ("ModelReplicas", "replicas"),
-    "modelguard.serving": ("BatchStatus", "Batched", "Breaker", "batched", "deadline"),
+    "modelguard.serving": ("BatchStatus", "Batched", "Breaker", "Buffer", "Fair", "Weight", "batched", "deadline"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

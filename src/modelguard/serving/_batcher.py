@@ -218,7 +218,7 @@ class Batcher:
             isolate=options.on_error == "isolate",
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
-        self._runner = runner_of(self._function, options.function, options.own_loop, self._others_wait)
+        self._runner = runner_of(self._function, options, self._others_wait)
         self._own_keys = options.fair_by is not None
         self._ordered = False  # whether requests have ever had keys or priorities
         self._take_limits(options.limits)

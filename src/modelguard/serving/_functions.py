@@ -560,7 +560,7 @@ class Decorated(Entered):
         self._always_checked = self._arguments.always_checked
         self._methods: BoundMethods[Any] | None = None
         self._method_of: tuple[Any, str] | None = None
-        self._on_callers_loop = options.function.is_async and options.function.loop == "caller"
+        self._on_callers_loop = options.is_async and options.loop == "caller"
 
     def _refuse_on_loop(self, why: str, instead: str) -> None:
         if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none

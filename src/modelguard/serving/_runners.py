@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+from modelguard import _units
 from modelguard.errors import ConsumerTooSlow, WrongResults
 from modelguard.serving._execution import (
     Answer,
@@ -25,8 +26,8 @@ from modelguard.serving._execution import (
     verdict_of,
     wrap_errors,
 )
-from modelguard.serving._loops import OwnLoop, PrivateLoop, run_on
-from modelguard.serving._options import FunctionOptions
+from modelguard.serving._loops import PrivateLoop, run_on
+from modelguard.serving._options import BatchOptions, Buffer
 from modelguard.serving._requests import AllLeft, Callers, Failure, Request, StreamRequest, Waiter, wake
 from modelguard.serving.status import Verdict
 
@@ -314,21 +315,18 @@ class Runner(Protocol):
 _On: TypeAlias = Callable[[_GetLoop, _OthersWait], Runner]
 
 
-def runner_of(
-    function: BatchFunction, options: FunctionOptions, own_loop: OwnLoop | None, others_wait: _OthersWait
-) -> Runner:
+def runner_of(function: BatchFunction, options: BatchOptions, others_wait: _OthersWait) -> Runner:
     """How to compute the batches of a function.
 
     Args:
         function: The function.
         options: Its kind, and what functions of its kind need.
-        own_loop: The event loop on which it runs; None for those of its callers, and if it is not ``async``.
         others_wait: Whether items wait in the queue.
     """
     if not options.is_async:
         return _Streamed(function, options, None, others_wait) if options.streams else _Called(function)
     on: _On = partial(_Streamed, function, options) if options.streams else partial(_Awaited, function)
-    return _ByLoop(on, others_wait) if own_loop is None else on(own_loop.get, others_wait)
+    return _ByLoop(on, others_wait) if options.own_loop is None else on(options.own_loop.get, others_wait)
 
 
 class _Called:
@@ -378,10 +376,10 @@ class _Streamed:
     """For generator functions of both kinds."""
 
     def __init__(
-        self, function: BatchFunction, options: FunctionOptions, loop: _GetLoop | None, others_wait: _OthersWait
+        self, function: BatchFunction, options: BatchOptions, loop: _GetLoop | None, others_wait: _OthersWait
     ) -> None:
         self._function = function
-        self._slow_after = options.slow_after
+        self._slow_after = _units.seconds((options.buffer or Buffer()).slow_after, "slow_after", zero=True)
         self._loop = loop
         self._others_wait = others_wait
 
