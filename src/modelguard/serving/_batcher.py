@@ -133,7 +133,6 @@ class BatchEvents:
         self.refused(queue, now)
 
     def hung(self, queue: BatchQueue, hang_after: float) -> None:
-        """Emit that a batch overstays."""
         error = TimeoutError(f"a batch has been running for more than {hang_after:g} s")
         telemetry.emit(
             telemetry.BatchErrored(
@@ -257,12 +256,10 @@ class Batcher:
 
     @property
     def name(self) -> str:
-        """The batched function's name."""
         return self._limits.name
 
     @property
     def limits(self) -> Limits:
-        """The bounds in force."""
         return self._limits
 
     def configure(self, changes: Changes) -> None:
@@ -502,7 +499,6 @@ class Batcher:
             logger.exception("modelguard: %s() goes on", self.name)
 
     def _answer(self, requests: list[Request], outcomes: list[Any]) -> None:
-        """Answer some requests of a batch that is still being computed."""
         with self._lock:
             requests, outcomes = self._queue.answer(requests, outcomes)
         if requests:
@@ -587,7 +583,6 @@ class Batcher:
         _shared_threads.discard(self)
 
     def reopen(self) -> None:
-        """Admit items again after :meth:`close`."""
         if not self._queue.closed:
             return
         if self._process != os.getpid():
@@ -609,7 +604,6 @@ class Batcher:
         return not self._queue.closed and not items_in_hung(self._queue.running)
 
     def status(self) -> BatchStatus:
-        """Its state, counts and times."""
         if self._locked.deferred:
             self._locked.settle()
         with self._lock:

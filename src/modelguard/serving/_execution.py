@@ -90,14 +90,12 @@ class Suspects:
         return bool(self._known)
 
     def find(self, item: Any, group: Hashable) -> Known | None:
-        """What is known of an item, if it has failed with these keyword arguments."""
         try:
             return self._known.get(_key(item, group))
         except Exception:  # noqa: BLE001 - items need not be hashable, nor comparable
             return None
 
     def failed(self, item: Any, group: Hashable, error: Exception, text: str, now: float) -> None:
-        """Remember that an item failed by itself."""
         try:
             key = _key(item, group)
             with self._lock:
@@ -111,7 +109,6 @@ class Suspects:
             return
 
     def succeeded(self, item: Any, group: Hashable) -> None:
-        """Forget an item that did not fail."""
         try:
             with self._lock:
                 self._known.pop(_key(item, group), None)
@@ -350,7 +347,6 @@ def _is_list_like(results: Any) -> bool:
 
 
 def wrap_errors(results: list[Any], name: str, items: list[Any]) -> list[Any]:
-    """The same results, with the exceptions among them wrapped as failures."""
     wrapped: list[Any] = []
     seen: set[int] = set()
     for result, item in zip(results, items, strict=True):
@@ -435,8 +431,7 @@ _WHOLE_BATCH = (Overloaded, LoadFailed, GuardClosed, WouldDeadlock, NotSupported
 class BatchCallable(Protocol):
     """What computes a batch."""
 
-    def __call__(self, items: list[Any], /, **extras: Any) -> Any:
-        """Compute one result for each item, in the order of the items."""
+    def __call__(self, items: list[Any], /, **extras: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -695,7 +690,6 @@ class _Items:
         self.bad = self.reruns = 0
 
     def live(self, at: int) -> bool:
-        """Whether the caller of an item still waits."""
         return self.requests[at].state != "done"
 
     def run(self, part: list[int]) -> BaseException | None:
@@ -722,7 +716,6 @@ class _Items:
             suspects.failed(self.items[at], self.requests[at].group, error, one_line(error), now)
 
     def fail(self, part: list[int], error: BaseException) -> None:
-        """Some items failed together."""
         items = [self.items[at] for at in part]
         for at in part:
             self.outcomes[at] = Failure(error_for_caller(error, self._function.name, items))
@@ -753,6 +746,5 @@ class _Items:
 
 
 def verdict_of(errors: list[BaseException], ignore: tuple[type[BaseException], ...]) -> Verdict:
-    """What errors say about the model."""
     blameless = all(isinstance(error, (*_NOT_THE_MODEL, *ignore)) for error in errors)
     return "inconclusive" if blameless else "failed"

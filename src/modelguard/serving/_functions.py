@@ -112,7 +112,6 @@ def _check_no_route(function: Any, caller: Mapping[str, Any]) -> None:
 
 
 def _handlers(value: Any) -> Iterator[Any]:
-    """The handlers of a web application."""
     modules = (str(kind.__module__).partition(".")[0] for kind in type(value).__mro__)
     if _WEB_FRAMEWORKS.isdisjoint(modules):
         return
@@ -129,7 +128,6 @@ def _rejected(function: Any, *, why: str, fix: str) -> InvalidOption:
 
 
 def function_name(function: Any) -> str:
-    """Module and qualified name, for events and errors."""
     qualified = getattr(function, "__qualname__", None) or type(function).__qualname__
     return f"{getattr(function, '__module__', None) or '?'}.{qualified.replace('<locals>.', '')}"
 
@@ -217,7 +215,6 @@ class NotAHandler:
 
 
 def not_a_route(name: str, fix: str) -> InvalidOption:
-    """The error for a batched function that a web framework is given as a route."""
     why = "a batched function takes one item by position, so it cannot be a route or a dependency"
     return InvalidOption("route", name, why=why, fix=fix)
 
@@ -308,7 +305,6 @@ class Arguments:
         return self._incomplete
 
     def refuse_all(self, why: str) -> None:
-        """Fail every call from now on."""
         self._incomplete = why
 
     def fill_in(self, request: Request, extras: dict[str, Any]) -> None:
@@ -331,7 +327,6 @@ class Arguments:
             request.key = self._key(self._fair_by, request.item)
 
     def wrong_count(self, count: int) -> TypeError:
-        """The error for a call that does not have exactly one positional argument."""
         if count > 1 and (why := self._unbound()) is not None:  # since 3.13, @classmethod passes the class
             return TypeError(f"{self._name}(): {why}")
         hints = [f"{self._name}() takes one item by position, and got {count or 'none'}"]

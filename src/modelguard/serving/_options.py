@@ -337,7 +337,6 @@ def _check_slo(value: _units.Duration | None, *, auto: bool, wait: float, deadli
 
 
 def _check_quota(quota: int | None, max_queue: int) -> int | None:
-    """The most items of one key that wait."""
     if quota is None:
         return None
     if quota > max_queue:

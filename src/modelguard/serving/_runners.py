@@ -44,8 +44,7 @@ class Steps(Protocol):
     def send(self, waiting: list[bool] | None, /) -> Any:
         """Run it to its next ``yield``, with what that returns in it. Returns what it yielded."""
 
-    def close(self) -> object:
-        """End it where it is."""
+    def close(self) -> object: ...
 
 
 #: Begins to compute a batch of items, with their keyword arguments, for these callers.
@@ -68,7 +67,6 @@ class Stalls:
         return max(self._most - max(self._seconds.get(request, 0.0) for request in full), 0.0)
 
     def add(self, full: Sequence[Request], seconds: float) -> None:
-        """Note that others waited for each of these."""
         for request in full:
             self._seconds[request] = self._seconds.get(request, 0.0) + seconds
 
@@ -134,7 +132,6 @@ class StreamRun:
         self._stalled = 0.0
 
     def to_end(self, start: StartSteps, extras: dict[str, Any]) -> BaseException | None:
-        """Take all steps. Returns what went wrong."""
         steps: Steps | None = None
         error: BaseException | None = None
         try:
@@ -208,7 +205,6 @@ class StreamRun:
         self._answer(slow, [Failure(ConsumerTooSlow(name)) for _ in slow])
 
     def computed(self, error: BaseException | None) -> Computed:
-        """The outcome of the batch."""
         live = self._callers.waiting()
         if error is None:
             self._succeeded += sum(live)
@@ -241,7 +237,6 @@ class InlineParts:
         self._steps: Steps = run(start, [request.item], request.extras, Callers([]))
 
     def advance(self) -> None:
-        """Make the next part, or end the request."""
         function, request = self._function, self._request
         part: Any = StopIteration
         try:
@@ -259,7 +254,6 @@ class InlineParts:
         self.close()
 
     def close(self) -> None:
-        """Make no more."""
         self._request.source = None
         self._run(self._steps.close)
 
@@ -307,8 +301,7 @@ class Runner(Protocol):
         """
         ...
 
-    def inline(self, request: Any) -> None:
-        """Compute one request in this thread, and deliver its outcome."""
+    def inline(self, request: Any) -> None: ...
 
 
 #: Makes what computes batches on an event loop.
@@ -467,12 +460,10 @@ class _AsyncSteps:
         self._end = end
 
     def send(self, waiting: list[bool] | None) -> Any:
-        """Run it to its next ``yield``."""
         try:
             return self._run(lambda: self._generator.asend(waiting))
         except StopAsyncIteration:
             raise StopIteration from None
 
     def close(self) -> None:
-        """End it where it is."""
         self._end(self._generator.aclose)

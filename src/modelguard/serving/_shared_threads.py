@@ -128,7 +128,6 @@ class SharedThread:
         inbox.put(self)
 
     def run(self) -> None:
-        """Do the job in this thread."""
         threading.current_thread().name = self._name
         self._target()
 
@@ -191,7 +190,6 @@ class Watch:
             self.due = math.inf
 
     def begin(self) -> None:
-        """Check in a shared thread."""
         SharedThread(self._look, f"modelguard-deadlines-{self._name}").start()
 
     def _look(self) -> None:
@@ -450,7 +448,6 @@ class BatchThreads:
     # In each thread
 
     def _run(self) -> None:
-        """Compute batches until there has been no work for a while."""
         wakeup = Wakeup()
         self._wakeups.add(wakeup)
         try:

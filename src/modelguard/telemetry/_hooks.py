@@ -58,7 +58,6 @@ def describe(event: Event) -> str:
 
 
 def log_event(event: Event) -> None:
-    """Log one event at its level, with all its fields in ``extra``."""
     level = level_of(event)
     if logger.isEnabledFor(level):
         fields = {f"modelguard_{name}": value for name, value in dataclasses.asdict(event).items()}

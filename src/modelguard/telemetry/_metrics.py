@@ -66,7 +66,6 @@ class Metric(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        """Its name in OpenTelemetry."""
         return f"modelguard.{self.name}"
 
     @property
@@ -77,7 +76,6 @@ class Metric(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of its labels."""
         return (self.subject,) if self.label is None else (self.subject, self.label)
 
 
