@@ -163,13 +163,6 @@ def _copied(error: Exception) -> Exception | None:
 _EVEN = 0.7
 
 
-class Run(Protocol):
-    """Runs the batch function on some items of the batch, by their numbers."""
-
-    def __call__(self, part: list[int]) -> BaseException | None:
-        """Run it, and keep the results. Returns what it raised."""
-
-
 class Isolation:
     """Runs parts of a batch that raised, until each error belongs to one item or the model turns out to be at fault.
 
@@ -182,7 +175,7 @@ class Isolation:
       ``4 log2(n) + 4`` runs: with more bad items than can be found with these, the rest is refused.
 
     Args:
-        run: Runs a part.
+        run: Runs a part, by the numbers of its items, and keeps the results. Returns what it raised.
         live: Whether an item's caller still waits.
         items: All items.
         trust: Whether to believe tracebacks.
@@ -191,7 +184,7 @@ class Isolation:
 
     def __init__(
         self,
-        run: Run,
+        run: Callable[[list[int]], BaseException | None],
         live: Callable[[int], bool],
         items: list[Any],
         *,

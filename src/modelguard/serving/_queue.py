@@ -576,9 +576,6 @@ class BatchQueue:
         while (request := self._expiry.pop(now)) is not None:
             self._drop_late(request, now)
 
-    def next_deadline(self) -> float:
-        return self._expiry.next()
-
     def next_check(self) -> float:
         return min(self._expiry.next(), next_hang(self.running, self._limits.hang_after))
 

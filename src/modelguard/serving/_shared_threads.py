@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from modelguard import _threads
 from modelguard._threads import Wakeup, WeakRegistry
@@ -29,21 +29,30 @@ from modelguard.serving._requests import FutureRequest, Request, deliver
 from modelguard.serving.status import Batch
 from modelguard.telemetry import logger
 
-if TYPE_CHECKING:
-    from modelguard.serving._batcher import Batcher
-
 # The batchers of this process: for readiness probes, for the end of the process, and for forks.
+
+
+class Registered(Protocol):
+    """A batcher, as the rest of the process uses it. Its module imports this one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ready(self) -> bool: ...
+    def close(self, timeout: float, *, abandon: bool = False) -> None: ...
+    def after_fork_in_child(self) -> None: ...
+    def check_time(self) -> None: ...
 
 
 #: Used without a lock: a finalizer may run at any point of :func:`live`, in its thread, and end the last request of a
 #: closed batcher, which is discarded then.
-_batchers: WeakRegistry[Batcher] = WeakRegistry()
+_batchers: WeakRegistry[Registered] = WeakRegistry()
 _lock = threading.Lock()
 _registered = False
 _renewals: list[Callable[[], object]] = []
 
 
-def add(batcher: Batcher) -> None:
+def add(batcher: Registered) -> None:
     """Reset a batcher in forked children, and close it at the end of the process.
 
     The hooks are installed with the first batcher, not on import.
@@ -61,12 +70,12 @@ def add(batcher: Batcher) -> None:
             os.register_at_fork(after_in_child=_after_in_child)
 
 
-def discard(batcher: Batcher) -> None:
+def discard(batcher: Registered) -> None:
     """Forget a batcher that is closed for good: a readiness probe must not wait for it."""
     _batchers.discard(batcher)  # without the lock: the garbage collector may end the last stream of a closed one
 
 
-def live() -> tuple[Batcher, ...]:
+def live() -> tuple[Registered, ...]:
     """The batchers of this process that are not closed for good."""
     return tuple(_batchers)
 
