@@ -179,7 +179,7 @@ class Simulation:
         self.now = max(self.now, until)
 
     def _expire(self, until: float) -> None:
-        while (at := self.queue.next_deadline()) <= until:
+        while (at := self.queue.next_check()) <= until:
             self.now = max(self.now, at)
             self.queue.expire(self.now)
             self._deliver_undelivered()

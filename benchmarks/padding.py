@@ -4,8 +4,9 @@ Each batch is padded to its longest text, as ``tokenizer(texts, padding=True)`` 
 text when they have an answer. The lengths are spread evenly over their logarithm (mean 107), so that most texts are
 short, and each round has the same texts for every way:
 
-* **modelguard, padded**: ``@batched(max_size=32, weight=len, padded=True)`` makes batches of texts of like length.
-* **arrival order**: the same without ``padded``.
+* **modelguard, padded**: ``@batched(max_size=32, weight=Weight(of=len, padded=True))`` makes batches of texts of like
+  length.
+* **arrival order**: the same with ``weight=len``.
 * **TEI's rule**: that of Hugging Face's text-embeddings-inference for models that pad: in the order of arrival, texts
   are added while the longest one times their number is within ``max_batch_tokens``: its default of 16,384, and 2,048.
 
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import _common
 
-from modelguard import batched
+from modelguard import Weight, batched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +66,7 @@ class Padding:
 
 @asynccontextmanager
 async def ours(encode: Encode, **options: Any) -> AsyncIterator[Call]:
-    async with batched(weight=len, name="encode", **options)(encode) as function:
+    async with batched(name="encode", **options)(encode) as function:
         yield function.aio
 
 
@@ -115,8 +116,8 @@ async def tei(encode: Encode, budget: int) -> AsyncIterator[Call]:
 
 
 WAYS = {
-    OURS: functools.partial(ours, max_size=SIZE, padded=True),
-    ARRIVAL: functools.partial(ours, max_size=SIZE),
+    OURS: functools.partial(ours, max_size=SIZE, weight=Weight(of=len, padded=True)),
+    ARRIVAL: functools.partial(ours, max_size=SIZE, weight=len),
     TEI: functools.partial(tei, budget=16_384),
     TEI_SMALL: functools.partial(tei, budget=2_048),
 }

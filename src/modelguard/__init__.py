@@ -32,7 +32,7 @@ if typing.TYPE_CHECKING:
     )
     from modelguard.lifecycle.pool import ModelPool, pool
     from modelguard.lifecycle.replicas import ModelReplicas, replicas
-    from modelguard.serving import Batched, BatchStatus, Breaker, deadline
+    from modelguard.serving import Batched, BatchStatus, Breaker, Buffer, Fair, Weight, deadline
     from modelguard.serving.batched import batched
 
 __all__ = [
@@ -42,9 +42,11 @@ __all__ = [
     "Batched",
     "Between",
     "Breaker",
+    "Buffer",
     "Changed",
     "Cron",
     "Errors",
+    "Fair",
     "GpuMemoryGrowth",
     "GpuMemoryLimit",
     "Idle",
@@ -61,6 +63,7 @@ __all__ = [
     "Snapshot",
     "Swap",
     "Uses",
+    "Weight",
     "allocator",
     "batched",
     "control",
@@ -103,7 +106,7 @@ _NAMES = {
     "modelguard.lifecycle.pool": ("ModelPool", "pool"),
     "modelguard.lifecycle._options": ("Loaded", "Replay", "Swap"),
     "modelguard.lifecycle.replicas": ("ModelReplicas", "replicas"),
-    "modelguard.serving": ("BatchStatus", "Batched", "Breaker", "batched", "deadline"),
+    "modelguard.serving": ("BatchStatus", "Batched", "Breaker", "Buffer", "Fair", "Weight", "batched", "deadline"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -558,7 +558,7 @@ class ConsumerTooSlow(ModelGuardError, RuntimeError):
     def __init__(self, function: str) -> None:
         super().__init__(
             f"{function}(): the consumer kept others waiting, because it did not take its parts; the rest was dropped. "
-            "max_buffer= and slow_after= allow more"
+            "buffer=Buffer(parts=..., slow_after=...) allows more"
         )
         self.function = function
 

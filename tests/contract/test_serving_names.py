@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import modelguard
-from modelguard import Batched, BatchStatus, Breaker, batched, deadline, serving
+from modelguard import Batched, BatchStatus, Breaker, Buffer, Fair, Weight, batched, deadline, serving
 from modelguard.serving import BatchedStream, Limits, Quantiles, Stream, left
 
 HOMES = {
-    **dict.fromkeys((Batched, BatchStatus, Breaker, batched, deadline), "modelguard"),
+    **dict.fromkeys((Batched, BatchStatus, Breaker, Buffer, Fair, Weight, batched, deadline), "modelguard"),
     **dict.fromkeys((BatchedStream, Limits, Quantiles, Stream, left), "modelguard.serving"),
 }
 
@@ -24,6 +24,9 @@ VALUES = [
     batched(max_size=4, name="f")(sorted).status(),
     Quantiles(p50=1.0, p90=2.0, p99=3.0, max=4.0),
     Breaker(failures=3, cooldown="5s", ignore=(ValueError,)),
+    Buffer(parts=8, slow_after="5s"),
+    Fair(by=len, shares={"gold": 4}, quota=8),
+    Weight(of=len, most=100, padded=True),
     Limits(name="f", max_size=4, max_queue=8),
 ]
 
@@ -37,7 +40,18 @@ def test_tracebacks_show_where_to_import_it(public: Any, home: str) -> None:
 
 def test_the_names_of_serving_are_these() -> None:
     """`modelguard.serving.__all__` is this list, no more and no less."""
-    values = ["BatchStatus", "Batched", "BatchedStream", "Breaker", "Limits", "Quantiles", "Stream"]
+    values = [
+        "BatchStatus",
+        "Batched",
+        "BatchedStream",
+        "Breaker",
+        "Buffer",
+        "Fair",
+        "Limits",
+        "Quantiles",
+        "Stream",
+        "Weight",
+    ]
     assert [*values, "batched", "caller", "deadline", "left"] == serving.__all__
 
 
@@ -49,7 +63,7 @@ def test_type_hints_can_be_resolved(public: Any) -> None:
     typing.get_type_hints(public)
 
 
-@pytest.mark.parametrize("kind", [BatchStatus, Breaker, Limits, Quantiles])
+@pytest.mark.parametrize("kind", [BatchStatus, Breaker, Buffer, Fair, Limits, Quantiles, Weight])
 def test_type_hints_of_values_name_every_field(kind: Any) -> None:
     """Each field of a public dataclass has a type, not text."""
     hints = typing.get_type_hints(kind)

@@ -16,7 +16,7 @@ import pytest
 from tests.unit.frameworks.refusals import ERRORS, IDS, NAME
 from tests.unit.serving.gated import Gated, until
 
-from modelguard import batched
+from modelguard import Fair, batched
 from modelguard.errors import DeadlineExceeded, InvalidOption, Overloaded
 from modelguard.frameworks import grpc as frameworks_grpc
 from modelguard.serving.deadlines import left
@@ -290,7 +290,7 @@ def test_a_cancelled_call_is_not_computed(model: Gated) -> None:
 @pytest.mark.parametrize("fair_by", ["X-Tenant", lambda context: context.peer()])
 def test_callers_share_by_metadata_or_a_function(model: Gated, fair_by: Any) -> None:
     """A caller above its quota gets RESOURCE_EXHAUSTED."""
-    f = batched(max_size=1, quota=1)(model)
+    f = batched(max_size=1, fair_by=Fair(quota=1))(model)
     f.submit("first")
     model.busy()
 

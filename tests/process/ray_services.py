@@ -11,7 +11,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
-from modelguard import Uses, batched, guard, isolate, weights
+from modelguard import Uses, Weight, batched, guard, isolate, weights
 
 plain = guard(dict, reload_on=None, name="plain")
 worn = guard(dict, reload_on=Uses(40), name="worn")
@@ -32,7 +32,7 @@ def slow(model: dict[str, int], texts: list[str]) -> list[str]:
     return texts
 
 
-@batched(max_size=1, deadline="500ms", weight=abs, max_weight=100)
+@batched(max_size=1, deadline="500ms", weight=Weight(of=abs, most=100))
 @plain
 def late(model: dict[str, int], texts: list[float]) -> list[float]:
     time.sleep(texts[0])

@@ -341,7 +341,7 @@ def test_the_release_of_an_immortal_model_says_that_its_memory_stays() -> None:
     """Each roll of an immortal model adds its size to the parent, which its event and its log line say."""
     immortal, alive, freed, line = told(
         """
-        from modelguard.telemetry import GenerationReleased, _logging
+        from modelguard.telemetry import GenerationReleased
 
         seen = []
         telemetry.set_hooks([seen.append])
@@ -351,7 +351,7 @@ def test_the_release_of_an_immortal_model_says_that_its_memory_stays() -> None:
         while not (released := [event for event in seen if isinstance(event, GenerationReleased)]):
             time.sleep(0.01)
         (event,) = released
-        print(json.dumps([event.immortal, event.alive, event.freed, _logging.describe(event)]))
+        print(json.dumps([event.immortal, event.alive, event.freed, telemetry.describe(event)]))
         """
     )
     assert [True, True] == [immortal, alive]

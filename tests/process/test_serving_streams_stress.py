@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.process.harness import wait_until
 
-from modelguard import batched, guard
+from modelguard import Buffer, batched, guard
 from modelguard.errors import BatchFailed, ConsumerTooSlow, DeadlineExceeded, Overloaded
 from modelguard.serving import BatchedStream
 
@@ -137,7 +137,8 @@ class Consumers:
 def test_every_consumer_gets_its_own_parts(function: Any, threads: int) -> None:
     """In order, each once, whole if its stream ended; afterwards nothing runs, waits, or holds the model."""
     model = guard(lambda: random.Random(1), reload_on=None, name="chaos")
-    f: Any = batched(max_size=8, max_queue=1000, threads=threads, max_buffer=4, slow_after="5ms")(model(function))
+    patience = Buffer(parts=4, slow_after="5ms")
+    f: Any = batched(max_size=8, max_queue=1000, threads=threads, buffer=patience)(model(function))
     consumers = Consumers(f, seed=threads)
     workers = [threading.Thread(target=consumers.thread) for _ in range(THREADS)]
     workers += [threading.Thread(target=consumers.loop) for _ in range(LOOPS)]

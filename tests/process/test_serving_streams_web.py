@@ -21,10 +21,10 @@ APP = f"""
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
-    from modelguard import batched
+    from modelguard import Buffer, batched
     from modelguard.frameworks.asgi import ModelGuardMiddleware
 
-    @batched(max_size=4, max_buffer=4, slow_after="2s", max_wait="20s", name="blocks")
+    @batched(max_size=4, buffer=Buffer(parts=4, slow_after="2s"), max_wait="20s", name="blocks")
     def blocks(items):
         for number in range({PARTS}):
             yield [bytes([number]) * {PART} for _ in items]

@@ -16,8 +16,10 @@ from modelguard import (
     TTL,
     Batched,
     Breaker,
+    Buffer,
     Changed,
     Cron,
+    Fair,
     GpuMemoryGrowth,
     GpuMemoryLimit,
     Idle,
@@ -31,6 +33,7 @@ from modelguard import (
     Snapshot,
     Swap,
     Uses,
+    Weight,
     batched,
     control,
     deadline,
@@ -456,7 +459,11 @@ with deadline("1s"):
     assert_type(lengths("a"), int)
 
 
-@batched(max_size=8, weight=len, padded=True, fair_by=lambda text: text[0], shares={"a": 2}, quota=4, ageing="5s")
+@batched(
+    max_size=8,
+    weight=Weight(of=len, padded=True),
+    fair_by=Fair(by=lambda text: text[0], shares={"a": 2}, quota=4, ageing="5s"),
+)
 def sizes(texts: list[str]) -> list[int]:
     return [len(text) for text in texts]
 
@@ -497,7 +504,7 @@ async def predictions_later() -> None:
 # Streams: a generator function yields the parts of each item's result. Async functions are called as others are.
 
 
-@batched(max_size=8, max_buffer=16, slow_after="500ms")
+@batched(max_size=8, buffer=Buffer(parts=16, slow_after="500ms"))
 @model
 def spell(model: Model, texts: list[str]) -> Iterator[list[str]]:
     yield texts

@@ -41,7 +41,6 @@ class JoblibFormat:
         return {}
 
     def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:  # noqa: ARG002
-        """Call ``build`` with the object."""
         file = folder / _FILE
         made = joblib.load(file, mmap_mode="r")
         _require(file)

@@ -22,7 +22,6 @@ class LlamaAdapter:
         return None if model.model is None else int(library.llama_model_size(model.model))
 
     def gauges(self, model: Any) -> Mapping[str, int]:  # noqa: ARG002 - a model's figures do not change
-        """No figures."""
         return MappingProxyType({})
 
     def released(self) -> None:

@@ -33,7 +33,6 @@ class NumpyFormat:
         return {"names": None if named is not source else list(named)}
 
     def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:
-        """Call ``build`` with the array, or the dict of arrays."""
         names = _names(folder, details)
         files = [folder / _file(number) for number in range(1 if names is None else len(names))]
         arrays = [np.load(file, mmap_mode="r", allow_pickle=False) for file in files]

@@ -72,7 +72,6 @@ FORMAT = TorchFormat()
 
 
 def _checked(name: object, value: object) -> torch.Tensor:
-    """The plain tensor, if it can be mapped from a file."""
     what = f"is a {type(value).__name__}"
     if isinstance(value, torch.Tensor):
         if torch.nn.parameter.is_lazy(value):
@@ -117,7 +116,6 @@ class _Parameters(threading.local):
     seen: dict[int, tuple[weakref.ref[Any], torch.nn.Parameter]] | None = None
 
     def on_meta(self, build: Callable[[], Any]) -> Any:
-        """Call ``build``."""
         self.seen = {}
         try:
             return build()

@@ -118,7 +118,6 @@ class _Compute:
     call: dict[str, Any]
 
     def __call__(self, pipe: Any, items: list[Any], extras: dict[str, Any]) -> list[Any]:
-        """Compute one result for each item, in the order of the items."""
         given = {**self.call, **extras}
         if not _can_pad(pipe):
             return self._run(pipe, items, 1, given)

@@ -120,7 +120,6 @@ class Answered:
 
     @property
     def failed(self) -> bool:
-        """Whether something could not be done."""
         return self.error is not None or any(guard["error"] is not None for guard in self.guards)
 
     @property

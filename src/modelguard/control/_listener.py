@@ -54,7 +54,6 @@ def find(name: str | None) -> list[Target]:
 
 
 def kind_of(target: Target) -> Kind:
-    """What it is."""
     if isinstance(target, ModelGuard):
         return "guard"
     return "pool" if isinstance(target, ModelPool) else "isolated function"
@@ -76,7 +75,6 @@ def _state_of_pool(pool: ModelPool[Any, Any], status: PoolStatus[Any]) -> State:
 
 
 def figures(target: Target) -> dict[str, Any]:
-    """Its status as JSON can carry it."""
     if isinstance(target, ModelGuard):
         return _of_guard(target, target.status())
     if isinstance(target, ModelPool):
@@ -168,7 +166,6 @@ class Result:
     status: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self)
 
 
@@ -263,7 +260,6 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Stop listening."""
     global _listener
     with _lock:
         if _listener is not None:
@@ -403,7 +399,6 @@ def _inspected(connected: socket.socket) -> None:
 
 
 def _answer(request: Any) -> dict[str, Any]:
-    """Do what a request asks for."""
     content = request if isinstance(request, dict) else {}
     command, name = content.get("command"), content.get("name")
     wait, timeout, brokers = content.get("wait", True), content.get("timeout"), content.get("brokers", [])

@@ -19,7 +19,7 @@ from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull
 from modelguard.isolation._channel import Channel
 from modelguard.isolation.status import IsolationStatus
 from modelguard.serving import deadlines
-from modelguard.serving._shared_threads import SharedThread, SharedWatch
+from modelguard.serving._shared_threads import SharedThread, Watch
 from modelguard.telemetry import Reason, WorkerEndCause
 
 #: Seconds of ``retry_after`` where no rate is known.
@@ -285,7 +285,7 @@ class Claims:
         self._most_loading = most_loading
         self._waiting: dict[Claim, None] = {}
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a dropped stream at any point
-        self._watch = SharedWatch(name, self._lock, self._next, self._expire)
+        self._watch = Watch(name, self._lock, self._next, self._expire)
 
     def __len__(self) -> int:
         return len(self._waiting)

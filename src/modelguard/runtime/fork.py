@@ -153,8 +153,7 @@ _LAZY = (
     "modelguard.environment._allocator_problems",
     "modelguard.environment._allocator_files",
     "modelguard.environment._linker",
-    "modelguard.telemetry._logging",
-    "modelguard.telemetry.events",
+    "modelguard.telemetry._events",
     "tempfile",
 )
 #: Packages whose modules are imported within milliseconds.

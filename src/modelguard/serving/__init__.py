@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from modelguard.serving._options import Buffer, Fair, Weight
 from modelguard.serving.batched import Batched, batched
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.deadlines import caller, deadline, left
@@ -13,9 +14,12 @@ __all__ = [
     "Batched",
     "BatchedStream",
     "Breaker",
+    "Buffer",
+    "Fair",
     "Limits",
     "Quantiles",
     "Stream",
+    "Weight",
     "batched",
     "caller",
     "deadline",
@@ -23,7 +27,7 @@ __all__ = [
 ]
 
 # Tracebacks, repr() and the documentation show where users import these from, which is not where they are written.
-for _of_modelguard in (BatchStatus, Batched, Breaker, batched, deadline):
+for _of_modelguard in (BatchStatus, Batched, Breaker, Buffer, Fair, Weight, batched, deadline):
     _of_modelguard.__module__ = "modelguard"
 for _of_serving in (BatchedStream, Limits, Quantiles, Stream, caller, left):
     _of_serving.__module__ = "modelguard.serving"

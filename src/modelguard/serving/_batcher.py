@@ -12,15 +12,13 @@ from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, WouldDea
 from modelguard.runtime import own_thread
 from modelguard.runtime.threads import Wakeup
 from modelguard.serving import _shared_threads, deadlines
-from modelguard.serving._bisection import one_line
-from modelguard.serving._execution import BatchCallable, BatchFunction, Computed
+from modelguard.serving._execution import BatchCallable, BatchFunction, Computed, one_line
 from modelguard.serving._options import BatchOptions, Changes
 from modelguard.serving._planner import AutoSize
 from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import QueuedCall, Request, deliver
 from modelguard.serving._runners import runner_of
-from modelguard.serving._shared_threads import SharedWatch, Watch
-from modelguard.serving._threads import BatchThreads, LockedQueue, Work
+from modelguard.serving._shared_threads import BatchThreads, LockedQueue, Watch, Work
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
 from modelguard.serving.status import Batch, BatchStatus, Counters, Limits, count_hung, items_in_hung
@@ -136,7 +134,6 @@ class BatchEvents:
         self.refused(queue, now)
 
     def hung(self, queue: BatchQueue, hang_after: float) -> None:
-        """Emit that a batch overstays."""
         error = TimeoutError(f"a batch has been running for more than {hang_after:g} s")
         telemetry.emit(
             telemetry.BatchErrored(
@@ -207,12 +204,13 @@ class Batcher:
     Args:
         run: Computes a batch.
         options: Bounds, and how to treat errors.
-        shared: Whether its threads go to other batchers as soon as it has no work, as for a method's instance.
+        lingers: Whether a thread without work waits for some. An instance's goes to others at once: there may be one
+            for each request.
     """
 
-    def __init__(self, run: BatchCallable, options: BatchOptions, *, shared: bool = False) -> None:
+    def __init__(self, run: BatchCallable, options: BatchOptions, *, lingers: bool = True) -> None:
         self._options = options
-        self._shared = shared
+        self._lingers = lingers
         self._breaker = options.breaker
         self._function = BatchFunction(
             run=run,
@@ -220,7 +218,7 @@ class Batcher:
             isolate=options.on_error == "isolate",
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
-        self._runner = runner_of(self._function, options.function, options.own_loop, self._others_wait)
+        self._runner = runner_of(self._function, options, self._others_wait)
         self._own_keys = options.fair_by is not None
         self._ordered = False  # whether requests have ever had keys or priorities
         self._take_limits(options.limits)
@@ -247,12 +245,11 @@ class Batcher:
         )
         self._lock, self._queue = self._locked.lock, self._locked.queue
         self._threads = BatchThreads(
-            self.name, self._locked, self._take, self._compute, most=self._limits.threads, shared=self._shared
+            self.name, self._locked, self._take, self._compute, most=self._limits.threads, lingers=self._lingers
         )
         self._process = os.getpid()
         self._nested = False  # whether a batch function has ever called this one
-        watch = SharedWatch if self._shared else Watch
-        self._watch = watch(self.name, self._lock, self._check_time, self._after_check)
+        self._watch = Watch(self.name, self._lock, self._check_time, self._after_check)
         self._hung = False  # whether a batch has overstayed since the events were last emitted
         self._drained = Wakeup()  # not an Event: the garbage collector may set it in the middle of a wait
         self._events = BatchEvents(self.name)
@@ -260,12 +257,10 @@ class Batcher:
 
     @property
     def name(self) -> str:
-        """The batched function's name."""
         return self._limits.name
 
     @property
     def limits(self) -> Limits:
-        """The bounds in force."""
         return self._limits
 
     def configure(self, changes: Changes) -> None:
@@ -505,7 +500,6 @@ class Batcher:
             logger.exception("modelguard: %s() goes on", self.name)
 
     def _answer(self, requests: list[Request], outcomes: list[Any]) -> None:
-        """Answer some requests of a batch that is still being computed."""
         with self._lock:
             requests, outcomes = self._queue.answer(requests, outcomes)
         if requests:
@@ -590,7 +584,6 @@ class Batcher:
         _shared_threads.discard(self)
 
     def reopen(self) -> None:
-        """Admit items again after :meth:`close`."""
         if not self._queue.closed:
             return
         if self._process != os.getpid():
@@ -612,7 +605,6 @@ class Batcher:
         return not self._queue.closed and not items_in_hung(self._queue.running)
 
     def status(self) -> BatchStatus:
-        """Its state, counts and times."""
         if self._locked.deferred:
             self._locked.settle()
         with self._lock:

@@ -87,11 +87,9 @@ class Fairness:
         self._greediest: Flow | None = None  # None until it is looked for again
 
     def __len__(self) -> int:
-        """How many keys it remembers."""
         return len(self._flows)
 
     def waiting_of(self, key: Hashable) -> int:
-        """How many requests of a key wait."""
         flow = self._flows.get(key)
         return 0 if flow is None else flow.waiting
 
@@ -247,11 +245,9 @@ class Fairness:
         return flows
 
     def _totals(self) -> list[tuple[Flow, int, float]]:
-        """Number and cost of each key's requests."""
         return [(flow, flow.waiting, flow.cost) for flow in self._flows.values() if flow.waiting]
 
     def _count(self, requests: Iterable[Request]) -> list[tuple[Flow, int, float]]:
-        """The same of these requests."""
         return [(flow, len(own), math.fsum(map(_cost, own))) for flow, own in self._by_flow(requests).items()]
 
     def _start_of_new(self, request: Request, requests: Iterable[Request]) -> float:
@@ -353,7 +349,6 @@ class Line:
         return None
 
     def live(self) -> Iterator[Request]:
-        """The requests that wait."""
         return (request for request in self.requests if request.state == "waiting")
 
 
@@ -386,7 +381,6 @@ class Lines:
 
     @property
     def several(self) -> bool:
-        """Whether there are lines of keyword arguments."""
         return bool(self._grouped)
 
     def __len__(self) -> int:
@@ -419,7 +413,6 @@ class Lines:
             self.fairness = fairness  # last: an exception may interrupt this at any point
 
     def live(self) -> Iterator[Request]:
-        """The requests that wait, in all lines."""
         return itertools.chain.from_iterable(line.live() for line in self)
 
     def in_order(self, line: Line, most: int) -> list[Request]:
@@ -436,7 +429,6 @@ class Lines:
         return self.fairness.ahead(request, line.live(), all_of_them=len(self) <= 1)
 
     def add(self, request: Request, now: float) -> None:
-        """Put a request at the end of its line."""
         group = request.group
         if group is None:
             line = self.ungrouped
@@ -455,7 +447,6 @@ class Lines:
             self._note_due(line, now)
 
     def removed(self, request: Request) -> None:
-        """A request of a line does not wait any more."""
         line = request.line or self.ungrouped
         line.waiting -= 1
         if self.fairness is not None:
@@ -509,7 +500,6 @@ class Lines:
         return later if self._limits.max_wait or self.ungrouped.oldest() is None else self.ungrouped
 
     def sweep(self) -> None:
-        """Remove what does not wait, and count what does."""
         for line in self:
             live = list(line.live())
             line.requests.clear()

@@ -296,7 +296,6 @@ class TrioRequest(Request):
         self._delivered = trio.Event()
 
     def deliver(self, outcome: Any) -> None:
-        """Wake the coroutine. Called on a thread that computes."""
         self._outcome = outcome
         try:
             self._token.run_sync_soon(self._delivered.set)
@@ -338,7 +337,6 @@ class TrioWaiter:
             self._token.run_sync_soon(self._event.set)
 
     async def wait(self) -> None:
-        """Wait until it is woken."""
         await self._event.wait()
 
 
@@ -355,7 +353,6 @@ async def call(request: TrioRequest, put: Callable[[Request], object], cancel: C
 
 
 async def run_in_thread(function: Callable[[], Any]) -> None:
-    """Run a blocking function in one of Trio's threads."""
     await _running_trio().to_thread.run_sync(function)
 
 

@@ -1,12 +1,10 @@
 """The options of a batched function, checked."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
+from typing import Any, Literal, Self, TypeAlias, TypedDict, cast, get_args
 
 from modelguard import _units
 from modelguard._function_kinds import FunctionKind, kind_of
@@ -15,80 +13,105 @@ from modelguard.serving._loops import OwnLoop
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.status import Limits
 
-# The options that depend on the kind of a batch function: coroutines and generators have some of their own.
+# Without `from __future__ import annotations`: some of these classes are public under another module's name, where
+# typing.get_type_hints() could not resolve text.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """What items count for in a batch.
+
+    Args:
+        of: The weight of an item, such as ``len``. The function gets the heaviest item first, which saves padding if it
+            works in portions.
+        most: Most weight in a batch. Default: no bound.
+        padded: Whether the function pads all items of a batch to the heaviest one, so that each costs as much. Batches
+            are then made of items of like weight from all that waits, around the one whose turn it is, and ``most``
+            bounds the heaviest weight times the number of items.
+
+    Raises:
+        InvalidOption: One of these is invalid.
+    """
+
+    of: Callable[[Any], float]
+    most: float | None = None
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.of):
+            why = "must be a function of one item"
+            raise InvalidOption("of", self.of, why=why, fix="Write Weight(of=len), for the length of a text.")
+        if self.most is not None and not _is_positive(self.most):
+            why = "must be a number above 0"
+            raise InvalidOption("most", self.most, why=why, fix="Give the total weight of a full batch.")
+        if not isinstance(self.padded, bool):
+            raise InvalidOption("padded", self.padded, why="must be True or False", fix="Write padded=True.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fair:
+    """Whose turn it is: how keys share what is computed, and the queue.
+
+    Args:
+        by: Whose an item is: a function of the item that gives a key, anything hashable. Keys get equal shares of what
+            is computed, however much each of them sends; an item costs its weight, at least 1. When the queue is full,
+            an item whose turn is earlier takes the place of the last one. Default: the key of the context, which the
+            web middleware or ``serving.caller`` sets; calls without any key share one.
+        shares: The shares of keys, such as ``{"gold": 4}``; 1 for all others.
+        quota: Most items of one key that wait; further ones get ``QuotaExceeded``. Default: no bound.
+        ageing: How much waiting counts as much as one step of a call's ``priority=``, so that nothing stays in the
+            queue for ever. A full queue keeps the highest priorities all the same. Default: ten seconds.
+
+    Raises:
+        InvalidOption: One of these is invalid.
+    """
+
+    by: Callable[[Any], Hashable] | None = None
+    shares: Mapping[Hashable, float] = field(default_factory=dict, hash=False)
+    quota: int | None = None
+    ageing: _units.Duration = 10.0
+
+    def __post_init__(self) -> None:
+        if self.by is not None and not callable(self.by):
+            why = f"must be a function of one item, not {_units.kind_of(self.by)}"
+            fix = "Write Fair(by=lambda item: item.tenant), or leave it out and name the header in the middleware."
+            raise InvalidOption("by", self.by, why=why, fix=fix)
+        fix = 'Write shares={"gold": 4}; all other keys have 1.'
+        if not isinstance(self.shares, Mapping):
+            why = f"must be a dict of keys and their shares, not {_units.kind_of(self.shares)}"
+            raise InvalidOption("shares", self.shares, why=why, fix=fix)
+        for key, share in self.shares.items():
+            if not _is_positive(share):
+                why = f"the share of {key!r} must be a number above 0, not {share!r}"
+                raise InvalidOption("shares", self.shares, why=why, fix=fix)
+        if self.quota is not None:
+            _units.whole_number(self.quota, "quota")
+        _units.seconds(self.ageing, "ageing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """How far the consumers of streams may fall behind.
+
+    Args:
+        parts: Most parts of an item that wait for its consumer.
+        slow_after: How long, in all, the consumer of one item may keep others waiting, because its parts fill its
+            buffer, before it gets ``ConsumerTooSlow``. Default: one second.
+
+    Raises:
+        InvalidOption: One of these is invalid.
+    """
+
+    parts: int = 64
+    slow_after: _units.Duration = 1.0
+
+    def __post_init__(self) -> None:
+        _units.whole_number(self.parts, "parts")
+        _units.seconds(self.slow_after, "slow_after", zero=True)
 
 
 #: Where a batch function that is ``async`` runs.
 LoopChoice = Literal["own", "caller"]
-
-_MAX_BUFFER = 64
-_SLOW_AFTER = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class FunctionOptions:
-    """What a batch function is, and what only functions of its kind need.
-
-    Attributes:
-        kind: What a call of it gives.
-        loop: Where it runs if it is ``async``.
-        max_buffer: Most parts of a stream that wait for their consumer.
-        slow_after: Seconds that one consumer of a stream may keep others waiting.
-    """
-
-    kind: FunctionKind = "function"
-    loop: LoopChoice = "own"
-    max_buffer: int = _MAX_BUFFER
-    slow_after: float = _SLOW_AFTER
-
-    @property
-    def streams(self) -> bool:
-        """Whether it yields parts of results."""
-        return self.kind in ("generator", "async generator")
-
-    @property
-    def is_async(self) -> bool:
-        """Whether it needs an event loop."""
-        return self.kind in ("coroutine", "async generator")
-
-
-def check_function_options(
-    *, loop: LoopChoice | None, max_buffer: int | None, slow_after: _units.Duration | None
-) -> Callable[[Any], FunctionOptions]:
-    """Check options that were given, None for those that were not.
-
-    Returns:
-        A function that checks whether they suit a batch function.
-
-    Raises:
-        InvalidOption: One of them is invalid.
-    """
-    if loop is not None and loop not in get_args(LoopChoice):
-        raise InvalidOption("loop", loop, why="is not a known value", fix="Write 'own' or 'caller'.")
-    buffer = _MAX_BUFFER if max_buffer is None else _units.whole_number(max_buffer, "max_buffer")
-    patience = _SLOW_AFTER if slow_after is None else _units.seconds(slow_after, "slow_after", zero=True)
-
-    def suit(function: Any) -> FunctionOptions:
-        options = FunctionOptions(
-            kind=kind_of(function), loop="own" if loop is None else loop, max_buffer=buffer, slow_after=patience
-        )
-        if loop is not None and not options.is_async:
-            why = "only an async function runs on an event loop, and this one runs on a thread"
-            raise InvalidOption("loop", loop, why=why, fix="Leave it out, or write: async def predict(items): ...")
-        for name, value in (("max_buffer", max_buffer), ("slow_after", slow_after)):
-            if value is not None and not options.streams:
-                why = "only a generator function has a stream to buffer"
-                fix = f"Leave it out, or yield parts: def {_example(function)}(items): yield [...]"
-                raise InvalidOption(name, value, why=why, fix=fix)
-        return options
-
-    return suit
-
-
-def _example(function: Any) -> str:
-    name = getattr(function, "__name__", "generate")
-    return name if name.isidentifier() else "generate"
-
 
 OnError = Literal["isolate", "fail"]
 Size: TypeAlias = int | Literal["auto"]
@@ -111,15 +134,17 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """The options of :func:`~modelguard.batched`, in base units.
+    """The options of :func:`~modelguard.batched`.
 
     Attributes:
-        limits: What bounds batches, queue and calls.
-        weight: What an item counts for against ``limits.max_weight``; None if every item counts the same.
+        limits: What bounds batches, queue and calls, in base units.
+        weight: What an item counts for; None if every item counts the same.
         fair_by: The key of an item; None for that of the context.
         on_error: Whether a batch that raised is bisected, or fails as a whole.
         breaker: When to stop calling a failing model.
-        function: What depends on the kind of the function.
+        kind: What a call of the function gives.
+        loop: Where it runs if it is ``async``; None if that was not given.
+        buffer: How far consumers of its streams may fall behind; None if that was not given.
         own_loop: The event loop on which it runs, if it is ``async`` and has one of its own. Methods share it.
         written: The options that can be changed, as they were given.
     """
@@ -129,16 +154,40 @@ class BatchOptions:
     fair_by: Callable[[Any], Hashable] | None = None
     on_error: OnError = "isolate"
     breaker: Breaker | None = None
-    function: FunctionOptions = field(default_factory=FunctionOptions)
+    kind: FunctionKind = "function"
+    loop: LoopChoice | None = None
+    buffer: Buffer | None = None
     own_loop: OwnLoop | None = None
     written: Changes = field(default_factory=Changes, repr=False, compare=False)
 
-    def of(self, function: FunctionOptions, name: str) -> BatchOptions:
-        """The same options for such a function of this name."""
-        own_loop = OwnLoop(name) if function.is_async and function.loop == "own" else None
-        return replace(self, limits=replace(self.limits, name=name), function=function, own_loop=own_loop)
+    @property
+    def streams(self) -> bool:
+        """Whether the function yields parts of results."""
+        return self.kind in ("generator", "async generator")
 
-    def changed(self, changes: Changes) -> BatchOptions:
+    @property
+    def is_async(self) -> bool:
+        """Whether the function needs an event loop."""
+        return self.kind in ("coroutine", "async generator")
+
+    def suited_to(self, function: Any, name: str) -> Self:
+        """The same options for this function of this name.
+
+        Raises:
+            InvalidOption: One of them is not for functions of its kind.
+        """
+        made = replace(self, kind=kind_of(function), limits=replace(self.limits, name=name))
+        if self.loop is not None and not made.is_async:
+            why = "only an async function runs on an event loop, and this one runs on a thread"
+            raise InvalidOption("loop", self.loop, why=why, fix="Leave it out, or write: async def predict(items): ...")
+        if self.buffer is not None and not made.streams:
+            why = "only a generator function has a stream to buffer"
+            fix = f"Leave it out, or yield parts: def {_example(function)}(items): yield [...]"
+            given = self.buffer.parts if self.buffer == Buffer(parts=self.buffer.parts) else self.buffer
+            raise InvalidOption("buffer", given, why=why, fix=fix)
+        return replace(made, own_loop=OwnLoop(name)) if made.is_async and self.loop != "caller" else made
+
+    def changed(self, changes: Changes) -> Self:
         """The same options with some of them changed. A ``max_size`` that is a number ends the choice by ``slo``.
 
         Raises:
@@ -157,18 +206,20 @@ class BatchOptions:
         return replace(self, limits=replace(self.limits, **bounds), written=written)
 
 
+def _example(function: Any) -> str:
+    name = getattr(function, "__name__", "generate")
+    return name if name.isidentifier() else "generate"
+
+
 def check_options(
     *,
     threads: int,
-    weight: Callable[[Any], float] | None,
-    max_weight: float | None,
-    padded: bool,
-    fair_by: Callable[[Any], Hashable] | None,
-    shares: Mapping[Hashable, float] | None,
-    quota: int | None,
-    ageing: _units.Duration,
+    weight: Callable[[Any], float] | Weight | None,
+    fair_by: Callable[[Any], Hashable] | Fair | None,
     on_error: OnError,
     breaker: Breaker | None,
+    loop: LoopChoice | None,
+    buffer: int | Buffer | None,
     name: str | None,
     written: Changes,
 ) -> BatchOptions:
@@ -183,25 +234,56 @@ def check_options(
     if breaker is not None and not isinstance(breaker, Breaker):
         why = f"must be a Breaker, not {_units.kind_of(breaker)}"
         raise InvalidOption("breaker", breaker, why=why, fix="Write breaker=Breaker(failures=5, cooldown='10s').")
+    if loop is not None and loop not in get_args(LoopChoice):
+        raise InvalidOption("loop", loop, why="is not a known value", fix="Write 'own' or 'caller'.")
+    weighed, fair = _weight(weight), _fair(fair_by)
     limits = Limits(
         name="" if name is None else _units.name(name),
-        max_weight=_check_weight(max_weight, weight),
+        max_weight=math.inf if weighed is None or weighed.most is None else float(weighed.most),
         threads=_units.whole_number(threads, "threads"),
-        weighed=weight is not None,
-        padded=_check_padded(padded, weight),
-        fair=fair_by is not None,
-        shares=_check_shares(shares),
-        quota=_check_quota(quota, bounds["max_queue"]),
-        ageing=_units.seconds(ageing, "ageing"),
+        weighed=weighed is not None,
+        padded=weighed is not None and weighed.padded,
+        fair=fair.by is not None,
+        shares=dict(fair.shares),
+        quota=_check_quota(fair.quota, bounds["max_queue"]),
+        ageing=_units.seconds(fair.ageing, "ageing"),
         **bounds,
     )
-    if fair_by is not None and not callable(fair_by):
-        why = f"must be a function of one item, not {_units.kind_of(fair_by)}"
-        fix = "Write fair_by=lambda item: item.tenant, or leave it out and name the header in the middleware."
-        raise InvalidOption("fair_by", fair_by, why=why, fix=fix)
     return BatchOptions(
-        limits=limits, weight=weight, fair_by=fair_by, on_error=on_error, breaker=breaker, written=written
+        limits=limits,
+        weight=None if weighed is None else weighed.of,
+        fair_by=fair.by,
+        on_error=on_error,
+        breaker=breaker,
+        loop=loop,
+        buffer=_buffer(buffer),
+        written=written,
     )
+
+
+def _weight(given: Callable[[Any], float] | Weight | None) -> Weight | None:
+    if given is None or isinstance(given, Weight):
+        return given
+    if not callable(given):
+        why = "must be a function of one item"
+        raise InvalidOption("weight", given, why=why, fix="Write weight=len, for the length of a text.")
+    return Weight(of=given)
+
+
+def _fair(given: Callable[[Any], Hashable] | Fair | None) -> Fair:
+    if isinstance(given, Fair):
+        return given
+    if given is not None and not callable(given):
+        why = f"must be a function of one item, not {_units.kind_of(given)}"
+        fix = "Write fair_by=lambda item: item.tenant, or leave it out and name the header in the middleware."
+        raise InvalidOption("fair_by", given, why=why, fix=fix)
+    return Fair(by=given)
+
+
+def _buffer(given: int | Buffer | None) -> Buffer | None:
+    if given is None or isinstance(given, Buffer):
+        return given
+    return Buffer(parts=_units.whole_number(given, "buffer"))
 
 
 def _check_bounds(written: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,50 +336,10 @@ def _check_slo(value: _units.Duration | None, *, auto: bool, wait: float, deadli
     return slo
 
 
-def _check_weight(max_weight: float | None, weight: Callable[[Any], float] | None) -> float:
-    """The most weight in a batch; infinity for no bound."""
-    if weight is not None and not callable(weight):
-        why = "must be a function of one item"
-        raise InvalidOption("weight", weight, why=why, fix="Write weight=len, for the length of a text.")
-    if max_weight is None:
-        return math.inf
-    if weight is None:
-        why = "needs weight= as well, which gives the weight of an item"
-        raise InvalidOption("max_weight", max_weight, why=why, fix="Add for example weight=len.")
-    if not _is_positive(max_weight):
-        why = "must be a number above 0"
-        raise InvalidOption("max_weight", max_weight, why=why, fix="Give the total weight of a full batch.")
-    return float(max_weight)
-
-
-def _check_padded(padded: bool, weight: Callable[[Any], float] | None) -> bool:  # noqa: FBT001 - the value to check
-    if not isinstance(padded, bool):
-        raise InvalidOption("padded", padded, why="must be True or False", fix="Write padded=True.")
-    if padded and weight is None:
-        why = "needs weight= as well, which gives the length of an item"
-        raise InvalidOption("padded", padded, why=why, fix="Add for example weight=len.")
-    return padded
-
-
-def _check_shares(shares: Mapping[Hashable, float] | None) -> dict[Hashable, float]:
-    """The shares of keys, which share fairly."""
-    if shares is None:
-        return {}
-    if not isinstance(shares, Mapping):
-        why = f"must be a dict of keys and their shares, not {_units.kind_of(shares)}"
-        raise InvalidOption("shares", shares, why=why, fix='Write shares={"gold": 4}; all other keys have 1.')
-    for key, share in shares.items():
-        if not _is_positive(share):
-            why = f"the share of {key!r} must be a number above 0, not {share!r}"
-            raise InvalidOption("shares", shares, why=why, fix='Write shares={"gold": 4}; all other keys have 1.')
-    return dict(shares)
-
-
 def _check_quota(quota: int | None, max_queue: int) -> int | None:
-    """The most items of one key that wait."""
     if quota is None:
         return None
-    if _units.whole_number(quota, "quota") > max_queue:
+    if quota > max_queue:
         why = f"must not be more than max_queue={max_queue}, or it would never be reached"
         raise InvalidOption(
             "quota", quota, why=why, fix=f"Give quota={max(max_queue // 8, 1)}, an eighth of the queue."

@@ -157,7 +157,6 @@ class _Room:
         return self.curve is None or until == math.inf or self.curve.holds(count, weight, until - self.now + _ROUNDING)
 
     def _late(self, request: Request, start: float) -> bool:
-        """Whether a request would be late, computed alone from then on."""
         return (
             self.curve is not None
             and request.deadline != math.inf
@@ -223,7 +222,6 @@ class AutoSize:
         self._grown = 0
 
     def __bool__(self) -> bool:
-        """Whether there is a goal."""
         return self.slo != math.inf
 
     def size_for(self, curve: Curve | None, mean: float) -> int:
@@ -240,7 +238,6 @@ class AutoSize:
         return int(max(1.0, min(curve.count_within(self.seconds, mean), self._most)))
 
     def note_run(self, count: int, seconds: float) -> None:
-        """Note that a batch of so many items took so long."""
         late = seconds > self.seconds * _LONGER
         self._runs.append((count, late))
         bounded = self._most < self._ceiling
@@ -595,7 +592,6 @@ class Planner:
         return chosen, [one for one in waiting if one.deadline <= until and self._late(one, curve, ends)]
 
     def _late(self, request: Request, curve: Curve, start: float) -> bool:
-        """Whether a request would be late, computed alone from then on."""
         return start + curve.seconds(1, request.weight if self._limits.weighed else 0.0) > request.deadline
 
     def _fill(self, waiting: Iterable[Request], curve: Curve | None, now: float) -> list[Request]:
@@ -650,7 +646,6 @@ class Planner:
         return chosen
 
     def _rate_of(self, chosen: list[Request], curve: Curve) -> float:
-        """Items a second."""
         if not chosen:
             return 0.0
         seconds = curve.seconds(len(chosen), self._weight(chosen))

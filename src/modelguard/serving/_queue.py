@@ -88,7 +88,6 @@ class QueueCircuit:
             self._circuit.probe_inconclusive()
 
     def batch_ended(self, requests: Sequence[Request], verdict: Verdict, now: float) -> CircuitChange:
-        """Note what a batch says about the model. Returns what that changes."""
         circuit = self._circuit
         if circuit is None:
             return None
@@ -135,7 +134,6 @@ class Admission:
         self._counters = counters
 
     def configure(self, limits: Limits) -> None:
-        """Refuse by these bounds from now on."""
         self._limits = limits
 
     def check_room(self, request: Request, waiting: int, now: float) -> Request | None:
@@ -215,12 +213,10 @@ class Recent:
         self._batches: deque[tuple[int, float, float, float, float]] = deque(maxlen=_REMEMBERED)
 
     def note(self, batch: Batch, seconds: float) -> None:
-        """Note a batch whose run took so many seconds."""
         waited = batch.started - batch.oldest
         self._batches.append((len(batch.requests), waited, seconds, batch.weight, batch.padding))
 
     def summary(self) -> RecentBatches:
-        """What the status shows of them."""
         sizes, waits, runs, weights, paddings = zip(*self._batches, strict=True) if self._batches else ((),) * 5
         weight = sum(weights)
         return {
@@ -258,7 +254,6 @@ class Expiry:
         return self._heap[0][0] if self._heap else math.inf
 
     def add(self, request: Request) -> None:
-        """Note the deadline of a request."""
         self._number += 1
         request.timer = [request.deadline, self._number, request]
         heapq.heappush(self._heap, request.timer)
@@ -334,7 +329,6 @@ class BatchQueue:
         return self._lines.fairness is not None
 
     def order(self) -> None:
-        """From now on, requests have keys and priorities."""
         self._sorted = self._picky = True  # first: an exception may interrupt this at any point
         self.take_in()
         self._lines.order()
@@ -358,7 +352,6 @@ class BatchQueue:
     # In
 
     def take_in(self) -> None:
-        """Move what is in the inbox to its line."""
         if count := len(self.inbox):
             self.waiting += count  # first: callers add up both, and may count a request twice, but not miss one
             self._planner.note_patient(count)
@@ -580,16 +573,10 @@ class BatchQueue:
     # Out of turn
 
     def expire(self, now: float) -> None:
-        """Fail the requests whose deadline has come, whether they wait or are being computed."""
         while (request := self._expiry.pop(now)) is not None:
             self._drop_late(request, now)
 
-    def next_deadline(self) -> float:
-        """When :meth:`expire` has something to do; infinity for never."""
-        return self._expiry.next()
-
     def next_check(self) -> float:
-        """When :meth:`expire` or :meth:`note_hung` has something to do; infinity for never."""
         return min(self._expiry.next(), next_hang(self.running, self._limits.hang_after))
 
     def cancel(self, request: Request, *, notify: bool = False) -> bool:
@@ -607,11 +594,9 @@ class BatchQueue:
         return True
 
     def close(self) -> None:
-        """Admit nothing more. What waits is computed."""
         self.closed = self.may_refuse = True
 
     def reopen(self) -> None:
-        """Admit items again."""
         self.closed = False
         self.may_refuse = self.circuit is not None or self._limits.quota is not None
 
@@ -640,11 +625,9 @@ class BatchQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
         return not (self.waiting or self.running or self.inbox)
 
     def status(self, now: float) -> BatchStatus:
-        """Its state, counters and times."""
         self.take_in()
         return BatchStatus(
             name=self._limits.name,

@@ -76,7 +76,6 @@ class Request:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """Its keyword arguments for the batch function."""
         return {name: value for name, _, value in self.group or ()}
 
     def deliver(self, outcome: Any) -> None:
@@ -95,7 +94,6 @@ class ThreadRequest(Request):
         self._delivered.acquire()
 
     def deliver(self, outcome: Any) -> None:
-        """Wake the thread."""
         self._outcome = outcome
         self._delivered.release()
 
@@ -176,16 +174,13 @@ class QueuedCall:
 
     @property
     def done(self) -> bool:
-        """Whether it has its answer."""
         return self._request.state == "done"
 
     def cancel(self) -> None:
-        """Compute nothing more for it."""
         self._cancel(self._request, notify=True)
 
 
 def caller_gone(function: str) -> Failure:
-    """The outcome for a caller whose client has disconnected."""
     return Failure(CallerGone(function))
 
 
@@ -260,7 +255,6 @@ class LoopWaiter:
         wake([self])
 
     async def wait(self) -> None:
-        """Wait until it is woken."""
         await self.future
 
 
@@ -356,7 +350,6 @@ class StreamRequest(Request):
             del self, outcome  # the error's traceback refers to this frame
 
     def drop_parts(self) -> None:
-        """Forget the parts that nobody will take."""
         self._parts.clear()
 
 
@@ -411,7 +404,6 @@ class Callers:
             request.departure = self.wakeup
 
     def waiting(self) -> list[bool]:
-        """Whether each of them still waits."""
         return [request.state != "done" for request in self.requests]
 
     @property

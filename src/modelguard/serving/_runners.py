@@ -10,20 +10,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+from modelguard import _units
 from modelguard.errors import ConsumerTooSlow, WrongResults
-from modelguard.serving._bisection import batch_failed, check_results, error_for_caller, wrap_errors
 from modelguard.serving._execution import (
     Answer,
     BatchFunction,
     Computed,
     Part,
+    batch_failed,
+    check_results,
     compute,
     compute_one,
+    error_for_caller,
     joined,
     verdict_of,
+    wrap_errors,
 )
-from modelguard.serving._loops import OwnLoop, PrivateLoop, run_on
-from modelguard.serving._options import FunctionOptions
+from modelguard.serving._loops import PrivateLoop, run_on
+from modelguard.serving._options import BatchOptions, Buffer
 from modelguard.serving._requests import AllLeft, Callers, Failure, Request, StreamRequest, Waiter, wake
 from modelguard.serving.status import Verdict
 
@@ -40,8 +44,7 @@ class Steps(Protocol):
     def send(self, waiting: list[bool] | None, /) -> Any:
         """Run it to its next ``yield``, with what that returns in it. Returns what it yielded."""
 
-    def close(self) -> object:
-        """End it where it is."""
+    def close(self) -> object: ...
 
 
 #: Begins to compute a batch of items, with their keyword arguments, for these callers.
@@ -64,7 +67,6 @@ class Stalls:
         return max(self._most - max(self._seconds.get(request, 0.0) for request in full), 0.0)
 
     def add(self, full: Sequence[Request], seconds: float) -> None:
-        """Note that others waited for each of these."""
         for request in full:
             self._seconds[request] = self._seconds.get(request, 0.0) + seconds
 
@@ -130,7 +132,6 @@ class StreamRun:
         self._stalled = 0.0
 
     def to_end(self, start: StartSteps, extras: dict[str, Any]) -> BaseException | None:
-        """Take all steps. Returns what went wrong."""
         steps: Steps | None = None
         error: BaseException | None = None
         try:
@@ -204,7 +205,6 @@ class StreamRun:
         self._answer(slow, [Failure(ConsumerTooSlow(name)) for _ in slow])
 
     def computed(self, error: BaseException | None) -> Computed:
-        """The outcome of the batch."""
         live = self._callers.waiting()
         if error is None:
             self._succeeded += sum(live)
@@ -237,7 +237,6 @@ class InlineParts:
         self._steps: Steps = run(start, [request.item], request.extras, Callers([]))
 
     def advance(self) -> None:
-        """Make the next part, or end the request."""
         function, request = self._function, self._request
         part: Any = StopIteration
         try:
@@ -255,7 +254,6 @@ class InlineParts:
         self.close()
 
     def close(self) -> None:
-        """Make no more."""
         self._request.source = None
         self._run(self._steps.close)
 
@@ -303,29 +301,25 @@ class Runner(Protocol):
         """
         ...
 
-    def inline(self, request: Any) -> None:
-        """Compute one request in this thread, and deliver its outcome."""
+    def inline(self, request: Any) -> None: ...
 
 
 #: Makes what computes batches on an event loop.
 _On: TypeAlias = Callable[[_GetLoop, _OthersWait], Runner]
 
 
-def runner_of(
-    function: BatchFunction, options: FunctionOptions, own_loop: OwnLoop | None, others_wait: _OthersWait
-) -> Runner:
+def runner_of(function: BatchFunction, options: BatchOptions, others_wait: _OthersWait) -> Runner:
     """How to compute the batches of a function.
 
     Args:
         function: The function.
         options: Its kind, and what functions of its kind need.
-        own_loop: The event loop on which it runs; None for those of its callers, and if it is not ``async``.
         others_wait: Whether items wait in the queue.
     """
     if not options.is_async:
         return _Streamed(function, options, None, others_wait) if options.streams else _Called(function)
     on: _On = partial(_Streamed, function, options) if options.streams else partial(_Awaited, function)
-    return _ByLoop(on, others_wait) if own_loop is None else on(own_loop.get, others_wait)
+    return _ByLoop(on, others_wait) if options.own_loop is None else on(options.own_loop.get, others_wait)
 
 
 class _Called:
@@ -375,10 +369,10 @@ class _Streamed:
     """For generator functions of both kinds."""
 
     def __init__(
-        self, function: BatchFunction, options: FunctionOptions, loop: _GetLoop | None, others_wait: _OthersWait
+        self, function: BatchFunction, options: BatchOptions, loop: _GetLoop | None, others_wait: _OthersWait
     ) -> None:
         self._function = function
-        self._slow_after = options.slow_after
+        self._slow_after = _units.seconds((options.buffer or Buffer()).slow_after, "slow_after", zero=True)
         self._loop = loop
         self._others_wait = others_wait
 
@@ -466,12 +460,10 @@ class _AsyncSteps:
         self._end = end
 
     def send(self, waiting: list[bool] | None) -> Any:
-        """Run it to its next ``yield``."""
         try:
             return self._run(lambda: self._generator.asend(waiting))
         except StopAsyncIteration:
             raise StopIteration from None
 
     def close(self) -> None:
-        """End it where it is."""
         self._end(self._generator.aclose)

@@ -1,8 +1,7 @@
-"""Threads that all calls of isolated functions share, and the queues of all instances.
+"""Threads and a timer that all queues and isolated functions of a process share, and the list of its batchers.
 
-A queue of a function keeps its threads for a while. If that of each instance did, a service that makes an instance for
-each request would have the idle threads of ten seconds: 1,600 at 160 requests a second. An isolated function needs a
-thread for each call that has a worker, and none for those that wait.
+If each queue kept threads of its own, a service that makes an instance for each request would have the idle threads of
+ten seconds: 1,600 at 160 requests a second.
 """
 
 from __future__ import annotations
@@ -12,42 +11,37 @@ import heapq
 import itertools
 import math
 import os
+import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
+from modelguard.errors import Overloaded
 from modelguard.runtime import threads
 from modelguard.runtime.threads import Wakeup, WeakRegistry
 from modelguard.serving import deadlines
+from modelguard.serving._queue import BatchQueue
+from modelguard.serving._requests import FutureRequest, Request, deliver
+from modelguard.serving.status import Batch
 from modelguard.telemetry import logger
 
 # The batchers of this process: for readiness probes, for the end of the process, and for forks.
 
 
 class Registered(Protocol):
-    """A batcher, as the rest of the process uses it."""
+    """A batcher, as the rest of the process uses it. Its module imports this one."""
 
     @property
-    def name(self) -> str:
-        """The batched function's name."""
-        ...
-
+    def name(self) -> str: ...
     @property
-    def ready(self) -> bool:
-        """Whether it admits items."""
-        ...
-
-    def close(self, timeout: float, *, abandon: bool = False) -> None:
-        """Admit nothing more, and compute what waits within ``timeout`` seconds."""
-
-    def after_fork_in_child(self) -> None:
-        """Start again with an empty queue."""
-
-    def check_time(self) -> None:
-        """Do what has become due because a test has moved the clock."""
+    def ready(self) -> bool: ...
+    def close(self, timeout: float, *, abandon: bool = False) -> None: ...
+    def after_fork_in_child(self) -> None: ...
+    def check_time(self) -> None: ...
 
 
 #: Used without a lock: a finalizer may run at any point of :func:`live`, in its thread, and end the last request of a
@@ -143,7 +137,6 @@ class SharedThread:
         inbox.put(self)
 
     def run(self) -> None:
-        """Do the job in this thread."""
         threading.current_thread().name = self._name
         self._target()
 
@@ -176,26 +169,22 @@ def _next_job(inbox: _Inbox, me: tuple[_Inbox, int]) -> SharedThread | None:
         return None
 
 
-class Check(Protocol):
-    """What a watch does when something is due: returns when something is due next; infinity for never."""
-
-    def __call__(self, now: float, /) -> float: ...
-
-
-class SharedWatch:
-    """Calls ``check`` when something is due, as :class:`Watch` does, without a thread.
+class Watch:
+    """Calls ``check`` when something is due: deadlines that pass and batches that overstay, whatever the model does.
 
     One timer of the process starts a shared thread at the right time. It keeps nothing that it watches alive.
 
     Args:
         name: Of the batched function.
         lock: Held for :meth:`schedule` and while ``check`` runs.
-        check: Does what is due at a time.
+        check: Does what is due at a time, and returns when something is due next; infinity for never.
         after: Called after each check, without the lock.
     """
 
-    def __init__(self, name: str, lock: threading.RLock, check: Check, after: Callable[[float], object]) -> None:
-        self._name = f"modelguard-deadlines-{name}"
+    def __init__(
+        self, name: str, lock: threading.RLock, check: Callable[[float], float], after: Callable[[float], object]
+    ) -> None:
+        self._name = name
         self._lock = lock
         self._check = check
         self._after = after
@@ -210,19 +199,22 @@ class SharedWatch:
             self.due = math.inf
 
     def begin(self) -> None:
-        """Check in a shared thread."""
-        SharedThread(self._look, self._name).start()
+        SharedThread(self._look, f"modelguard-deadlines-{self._name}").start()
 
     def _look(self) -> None:
         now = deadlines.clock()
-        with self._lock:
-            if self.due > now:  # it was checked before, and there is another entry for what is due next
-                return
-            self.due = math.inf
-            due = self._check(now)
-            if due != math.inf:
-                self.schedule(due)
-        self._after(now)
+        try:
+            with self._lock:
+                if self.due > now:  # it was checked before, and there is another entry for what is due next
+                    return
+                self.due = math.inf
+                due = self._check(now)
+                if due != math.inf:
+                    self.schedule(due)
+            self._after(now)
+        except BaseException:  # noqa: BLE001 - a fault in this library; the next deadline has it checked again
+            with contextlib.suppress(BaseException):  # a log handler that raises
+                logger.exception("modelguard: the deadlines of %s() are late", self._name)
 
 
 class _Timer:
@@ -230,12 +222,12 @@ class _Timer:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the garbage collector may call in at any point
-        self._heap: list[tuple[float, int, weakref.ref[SharedWatch]]] = []
+        self._heap: list[tuple[float, int, weakref.ref[Watch]]] = []
         self._number = itertools.count()  # makes entries comparable
         self._sweep_at = _MANY
         self._wakeup: Wakeup | None = None
 
-    def add(self, at: float, watch: SharedWatch) -> None:
+    def add(self, at: float, watch: Watch) -> None:
         """Begin a check at this time.
 
         Raises:
@@ -269,13 +261,13 @@ class _Timer:
                 self._begin(due.pop())
             woken = wakeup.wait(min(pause, _LINGER)) or pause != math.inf
 
-    def _pop(self, now: float) -> list[weakref.ref[SharedWatch]]:
+    def _pop(self, now: float) -> list[weakref.ref[Watch]]:
         due = []
         while self._heap and self._heap[0][0] <= now:
             due.append(heapq.heappop(self._heap)[2])
         return due
 
-    def _begin(self, reference: weakref.ref[SharedWatch]) -> None:
+    def _begin(self, reference: weakref.ref[Watch]) -> None:
         watch = reference()
         if watch is not None:
             try:
@@ -298,65 +290,229 @@ def renew_in_child() -> None:
 add_renewal(renew_in_child)
 
 
-# A thread that looks after time: deadlines that pass and batches that overstay, whatever the model is doing.
+# The queue behind its lock: what may interrupt it is deferred, and what it decided is delivered without the lock.
 
 
-class Watch:
-    """Calls ``check`` when something is due. Its thread ends when nothing is due any more.
+class LockedQueue:
+    """A queue that several threads use. The garbage collector and signal handlers may call in at any point.
+
+    Args:
+        queue: The queue.
+        on_drained: Called with the lock held when it is closed, and nothing waits or runs any more.
+
+    Attributes:
+        queue: Used with the lock held, except where its own attributes say otherwise.
+        lock: Reentrant, because a finalizer may want it in a thread that holds it. What that asks for is deferred until
+            the state is consistent again; see :meth:`cancel`.
+        deferred: Requests to cancel, and whether to notify their callers.
+    """
+
+    def __init__(self, queue: BatchQueue, on_drained: Callable[[], object]) -> None:
+        self.queue = queue
+        self.lock = threading.RLock()
+        self.deferred: deque[tuple[Request, bool]] = deque()
+        self._on_drained = on_drained
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this thread holds the lock: then a finalizer or signal handler asks, in the middle of a change."""
+        owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition does
+        return owned
+
+    def cancel(self, request: Request, *, notify: bool = False) -> None:
+        """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
+        if self.interrupted:  # the change ends first
+            self.deferred.append((request, notify))
+            return
+        with self.lock:
+            self.queue.cancel(request, notify=notify)
+        self.settle()
+
+    def drop(self, request: Request) -> None:
+        """:meth:`cancel` for the garbage collector, which may interrupt code that holds a lock: it waits for none.
+
+        Who holds this one looks for what is deferred when it lets go.
+        """
+        self.deferred.append((request, False))
+        if self.interrupted or not self.lock.acquire(blocking=False):
+            return
+        try:
+            self._cancel_deferred()
+        finally:
+            self.lock.release()
+        if self.queue.undelivered or self.queue.closed:
+            self.settle()
+
+    def _cancel_deferred(self) -> None:
+        while self.deferred:
+            request, notify = self.deferred.popleft()
+            self.queue.cancel(request, notify=notify)
+
+    def settle(self, *, callbacks_elsewhere: bool = False) -> None:
+        """Do what was deferred, and deliver the failures that the queue decided on. Called without the lock.
+
+        Args:
+            callbacks_elsewhere: Whether to run callbacks of futures in another thread, so that this one is on time.
+        """
+        queue = self.queue
+        with self.lock:
+            self._cancel_deferred()
+            pairs, queue.undelivered = queue.undelivered, []
+            drained = queue.closed and queue.idle
+        if callbacks_elsewhere:
+            futures = [pair for pair in pairs if isinstance(pair[0], FutureRequest)]
+            with contextlib.suppress(RuntimeError):  # no thread can be started: deliver them here
+                if futures:
+                    threading.Thread(target=deliver, args=_columns(futures), daemon=True).start()
+                    pairs = [pair for pair in pairs if not isinstance(pair[0], FutureRequest)]
+        if pairs:
+            deliver(*_columns(pairs))
+        if drained:
+            with self.lock:
+                if queue.closed and queue.idle:  # not reopened meanwhile
+                    self._on_drained()
+
+
+def _columns(pairs: list[tuple[Request, Any]]) -> tuple[list[Request], list[Any]]:
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+#: A batch; or seconds after which to ask again; or None until there is something to do.
+Work: TypeAlias = Batch | float | None
+
+
+class BatchThreads:
+    """Starts threads when there is work, at most so many.
 
     Args:
         name: Of the batched function.
-        lock: Held for :meth:`schedule` and while ``check`` runs.
-        check: Does what is due at a time, and returns when something is due next; infinity for never.
-        after: Called after each check, without the lock.
+        locked: What waits.
+        take: Gives the next batch to a free thread. Called with the lock held.
+        compute: Computes a batch, without the lock. Never raises.
+        most: Most threads.
+        lingers: Whether a thread without work waits for some, before it goes to other queues.
+
+    Attributes:
+        idle: Wakeups of the threads without work. Who takes one out sets it afterwards, without the lock.
+        count: How many threads there are.
+        most: Most threads.
     """
 
     def __init__(
         self,
         name: str,
-        lock: threading.RLock,
-        check: Callable[[float], float],
-        after: Callable[[float], object],
+        locked: LockedQueue,
+        take: Callable[[], Work],
+        compute: Callable[[Batch], object],
+        *,
+        most: int,
+        lingers: bool,
     ) -> None:
         self._name = name
-        self._lock = lock
-        self._check = check
-        self._after = after
-        self._wakeup: Wakeup | None = None
-        self.due = math.inf  # when the thread wakes up
+        self._locked = locked
+        self._queue = locked.queue
+        self._take = take
+        self._compute = compute
+        self._lingers = lingers
+        self.most = most
+        self.idle: list[Wakeup] = []
+        self.count = 0
+        self._wakeups: set[Wakeup] = set()  # of all threads
 
-    def schedule(self, at: float) -> None:
-        """Check at this time, which is before :attr:`due`. Called with the lock held."""
-        self.due = at
-        if self._wakeup is not None:
-            self._wakeup.set()
-            return
-        self._wakeup = Wakeup()
-        name = f"modelguard-deadlines-{self._name}"
+    def find(self) -> Wakeup | None:
+        """The wakeup of a thread without work. If there is none, start a thread, if more are allowed. With the lock."""
+        if self.idle:
+            return self.idle.pop()
+        if self.count < self.most:
+            self.start()
+        return None
+
+    def start(self) -> None:
+        """Start a thread. Called with the lock held, and only if there are not too many."""
+        name = f"modelguard-batch-{self._name}"
+        thread = SharedThread(self._run, name)
+        self.count += 1
         try:
-            threading.Thread(target=self._run, args=(self._wakeup,), name=name, daemon=True).start()
-        except RuntimeError:  # no thread can be started: the others look at the deadlines whenever they are free
-            self._wakeup, self.due = None, math.inf
+            if sys.is_finalizing():  # start() would wait for a thread that never runs
+                raise RuntimeError("the interpreter is shutting down")  # noqa: TRY301
+            thread.start()
+        except RuntimeError as error:
+            self.count -= 1
+            if not self.count:
+                self._queue.refuse_waiting(Overloaded(f"{self._name}(): cannot start a thread: {error}"))
+        except BaseException:
+            self.count -= thread.ident is None
+            raise
 
-    def _run(self, wakeup: Wakeup) -> None:
+    def take_idle(self) -> list[Wakeup]:
+        """The wakeups of all threads without work, to be set without the lock. Called with the lock held."""
+        idle, self.idle = self.idle, []
+        return idle
+
+    def wake_all(self) -> None:
+        """Have every thread look for work, also one that was chosen and whose wakeup was never set."""
+        for wakeup in tuple(self._wakeups):
+            wakeup.set()
+
+    # In each thread
+
+    def _run(self) -> None:
+        wakeup = Wakeup()
+        self._wakeups.add(wakeup)
         try:
-            self._keep_time(wakeup)
-        except BaseException:  # noqa: BLE001 - a fault in this library; the next deadline starts another thread
-            with self._lock:
-                self._wakeup, self.due = None, math.inf
-            with contextlib.suppress(BaseException):  # a log handler that raises
-                logger.exception("modelguard: the deadlines of %s() are late", self._name)
+            while self._run_once(wakeup):
+                pass
+        except BaseException:  # noqa: BLE001 - a fault in this library; another thread takes over
+            with contextlib.suppress(BaseException):
+                logger.exception("modelguard: a thread of %s() failed", self._name)
+            with self._locked.lock:
+                self.count -= 1
+                if wakeup in self.idle:
+                    self.idle.remove(wakeup)
+                other = None if self._queue.idle else self.find()
+            if other is not None:
+                other.set()
+        finally:
+            self._wakeups.discard(wakeup)
 
-    def _keep_time(self, wakeup: Wakeup) -> None:
-        woken = True
-        while True:
-            now = deadlines.clock()
-            with self._lock:
-                due = self.due = self._check(now)
-                ends = due == math.inf and not woken
+    def _run_once(self, wakeup: Wakeup) -> bool:
+        """Compute a batch, or wait for one; false if this thread has to end."""
+        locked, queue = self._locked, self._queue
+        other, ends = None, False
+        with locked.lock:
+            found = self._take()
+            if isinstance(found, Batch):
+                other = self.find() if queue.waiting else None  # the rest may be due before this batch has ended
+            elif found is None and (queue.closed or not self._lingers):
+                self.count -= 1
+                ends = True
+            else:
+                self.idle.append(wakeup)
+            if queue.inbox and not isinstance(found, Batch):  # since it was emptied, by a call that saw this one work
                 if ends:
-                    self._wakeup = None
-            self._after(now)
-            if ends:
-                return
-            woken = wakeup.wait(min(due - now, _LINGER)) or due != math.inf
+                    self.count += 1
+                else:
+                    self.idle.remove(wakeup)
+                return True
+        if other is not None:
+            other.set()
+        if queue.undelivered or locked.deferred:
+            locked.settle()
+        if not isinstance(found, Batch):
+            return not ends and self._wait_for_work(wakeup, found)
+        self._compute(found)
+        return True
+
+    def _wait_for_work(self, wakeup: Wakeup, seconds: float | None) -> bool:
+        """Wait until there is work, or a batch is due; false if none came and the thread has to end."""
+        woken = wakeup.wait(_LINGER if seconds is None else min(seconds, _LINGER))
+        with self._locked.lock:
+            if wakeup in self.idle:
+                self.idle.remove(wakeup)
+            if woken or seconds is not None or self._queue.waiting:
+                return True
+            self.count -= 1
+            if not self._queue.inbox:  # looked at once, after the count: a call that comes later misses a thread
+                return False
+            self.count += 1
+            return True

@@ -316,7 +316,6 @@ class _Line:
         self._each = self._unit = 0.0  # the slopes, followed slowly
 
     def add(self, n: float, w: float, y: float) -> None:
-        """Add a run."""
         self.total = self.total * _DECAY + 1
         self._n = self._n * _DECAY + n
         self._y = self._y * _DECAY + y
@@ -330,7 +329,6 @@ class _Line:
         self._fit()
 
     def scale(self, by: float) -> None:
-        """Make all times longer or shorter."""
         self._y *= by
         self._ny *= by
         self._wy *= by
@@ -338,7 +336,6 @@ class _Line:
         self._each, self._unit = self._each * by, self._unit * by
 
     def means(self) -> tuple[float, float, float]:
-        """Mean count, weight and seconds."""
         return self._n / self.total, self._w / self.total, self._y / self.total
 
     def seconds(self, count: float, weight: float) -> float:
@@ -478,7 +475,6 @@ class Arrivals:
             self._timeouts = timeouts
 
     def note_batch(self, now: float) -> None:
-        """Note that a batch has ended."""
         took = now - self._since
         if took > 0 and self.offered:
             rate = (self.offered + self.patient) / took
@@ -560,7 +556,6 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def _alike(one: Curve, other: Curve, rate: float, other_rate: float) -> bool:
-    """Whether two curves and rates differ little."""
     tolerance = _ALIKE * (one.fixed + one.each + one.unit)
     return (
         abs(one.fixed - other.fixed) <= tolerance
@@ -572,7 +567,6 @@ def _alike(one: Curve, other: Curve, rate: float, other_rate: float) -> bool:
 
 
 def _near(one: float, other: float) -> bool:
-    """Whether two times differ little."""
     return one == other or abs(one - other) <= _ALIKE * min(one, other)
 
 

@@ -7,7 +7,7 @@ import functools
 import sys
 from asyncio import get_running_loop
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, TypeAlias, TypeVar, overload
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Ty
 from modelguard import _units
 from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, Overloaded
 from modelguard.serving import _loops
-from modelguard.serving._decorated import Decorated
-from modelguard.serving._functions import NotAHandler, check_function, function_name
-from modelguard.serving._options import Changes, LoopChoice, OnError, Size, check_function_options, check_options
+from modelguard.serving._functions import Decorated, NotAHandler, check_function, function_name
+from modelguard.serving._options import Buffer, Changes, Fair, LoopChoice, OnError, Size, Weight, check_options
 from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.streams import BatchedStream
@@ -308,19 +307,13 @@ def batched(
     max_queue: int = 256,
     deadline: _units.Duration | None = None,
     threads: int = 1,
-    weight: Callable[[Any], float] | None = None,
-    max_weight: float | None = None,
-    padded: bool = False,
-    fair_by: Callable[[Any], Hashable] | None = None,
-    shares: Mapping[Hashable, float] | None = None,
-    quota: int | None = None,
-    ageing: _units.Duration = 10.0,
+    weight: Callable[[Any], float] | Weight | None = None,
+    fair_by: Callable[[Any], Hashable] | Fair | None = None,
     on_error: OnError = "isolate",
     breaker: Breaker | None = None,
     hang_after: _units.Duration | None = None,
     loop: LoopChoice | None = None,
-    max_buffer: int | None = None,
-    slow_after: _units.Duration | None = None,
+    buffer: int | Buffer | None = None,
     name: str | None = None,
 ) -> Decorator:
     """Turn a function of a list, ``f(items) -> results``, into a function of one item that is computed in batches.
@@ -356,20 +349,11 @@ def batched(
         deadline: The time that every item has from its arrival. Default: no bound. A call's ``timeout=``, the
             :func:`deadline` context and the web middleware can only shorten it.
         threads: Threads that compute batches side by side.
-        weight: What an item counts for against ``max_weight``: a function of the item, such as ``len``. The function
-            gets the heaviest item first, which saves padding if it works in portions.
-        max_weight: Most weight in a batch. Default: no bound.
-        padded: Whether the function pads all items of a batch to the heaviest one, so that each costs as much. Batches
-            are then made of items of like weight from all that waits, around the one whose turn it is, and
-            ``max_weight`` bounds the heaviest weight times the number of items. Needs ``weight``.
-        fair_by: Whose an item is: a function of the item that gives a key, anything hashable. Keys get equal shares of
-            what is computed, however much each of them sends; an item costs its weight, at least 1. When the queue is
-            full, an item whose turn is earlier takes the place of the last one. Default: the key of the context, which
-            the web middleware or ``serving.caller`` sets; calls without any key share one.
-        shares: The shares of keys, such as ``{"gold": 4}``; 1 for all others.
-        quota: Most items of one key that wait; further ones get ``QuotaExceeded``. Default: no bound.
-        ageing: How much waiting counts as much as one step of a call's ``priority=``, so that nothing stays in the
-            queue for ever. A full queue keeps the highest priorities all the same. Default: ten seconds.
+        weight: What an item counts for: a function of the item, such as ``len``, or a :class:`Weight`, which also
+            bounds the weight of a batch, or says that the function pads. The function gets the heaviest item first.
+        fair_by: Whose an item is: a function of the item that gives a key, or a :class:`Fair`, which also has shares,
+            a quota, and how much waiting counts. Default: the key of the context, which the web middleware or
+            ``serving.caller`` sets.
         on_error: ``"isolate"``: run a batch that raised again in parts, so that only the items at fault fail; the
             function may then be called twice with the same item. ``"fail"``: all its items fail with ``BatchFailed``.
         breaker: When to stop calling a failing model. Default: never.
@@ -379,9 +363,8 @@ def batched(
         loop: Where an ``async`` function runs. ``"own"``: on an event loop in a thread of its own, which stays the same
             one, so that what blocks it blocks nobody else. ``"caller"``: on that of its callers, who must be
             coroutines, for functions that use what belongs to that loop. Default: ``"own"``.
-        max_buffer: For generator functions: most parts of an item that wait for its consumer. Default: 64.
-        slow_after: For generator functions: how long, in all, the consumer of one item may keep others waiting,
-            because its parts fill its buffer, before it gets ``ConsumerTooSlow``. Default: one second.
+        buffer: For generator functions: most parts of an item that wait for its consumer (64 by default), or a
+            :class:`Buffer`, which also says when a consumer is too slow.
         name: For events and errors. Default: the function's module and name.
 
     Returns:
@@ -397,14 +380,11 @@ def batched(
     options = check_options(
         threads=threads,
         weight=weight,
-        max_weight=max_weight,
-        padded=padded,
         fair_by=fair_by,
-        shares=shares,
-        quota=quota,
-        ageing=ageing,
         on_error=on_error,
         breaker=breaker,
+        loop=loop,
+        buffer=buffer,
         name=name,
         written=Changes(
             max_size=max_size,
@@ -415,16 +395,14 @@ def batched(
             hang_after=hang_after,
         ),
     )
-    function_options = check_function_options(loop=loop, max_buffer=max_buffer, slow_after=slow_after)
 
     def decorate(function: Any) -> Any:
         if isinstance(function, Decorated):
             fix = "Use @batched(...) once, with all its options."
             raise InvalidOption("function", function, why="it is batched already", fix=fix)
         check_function(function, sys._getframe(1).f_locals)  # noqa: SLF001 - the public one may return None
-        suited = function_options(function)
-        kind = BatchedStream if suited.streams else Batched
-        made: Any = kind(function, options.of(suited, options.limits.name or _units.printable(function_name(function))))
+        suited = options.suited_to(function, options.limits.name or _units.printable(function_name(function)))
+        made: Any = (BatchedStream if suited.streams else Batched)(function, suited)
         # For frameworks; calls look it up in the class.
         made.__call__ = MethodType(NotAHandler(function, made.name), made)
         return made

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
 from modelguard import _units
 from modelguard.errors import BatchFailed, GuardClosed, WouldDeadlock
 from modelguard.runtime.threads import Wakeup
-from modelguard.serving._decorated import Decorated
+from modelguard.serving._functions import Decorated
 from modelguard.serving._loops import TrioWaiter
+from modelguard.serving._options import Buffer
 from modelguard.serving._requests import ENDED, NOTHING_YET, LoopWaiter, Request, StreamRequest, Waiter
 
 __all__ = ["BatchedStream", "Stream"]
@@ -222,7 +223,7 @@ class BatchedStream(Decorated, Generic[X, Y]):
             GuardClosed: After :meth:`close`.
             TypeError: There is not exactly one positional argument, or the keyword arguments do not fit.
         """
-        request = StreamRequest(item, self._options.function.max_buffer)
+        request = StreamRequest(item, (self._options.buffer or Buffer()).parts)
         stream: Stream[Y] = Stream(self.name, request, self._batcher.cancel, self._batcher.drop)
         self._put(request, timeout, priority, extras, others)
         stream.opened()

@@ -154,7 +154,6 @@ def _kind_of(cls: type) -> str:
 
 
 def type_name(cls: type) -> str:
-    """The full name of a type."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -216,7 +215,6 @@ class Build:
 
     @classmethod
     def here(cls) -> Build:
-        """Describe this interpreter."""
         import sysconfig
 
         configured = sysconfig.get_config_var("CONFIG_ARGS") or ""

@@ -392,28 +392,23 @@ class ThisProcess:
         return [(thread.name, origin(thread)) for thread in threading.enumerate() if thread not in ours]
 
     def compiler_threads(self) -> Iterable[tuple[str, list[str], str]]:
-        """Those of the compilers that have an adapter."""
         for compiler in _adapters.compilers():
             if names := sorted(thread.name for thread in compiler.threads()):
                 yield compiler.OWNER, names, compiler.FIX
 
     def native_threads(self) -> list[str]:
-        """The threads in ``/proc/self/task`` that Python did not start."""
         known = {thread.native_id for thread in threading.enumerate()}
         return [name for thread, name in _proc.thread_names().items() if thread not in known]
 
     def openmp(self) -> list[str]:
-        """The runtimes among the mapped files."""
         return sorted(_effect.loaded_openmp())
 
     def has_allocator_threads(self) -> bool:
-        """Whether jemalloc reports background threads."""
         from modelguard.environment import _allocator
 
         return any(problem.kind == "background threads" for problem in _allocator.detect().problems)
 
     def uses_cuda(self) -> bool:
-        """Whether torch has been imported and reports that CUDA is initialised."""
         torch = sys.modules.get("torch")
         return torch is not None and bool(torch.cuda.is_initialized())
 
@@ -422,7 +417,6 @@ class ThisProcess:
         return _effect.ThisProcess().grpc_forks() is False
 
     def runs_event_loop(self) -> bool:
-        """Whether asyncio reports a running event loop."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -447,7 +441,6 @@ class ThisProcess:
         return [peer for number in self._descriptors("socket:") if (peer := _peer(number)) is not None]
 
     def event_queues(self) -> int:
-        """The number of epoll descriptors."""
         return len(self._descriptors("anon_inode:[eventpoll]"))
 
     def _descriptors(self, kind: str) -> list[int]:

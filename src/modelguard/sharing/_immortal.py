@@ -379,7 +379,6 @@ class _Walk:
 
 
 def _last(stack: list[Any]) -> list[Any]:
-    """Pop the objects of one step off a stack."""
     popped = stack[-_STEP:]
     del stack[-_STEP:]
     return popped

@@ -82,7 +82,6 @@ def places(mappings: Iterable[MemoryMapping], *, arenas: bool) -> Places:
 
 
 def total(mappings: Iterable[MemoryMapping], *names: str) -> int:
-    """Add up figures of all mappings, in bytes."""
     return sum(mapping.sizes.get(name, 0) for mapping in mappings for name in names)
 
 
@@ -211,7 +210,6 @@ class TreeReport:
 
     @property
     def largest(self) -> ProcessReport:
-        """The process with the largest RSS."""
         return max(self.processes, key=lambda process: process.rss)
 
     @property

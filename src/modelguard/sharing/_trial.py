@@ -143,7 +143,6 @@ def block() -> set[int]:
 
 
 def restore_mask(mask: set[int]) -> None:
-    """Restore the mask that :func:`block` returned; pending signals arrive now."""
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 

@@ -83,7 +83,6 @@ class Manifest:
     files: Mapping[str, FileState]
 
     def to_json(self) -> str:
-        """The content of its file."""
         return json.dumps({"modelguard": LAYOUT, **asdict(self)}, indent=1)
 
     def check(self, folder: Path) -> None:
@@ -166,13 +165,11 @@ def check_trust(path: Path, found: os.stat_result, kind: Any) -> None:
 
 
 def state_of(path: Path) -> FileState:
-    """Read the state of a finished file."""
     found = path.stat()
     return FileState(size=found.st_size, sha256=_hash(path), mtime_ns=found.st_mtime_ns, ctime_ns=found.st_ctime_ns)
 
 
 def digest_of(kind: str, details: Mapping[str, Any], files: Mapping[str, FileState]) -> str:
-    """Compute the hash of the whole content."""
     content = [kind, details, {name: state.sha256 for name, state in files.items()}]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -22,9 +22,7 @@ class WeightsFormat(Protocol):
     """How the weights of one library are written and mapped."""
 
     @property
-    def kind(self) -> str:
-        """Its name in manifests."""
-        ...
+    def kind(self) -> str: ...
 
     def write(self, source: Any, create: Create) -> Mapping[str, Any]:
         """Write ``source`` into files.
@@ -90,7 +88,6 @@ def format_named(kind: str, path: Path, *, allow_pickle: bool) -> WeightsFormat:
 
 
 def unknown_source(source: object) -> InvalidOption:
-    """Make the error for an object that no format writes."""
     why = f"{_units.kind_of(source)} cannot be mapped safely"
     if isinstance(source, Mapping):
         kinds = sorted({type(value).__name__ for value in source.values()})

@@ -5,51 +5,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from modelguard.telemetry._hooks import Hook, add_hook, emit, import_events, listening, set_hooks
-from modelguard.telemetry._logger import logger
+from modelguard.telemetry._hooks import (
+    Hook,
+    add_hook,
+    describe,
+    emit,
+    import_events,
+    level_of,
+    listening,
+    logger,
+    set_hooks,
+)
 from modelguard.telemetry.reasons import Reason, ReasonKind
 
 if TYPE_CHECKING:
-    from modelguard.telemetry._logging import describe, level_of
-    from modelguard.telemetry.events import (
-        BatchErrored,
-        BatchFinished,
-        BatchSizeChosen,
-        Callback,
-        CallbackErrored,
-        CircuitClosed,
-        CircuitOpened,
-        DiscardCause,
-        Event,
-        GenerationAbandoned,
-        GenerationReleased,
-        GpuCacheEmptied,
-        GpuOutOfMemory,
-        GrowthFound,
-        GuardPaused,
-        GuardResumed,
-        HostLockHeld,
-        LoadDiscarded,
-        LoadErrored,
-        LoadFinished,
-        LoadStarted,
-        MemoryTrimmed,
-        PolicyFutile,
-        PostponeCause,
-        RecycleAsked,
-        ReloadDue,
-        ReloadPostponed,
-        ReplayFinished,
-        RequestsRefused,
-        RolledBack,
-        Swap,
-        SwapChosen,
-        UnloadStarted,
-        WorkerEndCause,
-        WorkerEnded,
-        WorkersReleased,
-        WorkerStarted,
-    )
+    from modelguard.telemetry._events import *
 
 __all__ = [
     "BatchErrored",
@@ -107,5 +77,4 @@ def __getattr__(name: str) -> Any:
     # Making a dozen dataclasses takes 7 ms, too long for an import of modelguard: the first event imports them.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "_logging" if name in ("describe", "level_of") else "events"
-    return getattr(importlib.import_module(f"modelguard.telemetry.{module}"), name)
+    return getattr(importlib.import_module("modelguard.telemetry._events"), name)

@@ -1,21 +1,67 @@
-"""Hooks, which receive the events. A hook is a callable with one event as its argument; its errors are only logged."""
+"""Hooks, which receive the events, and the one that is there from the start: a line on the logger ``modelguard``.
+
+modelguard sets no level and no handler: the application decides what is shown.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
-from modelguard.telemetry._logger import logger
 
 if TYPE_CHECKING:
-    from modelguard.telemetry.events import Event
+    from modelguard.telemetry._events import Event
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Escape what would begin a line of its own, or control a terminal: names and the texts of errors are not ours."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(map(_printable, record.args))
+    elif isinstance(record.args, Mapping) and "%(" in str(record.msg):  # else it is shown as a whole, by its repr
+        record.args = {name: _printable(value) for name, value in record.args.items()}
+    return True
+
+
+def _printable(value: object) -> object:
+    if not isinstance(value, str | BaseException):
+        return value
+    try:
+        return _units.printable(str(value))
+    except Exception:  # noqa: BLE001 - its own code; handlers report it, and do not raise into whoever logs
+        return value
+
+
+logger = logging.getLogger("modelguard")
+logger.addHandler(logging.NullHandler())
+logger.addFilter(_in_one_line)
+
+
+def level_of(event: Event) -> int:
+    """The level of an event, as a number of ``logging``.
+
+    WARNING if it needs attention, DEBUG for ``BatchFinished``, which comes with every batch, and INFO for all others.
+    """
+    return event._level()  # noqa: SLF001 - of this package
+
+
+def describe(event: Event) -> str:
+    """Describe an event in one line: newlines and escape sequences in it are escaped."""
+    return _units.printable(event._sentence())  # noqa: SLF001 - of this package
+
+
+def log_event(event: Event) -> None:
+    level = level_of(event)
+    if logger.isEnabledFor(level):
+        fields = {f"modelguard_{name}": value for name, value in dataclasses.asdict(event).items()}
+        logger.log(level, "%s: %s", event.guard, describe(event), extra=fields)
 
 
 Hook = Callable[["Event"], None]
@@ -97,8 +143,6 @@ class _AtLevel:
         self._level = level
 
     def __call__(self, event: Event) -> None:
-        from modelguard.telemetry._logging import level_of
-
         if level_of(event) >= self._level:
             self._hook(event)
 
@@ -131,7 +175,7 @@ def import_events() -> None:
 
     What fails for lack of a file descriptor could not import what reports it.
     """
-    from modelguard.telemetry import _logging, events  # noqa: F401
+    from modelguard.telemetry import _events  # noqa: F401
 
 
 def listening() -> bool:
@@ -149,8 +193,4 @@ def _check(hook: Hook) -> None:
 
 
 def _current() -> tuple[Hook, ...]:
-    if _hooks is not None:
-        return _hooks
-    from modelguard.telemetry._logging import log_event
-
-    return (log_event,)
+    return (log_event,) if _hooks is None else _hooks

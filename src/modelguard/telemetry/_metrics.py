@@ -1,4 +1,4 @@
-"""The metrics by name, kind and unit, and what each event adds to them.
+"""The metrics by name, kind and unit. What an event adds to them stands with the event, in ``_events.py``.
 
 The hooks of Prometheus and OpenTelemetry both use this module, so they report the same numbers under the same names.
 Labels are few, and their values are fixed: with an error's text or a file's name in a label, a metric would grow
@@ -12,10 +12,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
-from modelguard.telemetry import events
-from modelguard.telemetry.reasons import Reason, ReasonKind
+from modelguard.telemetry import _events as events
+from modelguard.telemetry._events import Measure
+from modelguard.telemetry.reasons import ReasonKind
 
 Subject = Literal["guard", "function", "service"]
 Mode = Literal["livemax", "livesum"]
@@ -26,7 +27,6 @@ LOCKS: tuple[events.HostLockHeld, ...] = get_args(events.HostLockHeld)
 POSTPONED: tuple[events.PostponeCause, ...] = get_args(events.PostponeCause)
 WORKER_ENDS: tuple[events.WorkerEndCause, ...] = get_args(events.WorkerEndCause)
 REPLAYS = ("accepted", "rejected", "not_compared")
-_ALIVE = {False: "gone", True: "alive", None: "unknown"}
 
 #: From half a second for a spaCy pipeline to minutes for a language model on a slow disk.
 _LOADING = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -66,7 +66,6 @@ class Metric(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        """Its name in OpenTelemetry."""
         return f"modelguard.{self.name}"
 
     @property
@@ -77,16 +76,7 @@ class Metric(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of its labels."""
         return (self.subject,) if self.label is None else (self.subject, self.label)
-
-
-class Measure(NamedTuple):
-    """What an event adds to a metric, or sets it to: the metric's name, the amount, and the second label's value."""
-
-    name: str
-    amount: float
-    value: str | None = None
 
 
 def _all() -> Iterator[Metric]:
@@ -224,153 +214,6 @@ def _of_batches() -> Iterator[Metric]:
 METRICS = {metric.name: metric for metric in _all()}
 
 
-def measures_of(event: events.Event) -> tuple[Measure, ...]:
-    """What an event adds to the metrics."""
-    make = _MEASURES.get(type(event))
-    return () if make is None else make(event)
-
-
-def _each(name: str, reasons: tuple[Reason, ...]) -> tuple[Measure, ...]:
-    return tuple(Measure(name, 1, reason.kind) for reason in reasons)
-
-
-def _of_a_start(event: events.LoadStarted) -> tuple[Measure, ...]:
-    started = Measure("loads.started", 1, event.host_lock)
-    return started, Measure("load.deferred", event.deferred_seconds), *_each("load.reasons", event.reasons)
-
-
-def _of_a_load(event: events.LoadFinished) -> tuple[Measure, ...]:
-    return (
-        Measure("loads", 1, event.swap),
-        Measure("load.duration", event.seconds),
-        Measure("load.stall", event.stall_seconds),
-        Measure("load.outage", event.waited_seconds),
-        Measure("load.last_success.timestamp", event.time),
-        Measure("load.failing", 0),
-        Measure("idle", 0),
-        Measure("generation", event.generation),
-        Measure("model.size", event.model_bytes),
-        *_of_gpu(event.gpu_allocated, event.gpu_reserved),
-    )
-
-
-def _of_a_failure(event: events.LoadErrored) -> tuple[Measure, ...]:
-    current = event.current or 0
-    return Measure("load.failures", 1), Measure("load.failing", event.attempt), Measure("generation", current)
-
-
-def _of_a_replay(event: events.ReplayFinished) -> tuple[Measure, ...]:
-    accepted = "accepted" if event.compared else "not_compared"
-    return (Measure("replays", 1, accepted if event.accepted else "rejected"),)
-
-
-def _of_a_release(event: events.GenerationReleased) -> tuple[Measure, ...]:
-    drained = () if event.drain_seconds is None else (Measure("drain.duration", event.drain_seconds),)
-    return (
-        Measure("releases", 1, _ALIVE[event.alive]),
-        Measure("release.freed", max(0, event.freed)),  # a counter must not fall, even if the process has grown
-        Measure("release.duration", event.seconds),
-        Measure("unload.errors", 0 if event.error is None else 1),
-        Measure("release.gpu_freed", max(0, event.gpu_freed or 0)),
-        *drained,
-        *_of_malloc(event),
-        *_of_gpu(event.gpu_allocated, event.gpu_reserved_after),
-    )
-
-
-def _of_a_trim(event: events.MemoryTrimmed) -> tuple[Measure, ...]:
-    freed = Measure("trim.freed", max(0, event.freed))
-    return Measure("trims", 1), freed, Measure("trim.duration", event.seconds), *_of_malloc(event)
-
-
-def _of_malloc(event: events.GenerationReleased | events.MemoryTrimmed) -> tuple[Measure, ...]:
-    figures = {"allocator.in_use": event.in_use, "allocator.held": event.held}
-    return tuple(Measure(name, amount) for name, amount in figures.items() if amount is not None)
-
-
-def _of_gpu(allocated: int | None, reserved: int | None) -> tuple[Measure, ...]:
-    if allocated is None or reserved is None:
-        return ()
-    return Measure("gpu.allocated", allocated), Measure("gpu.reserved", reserved)
-
-
-def _of_a_batch(event: events.BatchFinished) -> tuple[Measure, ...]:
-    again = (Measure("batches.bisected", 1), Measure("batch.reruns", event.reruns)) if event.reruns else ()
-    weight = (Measure("batch.weight", event.weight), Measure("batch.padding", event.padding)) if event.weight else ()
-    return (
-        Measure("batch.size", event.size),
-        Measure("batch.wait", event.wait_seconds),
-        Measure("batch.run", event.run_seconds),
-        Measure("items.failed", event.failed),
-        Measure("queue.depth", event.waiting),
-        Measure("batches.hung", event.hung),
-        *weight,
-        *again,
-    )
-
-
-def _of_refusals(event: events.RequestsRefused) -> tuple[Measure, ...]:
-    return (
-        Measure("requests.refused", event.full, "full"),
-        Measure("requests.refused", event.late, "late"),
-        Measure("requests.refused", event.open, "circuit_open"),
-        Measure("requests.refused", event.quota, "quota"),
-        Measure("requests.expired", event.expired),
-        Measure("requests.cancelled", event.cancelled),
-        Measure("queue.depth", event.waiting),
-    )
-
-
-_MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
-    events.LoadStarted: _of_a_start,
-    events.LoadFinished: _of_a_load,
-    events.LoadErrored: _of_a_failure,
-    events.LoadDiscarded: lambda _: (Measure("loads.discarded", 1),),
-    events.ReloadDue: lambda event: _each("reloads.due", event.reasons),
-    events.ReloadPostponed: lambda event: (Measure("reloads.postponed", len(event.reasons), event.cause),),
-    events.GuardPaused: lambda _: (Measure("paused", 1),),
-    events.GuardResumed: lambda _: (Measure("paused", 0),),
-    events.UnloadStarted: lambda _: (Measure("unloads", 1), Measure("idle", 1)),
-    events.RolledBack: lambda event: (Measure("rollbacks", 1), Measure("generation", event.generation)),
-    events.ReplayFinished: _of_a_replay,
-    events.RecycleAsked: lambda event: _each("recycles.asked", event.reasons),
-    events.SwapChosen: lambda event: (Measure("swaps.chosen", 1, event.swap),),
-    events.PolicyFutile: lambda _: (Measure("policies.futile", 1),),
-    events.CallbackErrored: lambda _: (Measure("callback.errors", 1),),
-    events.GrowthFound: lambda _: (Measure("growth.found", 1),),
-    events.GenerationReleased: _of_a_release,
-    events.GenerationAbandoned: lambda _: (Measure("generations.abandoned", 1),),
-    events.MemoryTrimmed: _of_a_trim,
-    events.GpuCacheEmptied: lambda event: (
-        Measure("gpu.caches_emptied", 1),
-        *_of_gpu(event.allocated, event.reserved_after),
-    ),
-    events.GpuOutOfMemory: lambda event: (
-        Measure("gpu.out_of_memory", 1),
-        *_of_gpu(event.allocated, event.reserved_after),
-    ),
-    events.BatchFinished: _of_a_batch,
-    events.BatchErrored: lambda event: (Measure("batches.failed", 1), Measure("batches.hung", event.hung)),
-    events.BatchSizeChosen: lambda event: (
-        Measure("batch.max_size", event.size),
-        Measure("slo.unreachable", not event.reachable),
-    ),
-    events.RequestsRefused: _of_refusals,
-    events.CircuitOpened: lambda _: (Measure("circuit.open", 1), Measure("circuit.openings", 1)),
-    events.CircuitClosed: lambda _: (Measure("circuit.open", 0),),
-    events.WorkerStarted: lambda event: (
-        Measure("workers.started", 1),
-        Measure("worker.startup", event.seconds),
-        Measure("idle", 0),
-    ),
-    events.WorkerEnded: lambda event: (Measure("workers.ended", 1, event.cause),),
-    events.WorkersReleased: lambda event: (
-        Measure("idle", 1),
-        Measure("workers.freed", max(0, event.freed)),
-    ),
-}
-
-
 # Writes what events add to the metrics with a metrics library: one event at a time, from any thread.
 
 
@@ -447,7 +290,7 @@ class Recorder:
             raise failed
 
     def _record_event(self, event: events.Event) -> None:
-        measures = measures_of(event)
+        measures = tuple(event._measures())  # noqa: SLF001 - of this package
         if not measures:
             return
         subject = METRICS[measures[0].name].subject

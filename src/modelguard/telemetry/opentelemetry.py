@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from modelguard import _extras
 from modelguard.errors import InvalidOption
-from modelguard.telemetry import _metrics, events
+from modelguard.telemetry import _events as events
+from modelguard.telemetry import _metrics
 from modelguard.telemetry._metrics import WRITE_LOCK, Recorder
 
 if TYPE_CHECKING:
@@ -90,7 +91,6 @@ class _LoadSpans:
         self._open: dict[tuple[int, str], Span] = {}
 
     def record(self, event: events.Event) -> None:
-        """Begin, continue or end a span."""
         key = event.pid, event.guard
         match event:
             case events.SwapChosen():
@@ -117,7 +117,6 @@ class _LoadSpans:
             _add(self._open[key], event)
 
     def _started(self, event: events.Event, before: list[events.Event]) -> Span:
-        """Start a span with the events that came before this one."""
         since = before[0] if before else event
         span = self._tracer.start_span(_SPAN, attributes=_attributes(event), start_time=_nanoseconds(since))
         for each in before:
@@ -164,7 +163,6 @@ class _Current:
             self._current.pop(tuple(labels.values()), None)
 
     def observe(self, _options: object) -> list[Any]:
-        """What the SDK exports now."""
         return [self._api.Observation(1, labels) for labels in list(self._current.values())]
 
 

@@ -22,7 +22,7 @@ from modelguard.telemetry._metrics import Recorder
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from modelguard.telemetry.events import Event
+    from modelguard.telemetry._events import Event
 
 __all__ = ["prometheus"]
 

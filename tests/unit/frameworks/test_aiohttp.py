@@ -11,7 +11,7 @@ import pytest
 from tests.unit.frameworks.asgi_by_hand import behind, seen
 from tests.unit.frameworks.refusals import ERRORS, IDS, NAME
 
-from modelguard import batched, guard
+from modelguard import Fair, batched, guard
 from modelguard.errors import CallerGone, InvalidOption, Overloaded
 from modelguard.frameworks import aiohttp as frameworks_aiohttp
 from modelguard.frameworks.admin import Admin
@@ -189,7 +189,7 @@ def test_a_disconnect_cancels_what_waits(kind: str, model: Gated) -> None:
 
 def test_the_functions_of_the_request_get_that_of_aiohttp(model: Gated) -> None:
     """A caller above its quota gets 429."""
-    f = batched(max_size=1, quota=1)(model)
+    f = batched(max_size=1, fair_by=Fair(quota=1))(model)
     f.submit("first")
     model.busy()
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.frameworks import asgi_by_hand, wsgi_by_hand
 from tests.unit.serving.gated import TIMEOUT, Gated
 
-from modelguard import batched
+from modelguard import Fair, batched
 from modelguard.errors import InvalidOption
 from modelguard.serving.deadlines import current_scope
 
@@ -116,7 +116,7 @@ def test_a_generator_of_a_wsgi_application_has_its_caller_to_the_end() -> None:
 @both
 def test_a_caller_over_its_quota_is_told_so(kind: str, model: Gated) -> None:
     """429 with the time to come back, and nothing about the function or the key."""
-    f = batched(max_size=1, quota=1, fair_by=lambda _: "gold", name="secret.function")(model)
+    f = batched(max_size=1, fair_by=Fair(by=lambda _: "gold", quota=1), name="secret.function")(model)
     first, *waiting = queued_first(f, model)
     if kind == ASGI:
         client = asgi_by_hand.ask(asgi_by_hand.calling(lambda: f.aio(3)))

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.frameworks.asgi_by_hand import Client, behind, disconnect, piece
 from tests.unit.frameworks.refusals import ERRORS, IDS, NAME
 
-from modelguard import batched, guard
+from modelguard import Fair, batched, guard
 from modelguard.errors import CallerGone, InvalidOption, Overloaded
 from modelguard.frameworks.admin import Admin
 from modelguard.frameworks.django import ModelGuardMiddleware
@@ -186,7 +186,7 @@ def test_the_admin_route(site: Site, nobody: None) -> None:
 
 def test_callers_share_by_a_header_or_a_function_of_the_request(site: Site, model: Gated) -> None:
     """A caller above its quota gets 429, and the others go on."""
-    f = batched(max_size=1, quota=1)(model)
+    f = batched(max_size=1, fair_by=Fair(quota=1))(model)
     f.submit("first")
     model.busy()
     for fair_by in ("X-Tenant", lambda request: request.headers.get("X-Tenant")):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flask.testing import FlaskClient
 
 
-@batched(max_size=4, max_buffer=2)
+@batched(max_size=4, buffer=2)
 def count(items: list[int]) -> Iterator[list[str | type[StopIteration]]]:
     for number in itertools.count():
         yield [StopIteration if number == item else f"{number} " for item in items]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, next_turn, queued, until
 
-from modelguard import batched
+from modelguard import Fair, Weight, batched
 from modelguard.errors import (
     CallerGone,
     CircuitOpen,
@@ -107,7 +107,7 @@ def test_all_of_them_are_in_time_or_none(modelguard_clock: Clock) -> None:
 
 def test_a_quota_holds_for_all_of_them(model: Gated) -> None:
     """Items of one key that are more than its quota are refused together."""
-    f = batched(max_size=1, max_queue=8, quota=2)(model)
+    f = batched(max_size=1, max_queue=8, fair_by=Fair(quota=2))(model)
     queued(f, model)
 
     async def main() -> None:
@@ -247,7 +247,7 @@ def test_they_are_the_probe_of_an_open_circuit(modelguard_clock: Clock) -> None:
 def test_a_mistake_queues_nothing(items: Any, error: type[Exception], why: str) -> None:
     """What can never be computed is refused by name, before any item is queued."""
 
-    @batched(max_size=2, max_queue=4, weight=len, max_weight=5)
+    @batched(max_size=2, max_queue=4, weight=Weight(of=len, most=5))
     def f(items: list[str]) -> list[str]:
         return items
 

@@ -16,7 +16,7 @@ from tests.unit.serving.gated import TIMEOUT, next_turn, until
 
 from modelguard import Batched, Breaker, batched, guard
 from modelguard.errors import BatchFailed, DeadlineExceeded, NotSupported, WrongResults
-from modelguard.serving import BatchedStream, _loops, _threads
+from modelguard.serving import BatchedStream, _loops, _shared_threads
 from modelguard.serving._loops import OwnLoop
 from modelguard.serving.deadlines import inline
 
@@ -51,7 +51,7 @@ def test_it_runs_on_a_loop_of_its_own_which_stays() -> None:
 
 def test_the_loop_ends_with_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that nobody refers to any more leaves no thread."""
-    monkeypatch.setattr(_threads, "_LINGER", 0.01)
+    monkeypatch.setattr(_shared_threads, "_LINGER", 0.01)
     f = batched(max_size=4, name="short-lived")(where_async)
     loop = f(1)[1]
     gone = weakref.ref(f)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
-from modelguard import batched
+from modelguard import Weight, batched
 from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, ItemTooHeavy, QueueFull, WouldDeadlock
 
 # Calls
@@ -181,7 +181,7 @@ class TestMethods:
 
 def test_an_item_is_weighed_before_it_is_queued() -> None:
     """An item that cannot be weighed, or is too heavy for any batch, is that caller's error alone."""
-    f = batched(max_size=4, weight=len, max_weight=5)(lambda items: [len(item) for item in items])
+    f = batched(max_size=4, weight=Weight(of=len, most=5))(lambda items: [len(item) for item in items])
     assert 5 == f("abcde")
     with pytest.raises(ItemTooHeavy, match=r"weighs 6, and a whole batch may weigh 5"):
         f("abcdef")

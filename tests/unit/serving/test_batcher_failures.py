@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
-from modelguard import Breaker, batched, guard, telemetry
+from modelguard import Breaker, Weight, batched, guard, telemetry
 from modelguard.errors import BatchFailed, CircuitOpen, ItemTooHeavy, WrongResults
 from modelguard.serving._requests import CancellableFuture
 
@@ -183,7 +183,7 @@ def test_a_failing_batch_does_not_fail_the_next() -> None:
 
 def test_one_item_that_another_function_refuses_fails_alone() -> None:
     """Errors of modelguard are bisected like others, unless they concern the whole batch."""
-    inner = batched(max_size=4, weight=len, max_weight=3)(lambda items: items)
+    inner = batched(max_size=4, weight=Weight(of=len, most=3))(lambda items: items)
     outer = batched(max_size=8)(lambda items: [inner(item) for item in items])
     gate = threading.Event()
     futures = [outer.submit(item) for item in ("a", "bb", "much too long", "c")]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
-from modelguard import batched, telemetry
+from modelguard import Fair, Weight, batched, telemetry
 from modelguard.errors import InvalidOption, ItemRefused, QueueFull, QuotaExceeded
 from modelguard.serving import caller, deadline
 
@@ -118,7 +118,7 @@ def test_the_key_follows_a_task_and_a_thread(model: Gated) -> None:
 
 def test_calls_of_a_batch_function_have_no_caller() -> None:
     """A batch is computed for several callers, so what it calls is nobody's."""
-    inner = batched(max_size=4, quota=1)(lambda items: items)
+    inner = batched(max_size=4, fair_by=Fair(quota=1))(lambda items: items)
     seen: list[Any] = []
 
     @batched(max_size=4)
@@ -171,7 +171,7 @@ def test_a_call_that_loses_its_place_is_told(model: Gated) -> None:
 
 def test_a_key_over_its_quota_is_refused_at_once(model: Gated) -> None:
     """Whether the key comes from the item or from the context; the status counts it."""
-    f = batched(max_size=1, quota=2)(model)
+    f = batched(max_size=1, fair_by=Fair(quota=2))(model)
     f.submit("first")
     model.busy()
     in_blocks(f, "a", 1, 2)
@@ -183,7 +183,7 @@ def test_a_key_over_its_quota_is_refused_at_once(model: Gated) -> None:
 
 def test_events_show_quotas_and_padding(model: Gated, events: list[telemetry.Event]) -> None:
     """``RequestsRefused`` counts what was over its quota, ``BatchFinished`` has the batch's weight and padding."""
-    f = batched(max_size=2, quota=2, weight=len, padded=True, name="words of quotas")(model)
+    f = batched(max_size=2, fair_by=Fair(quota=2), weight=Weight(of=len, padded=True), name="words of quotas")(model)
     queued(f, model, "12345678", "1234")
     with pytest.raises(QuotaExceeded):
         f.submit("more")

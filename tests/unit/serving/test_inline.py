@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT
 
-from modelguard import Breaker, batched, deadline
+from modelguard import Breaker, Weight, batched, deadline
 from modelguard.errors import BatchFailed, GuardClosed, ItemRefused, ItemTooHeavy, WouldDeadlock, WrongResults
 from modelguard.serving import left
 from modelguard.serving.deadlines import inline
@@ -65,7 +65,7 @@ def test_there_is_no_deadline_and_no_breaker() -> None:
 
 def test_arguments_and_results_are_checked() -> None:
     """A wrong call or a wrong result fails in a test as it does in the service."""
-    f = batched(max_size=4, weight=len, max_weight=3)(lambda items: [1, 2])
+    f = batched(max_size=4, weight=Weight(of=len, most=3))(lambda items: [1, 2])
     with pytest.raises(WrongResults):
         f("a")
     with pytest.raises(ItemTooHeavy):

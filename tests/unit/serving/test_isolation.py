@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from modelguard.errors import Overloaded
-from modelguard.serving._bisection import Suspects
-from modelguard.serving._execution import BatchFunction, Computed, compute
+from modelguard.serving._execution import BatchFunction, Computed, Suspects, compute
 from modelguard.serving._requests import Failure, Request
 
 

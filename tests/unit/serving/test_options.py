@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import Breaker, batched
+from modelguard import Breaker, Buffer, Fair, Weight, batched
 from modelguard.errors import InvalidOption
 from modelguard.serving import Limits
 
@@ -27,26 +27,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_size": 512}, "max_queue"),
     ({"max_size": 4, "threads": 0}, "threads"),
     ({"max_size": 4, "weight": 3}, "weight"),
-    ({"max_size": 4, "max_weight": 10}, "max_weight"),
-    ({"max_size": 4, "weight": len, "max_weight": 0}, "max_weight"),
-    ({"max_size": 4, "weight": len, "max_weight": math.inf}, "max_weight"),
     ({"max_size": 4, "on_error": "ignore"}, "on_error"),
     ({"max_size": 4, "breaker": 5}, "breaker"),
-    ({"max_size": 4, "padded": True}, "padded"),
-    ({"max_size": 4, "weight": len, "padded": 1}, "padded"),
     ({"max_size": 4, "fair_by": "tenant"}, "fair_by"),
-    ({"max_size": 4, "shares": ["gold"]}, "shares"),
-    ({"max_size": 4, "shares": {"gold": 0}}, "shares"),
-    ({"max_size": 4, "shares": {"gold": -1}}, "shares"),
-    ({"max_size": 4, "shares": {"gold": math.nan}}, "shares"),
-    ({"max_size": 4, "shares": {"gold": math.inf}}, "shares"),
-    ({"max_size": 4, "shares": {"gold": True}}, "shares"),
-    ({"max_size": 4, "shares": {"gold": "4"}}, "shares"),
-    ({"max_size": 4, "quota": 0}, "quota"),
-    ({"max_size": 4, "quota": 2.5}, "quota"),
-    ({"max_size": 4, "max_queue": 8, "quota": 9}, "quota"),
-    ({"max_size": 4, "ageing": 0}, "ageing"),
-    ({"max_size": 4, "ageing": "soon"}, "ageing"),
+    ({"max_size": 4, "max_queue": 8, "fair_by": Fair(quota=9)}, "quota"),
+    ({"max_size": 4, "loop": "mine"}, "loop"),
+    ({"max_size": 4, "buffer": 0}, "buffer"),
+    ({"max_size": 4, "buffer": "8"}, "buffer"),
 ]
 
 
@@ -59,6 +46,32 @@ def test_an_invalid_option_is_rejected(options: dict[str, Any], argument: str) -
     assert rejected.value.fix
 
 
+BAD_PARTS: list[tuple[Any, dict[str, Any], str]] = [
+    (Weight, {"of": 3}, "of"),
+    (Weight, {"of": len, "most": 0}, "most"),
+    (Weight, {"of": len, "most": math.inf}, "most"),
+    (Weight, {"of": len, "padded": 1}, "padded"),
+    (Fair, {"by": "tenant"}, "by"),
+    (Fair, {"shares": ["gold"]}, "shares"),
+    *((Fair, {"shares": {"gold": share}}, "shares") for share in (0, -1, math.nan, math.inf, True, "4")),
+    (Fair, {"quota": 0}, "quota"),
+    (Fair, {"quota": 2.5}, "quota"),
+    (Fair, {"ageing": 0}, "ageing"),
+    (Fair, {"ageing": "soon"}, "ageing"),
+    (Buffer, {"parts": 0}, "parts"),
+    (Buffer, {"slow_after": -1}, "slow_after"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "argument"), BAD_PARTS, ids=str)
+def test_an_invalid_part_of_the_options_is_rejected(kind: Any, fields: dict[str, Any], argument: str) -> None:
+    """The error names the field and gives a fix, where the part is made."""
+    with pytest.raises(InvalidOption) as rejected:
+        kind(**fields)
+    assert argument == rejected.value.argument
+    assert rejected.value.fix
+
+
 def test_the_limits_are_shown_in_base_units() -> None:
     """``limits`` gives the bounds of a batched function as it uses them, in items and seconds."""
     f = batched(
@@ -66,13 +79,8 @@ def test_the_limits_are_shown_in_base_units() -> None:
         max_wait="10ms",
         deadline="2m",
         threads=2,
-        weight=len,
-        max_weight=50,
-        padded=True,
-        fair_by=len,
-        shares={1: 4},
-        quota=8,
-        ageing="1m",
+        weight=Weight(of=len, most=50, padded=True),
+        fair_by=Fair(by=len, shares={1: 4}, quota=8, ageing="1m"),
         name="f",
     )(sorted)
     expected = Limits(

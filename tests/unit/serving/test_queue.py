@@ -172,7 +172,7 @@ def test_an_item_that_is_being_computed_expires_too() -> None:
     queue.admit(other, 0.0)
     batch = queue.next_batch(0.0)
     assert isinstance(batch, Batch)
-    assert 1.0 == queue.next_deadline()
+    assert 1.0 == queue.next_check()
     queue.expire(1.0)
     assert [one] == [answered for answered, _ in queue.undelivered]
     assert ([other], ["b"]) == queue.finish(batch, ["a", "b"])

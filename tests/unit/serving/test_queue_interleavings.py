@@ -190,7 +190,7 @@ class Interleavings(RuleBasedStateMachine):
         self.now += seconds
         self.queue.expire(self.now)
         self.collect()
-        assert self.queue.next_deadline() > self.now
+        assert self.queue.next_check() > self.now
 
     @precondition(lambda self: len(self.admitted) > 10 and not self.queue.closed)  # else most runs would close at once
     @rule()

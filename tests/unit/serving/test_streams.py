@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, next_turn, until
 
-from modelguard import Breaker, batched, deadline, guard, telemetry
+from modelguard import Breaker, Buffer, batched, deadline, guard, telemetry
 from modelguard.errors import (
     BatchFailed,
     CallerGone,
@@ -302,7 +302,7 @@ def test_a_dropped_stream_waits_for_no_lock(steps: Steps) -> None:
 def test_a_slow_consumer_is_dropped() -> None:
     """Its neighbour and the queue go on."""
 
-    @batched(max_size=2, max_buffer=2, slow_after=0, max_wait="20s")
+    @batched(max_size=2, buffer=Buffer(parts=2, slow_after=0), max_wait="20s")
     def f(items: list[str]) -> Iterator[list[Any]]:
         yield items
         for _ in range(3):
@@ -312,7 +312,7 @@ def test_a_slow_consumer_is_dropped() -> None:
     assert ["quick"] == list(quick)
     until(lambda: f.status().running == 0)
     assert ("slow", 0) == (next(slow), next(slow))
-    with pytest.raises(ConsumerTooSlow, match="max_buffer"):
+    with pytest.raises(ConsumerTooSlow, match="Buffer"):
         next(slow)
 
 
@@ -560,8 +560,7 @@ def test_wrong_arguments() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"max_buffer": 0}, "whole number of at least 1"),
-        ({"slow_after": -1}, "must not be negative"),
+        ({"buffer": 0}, "whole number of at least 1"),
         ({"loop": "other"}, "Write 'own' or 'caller'"),
         ({"loop": "own"}, "only an async function runs on an event loop"),
     ],
@@ -572,7 +571,7 @@ def test_wrong_options(options: dict[str, Any], says: str) -> None:
         batched(max_size=4, **options)(count_to_three)
 
 
-@pytest.mark.parametrize("option", [{"max_buffer": 4}, {"slow_after": 1}])
+@pytest.mark.parametrize("option", [{"buffer": 4}, {"buffer": Buffer(slow_after=1)}])
 def test_options_of_streams_are_for_streams(option: dict[str, Any]) -> None:
     """Given for a function of results, they would do nothing."""
     with pytest.raises(InvalidOption, match="only a generator function has a stream"):

@@ -10,9 +10,9 @@ from tests.unit.serving.gated import TIMEOUT, until
 from tests.unit.serving.queues import queue_of, request
 
 from modelguard.runtime.threads import Wakeup
-from modelguard.serving import _threads
+from modelguard.serving import _shared_threads
 from modelguard.serving._requests import Request
-from modelguard.serving._threads import BatchThreads, LockedQueue, Work
+from modelguard.serving._shared_threads import BatchThreads, LockedQueue, Work
 from modelguard.serving.status import Batch
 
 
@@ -25,7 +25,7 @@ class Computing:
         self.faults: list[Exception] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.threads = BatchThreads("f", self.locked, self._take, self._compute, most=most, shared=False)
+        self.threads = BatchThreads("f", self.locked, self._take, self._compute, most=most, lingers=True)
 
     def put(self, one: Request) -> None:
         with self.locked.lock:
@@ -49,7 +49,7 @@ class Computing:
 @pytest.fixture(autouse=True)
 def _short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads without work end at once, and are not left to other tests."""
-    monkeypatch.setattr(_threads, "_LINGER", 0.001)
+    monkeypatch.setattr(_shared_threads, "_LINGER", 0.001)
 
 
 def test_threads_start_with_work_and_end_without() -> None:

@@ -15,7 +15,7 @@ from modelguard.errors import DeadlineExceeded, NotSupported
 trio: Any = pytest.importorskip("trio", reason="needs trio")
 
 
-@batched(max_size=8, max_buffer=2)
+@batched(max_size=8, buffer=2)
 def count(items: list[int]) -> Iterator[list[int | type[StopIteration]]]:
     number = 0
     while True:

@@ -1,54 +1,56 @@
-"""The events. Times are seconds, sizes are bytes of private memory, errors are one line of text."""
+"""The events: their fields, their level and sentence in the log, and what they add to the metrics.
 
-from __future__ import annotations
+Times are seconds, sizes are bytes of private memory, errors are one line of text.
+"""
 
+import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
-from modelguard import _public
-from modelguard.telemetry.reasons import Reason
+from modelguard import _units
+from modelguard.telemetry.reasons import PROTECT_MEMORY, Reason
 
-__all__ = [
-    "BatchErrored",
-    "BatchFinished",
-    "BatchSizeChosen",
-    "Callback",
-    "CallbackErrored",
-    "CircuitClosed",
-    "CircuitOpened",
-    "DiscardCause",
-    "Event",
-    "GenerationAbandoned",
-    "GenerationReleased",
-    "GpuCacheEmptied",
-    "GpuOutOfMemory",
-    "GrowthFound",
-    "GuardPaused",
-    "GuardResumed",
-    "HostLockHeld",
-    "LoadDiscarded",
-    "LoadErrored",
-    "LoadFinished",
-    "LoadStarted",
-    "MemoryTrimmed",
-    "PolicyFutile",
-    "PostponeCause",
-    "RecycleAsked",
-    "ReloadDue",
-    "ReloadPostponed",
-    "ReplayFinished",
-    "RequestsRefused",
-    "RolledBack",
-    "Swap",
-    "SwapChosen",
-    "UnloadStarted",
-    "WorkerEndCause",
-    "WorkerEnded",
-    "WorkerStarted",
-    "WorkersReleased",
-]
+#: Seconds. A shorter wait for a pause would be shown as 0.0.
+_WORTH_MENTIONING = 0.05
+
+
+class Measure(NamedTuple):
+    """What an event adds to a metric, or sets it to: the metric's name, the amount, and the second label's value."""
+
+    name: str
+    amount: float = 1
+    value: str | None = None
+
+
+def _each(name: str, reasons: tuple[Reason, ...]) -> Iterator[Measure]:
+    return (Measure(name, 1, reason.kind) for reason in reasons)
+
+
+def _of_malloc(in_use: int | None, held: int | None) -> Iterator[Measure]:
+    for name, amount in (("allocator.in_use", in_use), ("allocator.held", held)):
+        if amount is not None:
+            yield Measure(name, amount)
+
+
+def _of_gpu(allocated: int | None, reserved: int | None) -> Iterator[Measure]:
+    if allocated is not None and reserved is not None:
+        yield Measure("gpu.allocated", allocated)
+        yield Measure("gpu.reserved", reserved)
+
+
+def _listed(reasons: tuple[Reason, ...]) -> str:
+    return ", ".join(map(str, reasons))
+
+
+def _numbered(generation: int, version: str | None) -> str:
+    return f"generation {generation}{_in_brackets(version)}"
+
+
+def _in_brackets(version: str | None) -> str:
+    return "" if version is None else f" (version {version})"
 
 
 # What all events have in common.
@@ -67,6 +69,19 @@ class Event:
     guard: str
     pid: int = field(default_factory=os.getpid)
     time: float = field(default_factory=time.time)
+
+    _usual_level: ClassVar[int] = logging.INFO
+
+    def _level(self) -> int:
+        return self._usual_level
+
+    def _sentence(self) -> str:
+        """What the log says after the guard's name."""
+        raise NotImplementedError
+
+    def _measures(self) -> Iterator[Measure]:
+        """What it adds to the metrics in ``_metrics.py``."""
+        yield from ()
 
 
 # Events of guards, pools and replicas: their loads, releases and policies.
@@ -99,6 +114,12 @@ class ReloadDue(Event):
     generation: int
     reasons: tuple[Reason, ...]
 
+    def _sentence(self) -> str:
+        return f"reload due after generation {self.generation}: {_listed(self.reasons)}"
+
+    def _measures(self) -> Iterator[Measure]:
+        return _each("reloads.due", self.reasons)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReloadPostponed(Event):
@@ -119,15 +140,41 @@ class ReloadPostponed(Event):
     seconds: float | None
     worker: int | None = None
 
+    def _level(self) -> int:
+        # a paused guard holds back a policy that protects memory
+        if self.cause == "paused" and any(reason.kind in PROTECT_MEMORY for reason in self.reasons):
+            return logging.WARNING
+        return logging.INFO
+
+    def _sentence(self) -> str:
+        until = "the guard is paused" if self.seconds is None else f"waits {self.seconds:.1f} s for min_lifetime"
+        what = f"generation {self.generation}" if self.worker is None else f"worker {self.worker}"
+        return f"{what} is due, but {until}: {_listed(self.reasons)}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("reloads.postponed", len(self.reasons), self.cause)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GuardPaused(Event):
     """``pause()`` was called: policies start nothing until ``resume()``."""
 
+    def _sentence(self) -> str:
+        return "paused: policies start nothing until resume()"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("paused")
+
 
 @dataclass(frozen=True, kw_only=True)
 class GuardResumed(Event):
     """``resume()`` was called after ``pause()``: policies decide again."""
+
+    def _sentence(self) -> str:
+        return "resumed: policies decide again"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("paused", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +186,13 @@ class UnloadStarted(Event):
 
     generation: int
     reasons: tuple[Reason, ...]
+
+    def _sentence(self) -> str:
+        return f"generation {self.generation} is released until the next use: {_listed(self.reasons)}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("unloads")
+        yield Measure("idle", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +210,16 @@ class RolledBack(Event):
     version: str | None
     replaced: int
     replaced_version: str | None
+
+    _usual_level: ClassVar[int] = logging.WARNING
+
+    def _sentence(self) -> str:
+        replaced = _numbered(self.replaced, self.replaced_version)
+        return f"rolled back to {_numbered(self.generation, self.version)}, from {replaced}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("rollbacks")
+        yield Measure("generation", self.generation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +249,21 @@ class ReplayFinished(Event):
     seconds: float
     accepted: bool
 
+    def _level(self) -> int:
+        return logging.INFO if self.accepted and self.compared else logging.WARNING
+
+    def _sentence(self) -> str:
+        which = f"{_numbered(self.generation, self.version)} against generation {self.current}"
+        if self.accepted and not self.compared:
+            return f"{which}: none of {self.recorded} recorded calls could be compared"
+        slowdown = "" if self.slowdown is None else f", and the median call takes {self.slowdown:.2f} times as long"
+        agreed = f"{self.agreed} of {self.compared} answers agree ({self.recorded} calls were recorded)"
+        return f"{which}: {agreed}{slowdown}; {'accepted' if self.accepted else 'rejected'} after {self.seconds:.2f} s"
+
+    def _measures(self) -> Iterator[Measure]:
+        accepted = "accepted" if self.compared else "not_compared"
+        yield Measure("replays", 1, accepted if self.accepted else "rejected")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecycleAsked(Event):
@@ -192,6 +271,12 @@ class RecycleAsked(Event):
 
     generation: int
     reasons: tuple[Reason, ...]
+
+    def _sentence(self) -> str:
+        return f"asked the server for a new process after generation {self.generation}: {_listed(self.reasons)}"
+
+    def _measures(self) -> Iterator[Measure]:
+        return _each("recycles.asked", self.reasons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +294,12 @@ class SwapChosen(Event):
     why: str
     model_bytes: int | None
     headroom: int | None
+
+    def _sentence(self) -> str:
+        return f"replacing the model by {self.swap}: {self.why}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("swaps.chosen", 1, self.swap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +319,17 @@ class LoadStarted(Event):
     deferred_seconds: float
     deferred_growth: int
     host_lock: HostLockHeld
+
+    def _sentence(self) -> str:
+        waited = self.deferred_seconds >= _WORTH_MENTIONING
+        grown = f", in which memory grew by {_units.format_bytes(self.deferred_growth)}" if self.deferred_growth else ""
+        deferred = f", after waiting {self.deferred_seconds:.1f} s for a pause{grown}" if waited else ""
+        return f"loading generation {self.generation}: {_listed(self.reasons)}{deferred}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("loads.started", 1, self.host_lock)
+        yield Measure("load.deferred", self.deferred_seconds)
+        yield from _each("load.reasons", self.reasons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +360,23 @@ class LoadFinished(Event):
     gpu_allocated: int | None = None
     gpu_reserved: int | None = None
 
+    def _sentence(self) -> str:
+        size, stall = _units.format_bytes(self.model_bytes), self.stall_seconds * 1e3
+        ready = f"{_numbered(self.generation, self.version)} is ready after {self.seconds:.2f} s"
+        return f"{ready} ({size}, longest stall {stall:.0f} ms)"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("loads", 1, self.swap)
+        yield Measure("load.duration", self.seconds)
+        yield Measure("load.stall", self.stall_seconds)
+        yield Measure("load.outage", self.waited_seconds)
+        yield Measure("load.last_success.timestamp", self.time)
+        yield Measure("load.failing", 0)
+        yield Measure("idle", 0)
+        yield Measure("generation", self.generation)
+        yield Measure("model.size", self.model_bytes)
+        yield from _of_gpu(self.gpu_allocated, self.gpu_reserved)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadErrored(Event):
@@ -275,6 +394,18 @@ class LoadErrored(Event):
     retry_after: float
     current: int | None
 
+    _usual_level: ClassVar[int] = logging.WARNING
+
+    def _sentence(self) -> str:
+        kept = "no model is loaded" if self.current is None else f"generation {self.current} stays in use"
+        again = f"next attempt in {self.retry_after:.1f} s"
+        return f"load failed (attempt {self.attempt}): {self.error}; {kept}, {again}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("load.failures")
+        yield Measure("load.failing", self.attempt)
+        yield Measure("generation", self.current or 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadDiscarded(Event):
@@ -287,6 +418,19 @@ class LoadDiscarded(Event):
 
     cause: DiscardCause
     version: str | None = None
+
+    def _sentence(self) -> str:
+        why = {
+            "closed": "the guard was closed",
+            "late": "it was ready only after load_timeout",
+            "rejected": "validate, warmup or replay failed",
+            "rolled_back": "rollback() was called during its load",
+            "stale": "a newer reload request replaced it",
+        }
+        return f"a loaded model{_in_brackets(self.version)} was discarded: {why[self.cause]}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("loads.discarded")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +496,33 @@ class GenerationReleased(Event):
             return None
         return self.gpu_reserved_before - self.gpu_reserved_after
 
+    def _level(self) -> int:
+        return logging.WARNING if self.alive or self.immortal else logging.INFO
+
+    def _sentence(self) -> str:
+        model = _numbered(self.generation, self.version)
+        if self.immortal:
+            return (
+                f"{model} was dropped, but stays in memory until the process ends: "
+                "prefork.prepare() made its objects immortal, and each further generation adds as much"
+            )
+        if self.alive:
+            return f"{model} was dropped but is still alive, held by: {'; '.join(self.holders) or 'unknown'}"
+        gpu = f", {_units.format_bytes(self.gpu_freed)} to the GPU" if self.gpu_freed else ""
+        kept = "" if self.kept is None else f" ({self.kept})"
+        return f"{model} released, {_units.format_bytes(self.freed)} returned to the system{gpu}{kept}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("releases", 1, {False: "gone", True: "alive", None: "unknown"}[self.alive])
+        yield Measure("release.freed", max(0, self.freed))  # a counter must not fall, even if the process has grown
+        yield Measure("release.duration", self.seconds)
+        yield Measure("unload.errors", self.error is not None)
+        yield Measure("release.gpu_freed", max(0, self.gpu_freed or 0))
+        if self.drain_seconds is not None:
+            yield Measure("drain.duration", self.drain_seconds)
+        yield from _of_malloc(self.in_use, self.held)
+        yield from _of_gpu(self.gpu_allocated, self.gpu_reserved_after)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationAbandoned(Event):
@@ -367,6 +538,16 @@ class GenerationAbandoned(Event):
     in_flight: int
     drain_timeout: float
     version: str | None = None
+
+    _usual_level: ClassVar[int] = logging.WARNING
+
+    def _sentence(self) -> str:
+        calls = f"{self.in_flight} of its calls outlasted drain_timeout={self.drain_timeout:g} s"
+        model = _numbered(self.generation, self.version)
+        return f"{model} is abandoned: {calls}; it will be released when they end"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("generations.abandoned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,6 +577,15 @@ class MemoryTrimmed(Event):
         """Bytes returned to the system; negative if the process grew meanwhile."""
         return self.bytes_before - self.bytes_after
 
+    def _sentence(self) -> str:
+        return f"trimmed, {_units.format_bytes(self.freed)} returned to the system"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("trims")
+        yield Measure("trim.freed", max(0, self.freed))
+        yield Measure("trim.duration", self.seconds)
+        yield from _of_malloc(self.in_use, self.held)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCacheEmptied(Event):
@@ -424,6 +614,15 @@ class GpuCacheEmptied(Event):
         """Bytes returned to the GPUs."""
         return self.reserved_before - self.reserved_after
 
+    def _sentence(self) -> str:
+        freed, left = _units.format_bytes(self.freed), _units.format_bytes(self.reserved_after)
+        advice = "" if self.advice is None else f". {self.advice}"
+        return f"emptied torch's cache because of {self.policy}: {freed} returned to the GPU, {left} reserved{advice}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("gpu.caches_emptied")
+        yield from _of_gpu(self.allocated, self.reserved_after)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuOutOfMemory(Event):
@@ -443,6 +642,17 @@ class GpuOutOfMemory(Event):
     reserved_after: int | None
     allocated: int | None
     retry: bool
+
+    _usual_level: ClassVar[int] = logging.WARNING
+
+    def _sentence(self) -> str:
+        then = "is run once more" if self.retry else "failed"
+        left = "" if self.allocated is None else f"; {_units.format_bytes(self.allocated)} stay allocated"
+        return f"a call on generation {self.generation} ran out of GPU memory and {then}{left}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("gpu.out_of_memory")
+        yield from _of_gpu(self.allocated, self.reserved_after)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,6 +674,15 @@ class PolicyFutile(Event):
     detail: str
     cause: str | None = None
 
+    _usual_level: ClassVar[int] = logging.WARNING
+
+    def _sentence(self) -> str:
+        cause = "" if self.cause is None else f"; what grows in this process: {self.cause}"
+        return f"{self.policy} is ignored for generation {self.generation}: {self.detail}{cause}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("policies.futile")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackErrored(Event):
@@ -474,6 +693,14 @@ class CallbackErrored(Event):
 
     callback: Callback
     error: str
+
+    _usual_level: ClassVar[int] = logging.WARNING
+
+    def _sentence(self) -> str:
+        return f"{self.callback} raised {self.error}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("callback.errors")
 
 
 # Events of batched functions.
@@ -505,6 +732,25 @@ class BatchFinished(Event):
     padding: float = 0.0
     hung: int = 0
 
+    _usual_level: ClassVar[int] = logging.DEBUG  # it comes with every batch
+
+    def _sentence(self) -> str:
+        return f"a batch of {self.size} took {self.run_seconds:.3f} s; {self.waiting} waiting"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("batch.size", self.size)
+        yield Measure("batch.wait", self.wait_seconds)
+        yield Measure("batch.run", self.run_seconds)
+        yield Measure("items.failed", self.failed)
+        yield Measure("queue.depth", self.waiting)
+        yield Measure("batches.hung", self.hung)
+        if self.weight:
+            yield Measure("batch.weight", self.weight)
+            yield Measure("batch.padding", self.padding)
+        if self.reruns:
+            yield Measure("batches.bisected")
+            yield Measure("batch.reruns", self.reruns)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchErrored(Event):
@@ -523,6 +769,16 @@ class BatchErrored(Event):
     error: str
     reruns: int
     hung: int = 0
+
+    _usual_level: ClassVar[int] = logging.WARNING
+
+    def _sentence(self) -> str:
+        kept = f"{self.size - self.failed} of {self.size} items succeeded when they were run again"
+        return f"a batch failed with {self.error}; " + (kept if self.reruns else f"all {self.size} items fail")
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("batches.failed")
+        yield Measure("batches.hung", self.hung)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,6 +800,21 @@ class BatchSizeChosen(Event):
     slo: float | None
     item_seconds: float
     reachable: bool
+
+    def _level(self) -> int:
+        return logging.INFO if self.reachable else logging.WARNING
+
+    def _sentence(self) -> str:
+        if self.slo is None:
+            return f"batches of at most {self.size}, as configured"
+        slo = f"slo={self.slo:g} s"
+        if self.reachable:
+            return f"batches of at most {self.size}, for {slo}; one item alone takes {self.item_seconds:.3g} s"
+        return f"{slo} is out of reach: one item alone takes {self.item_seconds:.3g} s; items run alone"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("batch.max_size", self.size)
+        yield Measure("slo.unreachable", not self.reachable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -568,6 +839,29 @@ class RequestsRefused(Event):
     cancelled: int
     waiting: int
 
+    _usual_level: ClassVar[int] = logging.WARNING
+
+    def _sentence(self) -> str:
+        counts = {
+            "queue full": self.full,
+            "too late": self.late,
+            "circuit open": self.open,
+            "over the quota of their key": self.quota,
+            "expired": self.expired,
+            "cancelled": self.cancelled,
+        }
+        listed = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+        return f"requests without a result: {listed}; {self.waiting} waiting"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("requests.refused", self.full, "full")
+        yield Measure("requests.refused", self.late, "late")
+        yield Measure("requests.refused", self.open, "circuit_open")
+        yield Measure("requests.refused", self.quota, "quota")
+        yield Measure("requests.expired", self.expired)
+        yield Measure("requests.cancelled", self.cancelled)
+        yield Measure("queue.depth", self.waiting)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CircuitOpened(Event):
@@ -583,10 +877,26 @@ class CircuitOpened(Event):
     retry_after: float
     error: str
 
+    _usual_level: ClassVar[int] = logging.WARNING
+
+    def _sentence(self) -> str:
+        retry = f"next try in {self.retry_after:.1f} s"
+        return f"circuit open after {self.failures} failed batches, {retry}: {self.error}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("circuit.open", 1)
+        yield Measure("circuit.openings")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CircuitClosed(Event):
     """The probe has succeeded: requests are accepted again."""
+
+    def _sentence(self) -> str:
+        return "circuit closed"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("circuit.open", 0)
 
 
 # Events of the worker processes of isolated functions.
@@ -613,6 +923,14 @@ class WorkerStarted(Event):
     worker: int
     seconds: float
 
+    def _sentence(self) -> str:
+        return f"worker {self.worker} takes calls after {self.seconds:.3f} s"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("workers.started")
+        yield Measure("worker.startup", self.seconds)
+        yield Measure("idle", 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnded(Event):
@@ -631,6 +949,23 @@ class WorkerEnded(Event):
     cause: WorkerEndCause
     detail: str
     age: float
+
+    def _level(self) -> int:
+        return logging.WARNING if self.cause in {"crashed", "timeout"} else logging.INFO
+
+    def _sentence(self) -> str:
+        why = {
+            "recycled": "a policy was due",
+            "crashed": f"it crashed ({self.detail})",
+            "timeout": "its call took longer than the timeout",
+            "cancelled": "its caller was interrupted",
+            "closed": "its mold ended",
+            "idle": "nobody has called",
+        }
+        return f"worker {self.worker} ended after {self.age:.1f} s: {why[self.cause]}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("workers.ended", 1, self.cause)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -658,6 +993,14 @@ class WorkersReleased(Event):
         """Bytes that went back to the system."""
         return self.bytes_before - self.bytes_after
 
+    def _sentence(self) -> str:
+        freed = f"{_units.format_bytes(self.freed)} returned to the system"
+        return f"{self.workers} workers ended until the next call, {freed}: {_listed(self.reasons)}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("idle", 1)
+        yield Measure("workers.freed", max(0, self.freed))
+
 
 # What ``modelguard.diagnosis.watch`` reports.
 
@@ -683,5 +1026,17 @@ class GrowthFound(Event):
     growth: int
     calls: int
 
+    _usual_level: ClassVar[int] = logging.WARNING
 
-_public.set_module(globals())
+    def _sentence(self) -> str:
+        grown = f"memory grows with the calls, by {_units.format_bytes(self.growth)} so far"
+        if self.cause is None:
+            return f"{grown}; the cause is not known"
+        return f"{grown}, {self.share:.0%} of it by {self.cause}: {self.seen}. {self.fix}"
+
+    def _measures(self) -> Iterator[Measure]:
+        yield Measure("growth.found")
+
+
+for _kind in (Event, *Event.__subclasses__()):
+    _kind.__module__ = "modelguard.telemetry"  # where users import them from
