@@ -12,7 +12,6 @@ import contextvars
 import dataclasses
 import inspect
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
@@ -32,7 +31,7 @@ from modelguard.lifecycle._misuse import plain_function
 from modelguard.lifecycle._policy import NextCheck, Policy, Snapshot
 from modelguard.lifecycle._wrappers import Guarded, is_lazy
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.runtime import waiting
+from modelguard.runtime import fork, waiting
 from modelguard.telemetry.reasons import ReasonKind
 
 if TYPE_CHECKING:
@@ -423,8 +422,7 @@ def _after_fork_in_child() -> None:
         zone.after_fork_in_child()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
 
 
 L = TypeVar("L", bound=Language)

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -22,6 +23,8 @@ from modelguard.isolation import status
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle.guard import ModelGuard, guards
 from modelguard.lifecycle.pool import ModelPool, pools
+from modelguard.runtime import fork
+from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import logger
 
@@ -236,7 +239,6 @@ _PATIENCE = 10.0
 
 _listener: _Listener | None = None
 _lock = threading.Lock()
-_hooked = False
 
 #: What is written to the pipe.
 _RELOAD, _END = b"r", b"e"
@@ -250,13 +252,10 @@ def start() -> None:
     Raises:
         OSError: Another process holds the name.
     """
-    global _listener, _hooked
+    global _listener
     with _lock:
         if _listener is None:
             _listener = _Listener()
-        if not _hooked:
-            os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
-            _hooked = True
 
 
 def stop() -> None:
@@ -295,6 +294,9 @@ def _after_in_child() -> None:
             logger.exception("modelguard: this worker takes no commands")
 
 
+fork.at_fork(fork.Rank.CONTROL, before=_before, in_parent=_after_in_parent, in_child=_after_in_child)
+
+
 class _Listener:
     """Listens from the start until :meth:`close`."""
 
@@ -310,7 +312,7 @@ class _Listener:
             self._socket.settimeout(0)
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
-            threading.Thread(target=self._run, name="modelguard-control", daemon=True).start()
+            start_thread(self._run, "modelguard-control")
         except BaseException:
             self.forget()
             raise
@@ -362,7 +364,7 @@ class _Listener:
                 _client.send(connected, {"error": f"{_MOST} other commands are under way; try again later"})
         else:
             try:
-                threading.Thread(target=self._serve, args=(connected,), name="modelguard-command", daemon=True).start()
+                start_thread(partial(self._serve, connected), "modelguard-command")
             except RuntimeError:  # the system gives no thread
                 self._slots.release()
                 connected.close()

@@ -20,6 +20,7 @@ from modelguard.lifecycle._generation import Generation, LoadJob
 from modelguard.lifecycle._options import Unpacked, unpacked
 from modelguard.lifecycle._release import release_and_report
 from modelguard.runtime import own_thread
+from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import resolve
 
 if TYPE_CHECKING:
@@ -267,8 +268,7 @@ class StallMeter:
         self._over = threading.Event()
 
     def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._beat, name="modelguard-stall-meter", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._beat, "modelguard-stall-meter")
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -25,6 +25,7 @@ from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.pool import PoolLease, call_on
 from modelguard.runtime import fork, waiting
+from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
@@ -492,7 +493,7 @@ class ModelReplicas(Entered, Generic[M]):
         _misuse.check_wait(wait)
         limit = Timeout(timeout)
         if not wait:
-            threading.Thread(target=self._roll_in_background, name=f"modelguard-roll-{self._name}", daemon=True).start()
+            start_thread(self._roll_in_background, f"modelguard-roll-{self._name}")
         elif timeout is None:
             self._roll()
         else:

@@ -39,7 +39,8 @@ class Rank(IntEnum):
     GUARD = 9
     REPLICAS = 10
     TICKER = 11
-    LOCKS = 12
+    METRICS = 12
+    LOCKS = 13
 
 
 class Forkable(Protocol):

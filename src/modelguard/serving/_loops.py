@@ -9,9 +9,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from modelguard.errors import NotSupported
+from modelguard.runtime.background import start_thread
 from modelguard.runtime.threads import WeakRegistry
 from modelguard.serving import _shared_threads
 from modelguard.serving._requests import AllLeft, Callers, Failure, LoopEnded, Request
@@ -57,7 +59,7 @@ class OwnLoop:
     def _start(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.new_event_loop()
         try:
-            threading.Thread(target=_run, args=(loop,), name=f"modelguard-loop-{self._name}", daemon=True).start()
+            start_thread(partial(_run, loop), f"modelguard-loop-{self._name}")
         except BaseException:
             loop.close()
             raise
@@ -264,9 +266,7 @@ class PrivateLoop:
         def work() -> None:
             found.append(context.run(lambda: self._loop.run_until_complete(outcome())))
 
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join()
+        start_thread(work, "modelguard-loop").join()
         return found[0]
 
     def close(self) -> None:

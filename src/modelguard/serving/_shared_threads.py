@@ -10,18 +10,19 @@ import contextlib
 import heapq
 import itertools
 import math
-import os
 import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
 from modelguard.errors import Overloaded
-from modelguard.runtime import threads
+from modelguard.runtime import fork, threads
+from modelguard.runtime.background import start_thread
 from modelguard.runtime.threads import Wakeup, WeakRegistry
 from modelguard.serving import deadlines
 from modelguard.serving._queue import BatchQueue
@@ -66,8 +67,6 @@ def add(batcher: Registered) -> None:
             return
         _registered = True
         threads.before_exit("batches", _close_all)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_after_in_child)
 
 
 def discard(batcher: Registered) -> None:
@@ -97,6 +96,8 @@ def _after_in_child() -> None:
     for batcher in tuple(_batchers):
         batcher.after_fork_in_child()
 
+
+fork.at_fork(fork.Rank.BATCHERS, in_child=_after_in_child)
 
 #: How long a thread waits for another job, in seconds, and how many wait at most.
 _LINGER = 10.0
@@ -131,9 +132,7 @@ class SharedThread:
             inbox, self.ident = _idle.pop()  # one operation, so no lock is needed
         except IndexError:
             inbox = SimpleQueue()
-            thread = threading.Thread(target=_serve, args=(inbox,), name=self._name, daemon=True)
-            thread.start()
-            self.ident = thread.ident
+            self.ident = start_thread(partial(_serve, inbox), self._name).ident
         inbox.put(self)
 
     def run(self) -> None:
@@ -241,8 +240,7 @@ class _Timer:
                 self._sweep_at = max(_MANY, 2 * len(self._heap))
             if self._wakeup is None:
                 wakeup = Wakeup()
-                thread = threading.Thread(target=self._run, args=(wakeup,), name="modelguard-deadlines", daemon=True)
-                thread.start()
+                start_thread(partial(self._run, wakeup), "modelguard-deadlines")
                 self._wakeup = wakeup
             elif self._heap[0][0] >= at or at <= deadlines.clock():  # a clock that was moved makes others due, too
                 self._wakeup.set()
@@ -363,7 +361,7 @@ class LockedQueue:
             futures = [pair for pair in pairs if isinstance(pair[0], FutureRequest)]
             with contextlib.suppress(RuntimeError):  # no thread can be started: deliver them here
                 if futures:
-                    threading.Thread(target=deliver, args=_columns(futures), daemon=True).start()
+                    start_thread(partial(deliver, *_columns(futures)), "modelguard-deliver")
                     pairs = [pair for pair in pairs if not isinstance(pair[0], FutureRequest)]
         if pairs:
             deliver(*_columns(pairs))

@@ -25,6 +25,7 @@ from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guards
 from modelguard.lifecycle.guard import guards as all_guards
+from modelguard.runtime import fork
 from modelguard.runtime.background import THREADS
 from modelguard.sharing import _graph, _hazards, _immortal, _trial
 from modelguard.sharing._hazards import Hazard
@@ -96,7 +97,7 @@ def install(prepared: Prepared | None) -> None:
     global _current
     _current = prepared
     if _first.acquire(blocking=False):  # twice, and a fork would leave the signals blocked
-        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
+        fork.at_fork(fork.Rank.REPAIR, before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork)
 
 
 @contextmanager

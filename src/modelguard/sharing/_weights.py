@@ -24,6 +24,7 @@ from typing import IO, Any, TypeVar
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported, PublishFailed, WeightsMissing, WeightsRefused
+from modelguard.runtime import fork
 from modelguard.runtime.host_lock import HostLock
 from modelguard.sharing import _weights_formats
 
@@ -240,8 +241,7 @@ _VERSION = re.compile(r"([0-9]{6,})-[0-9a-f]{12}")
 
 # Record locks belong to the process, so its threads must share one lock object.
 _locks: dict[Path, HostLock] = {}
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_locks.clear)
+fork.at_fork(fork.Rank.LOCKS, in_child=_locks.clear)
 
 
 class WeightsStore:

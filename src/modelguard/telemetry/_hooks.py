@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
+from modelguard.runtime import fork
 
 if TYPE_CHECKING:
     from modelguard.telemetry._events import Event
@@ -70,8 +70,8 @@ Hook = Callable[["Event"], None]
 _FACTORIES = ("modelguard.telemetry.prometheus", "modelguard.telemetry.opentelemetry")
 
 _lock = threading.Lock()
-if hasattr(os, "register_at_fork"):  # held during a fork, so that no thread has it that does not exist in the child
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+# Held during a fork, so that no thread has it that does not exist in the child.
+fork.at_fork(fork.Rank.LOCKS, before=_lock.acquire, in_parent=_lock.release, in_child=_lock.release)
 _hooks: tuple[Hook, ...] | None = None  # None: the defaults, chosen at the first event
 
 

@@ -7,13 +7,13 @@ forever.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
+from modelguard.runtime import fork
 from modelguard.telemetry import _events as events
 from modelguard.telemetry._events import Measure
 from modelguard.telemetry.reasons import ReasonKind
@@ -241,10 +241,7 @@ def _summed(metric: Metric) -> bool:
 #: Held while a metric is written, and during a fork: if another thread held the lock of a metrics library during a
 #: fork, the child would wait for it forever.
 WRITE_LOCK = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=WRITE_LOCK.acquire, after_in_parent=WRITE_LOCK.release, after_in_child=WRITE_LOCK.release
-    )
+fork.at_fork(fork.Rank.METRICS, before=WRITE_LOCK.acquire, in_parent=WRITE_LOCK.release, in_child=WRITE_LOCK.release)
 
 
 class Recorder:
