@@ -312,7 +312,7 @@ def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = N
 
     A background thread reads private memory, and takes at most 1 % of one CPU: after each look it rests a hundred times
     as long as it has computed. When memory grows, it emits ``GrowthFound``, ``status().growth`` of each guard shows it,
-    and ``PolicyFutile`` names the cause. The attribution is that of :func:`diagnose`, without what would disturb the
+    and ``PolicyIgnored`` names the cause. The attribution is that of :func:`diagnose`, without what would disturb the
     service: no cache is emptied, nothing is collected or traced. Freed memory is returned once, when it is decided.
 
     It needs 24 readings. They cover the whole time: the longer it runs, the farther apart they are. Forked children are

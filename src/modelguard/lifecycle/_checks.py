@@ -214,18 +214,18 @@ class Evaluator(Generic[M]):
         reasons: dict[Reason, Action] = {}
         for member in self._asked():
             try:
-                self._report_futile_parts(member, snapshot)
+                self._report_ignored_parts(member, snapshot)
                 reasons |= dict.fromkeys(member.reasons(snapshot), _asked_by(member))
             except _POLICY_ERRORS as error:
                 self.report_error("reload_on", error, about=_name(member))
         return reasons
 
-    def _report_futile_parts(self, policy: Policy, snapshot: Snapshot) -> None:
+    def _report_ignored_parts(self, policy: Policy, snapshot: Snapshot) -> None:
         for part in policy.parts():
-            detail = part.futile(snapshot)
-            if detail is not None and self._first_report(f"futile {part!r}"):
+            detail = part.ignored_because(snapshot)
+            if detail is not None and self._first_report(f"ignored {part!r}"):
                 telemetry.emit(
-                    telemetry.PolicyFutile(
+                    telemetry.PolicyIgnored(
                         guard=self._guard.name,
                         generation=snapshot.generation,
                         policy=repr(part),

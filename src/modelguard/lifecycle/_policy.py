@@ -225,7 +225,7 @@ class Policy(ABC):
         """Return the simple policies that it is made of."""
         return (self,)
 
-    def futile(self, now: Snapshot) -> str | None:  # noqa: ARG002 - most policies have nothing to say
+    def ignored_because(self, now: Snapshot) -> str | None:  # noqa: ARG002 - most policies have nothing to say
         """Return why a reload could not help, None if it can."""
         return None
 

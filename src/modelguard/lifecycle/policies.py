@@ -141,7 +141,7 @@ class Changed(Value):
     A probe that raises, returns None or takes longer than ``timeout`` is reported (``CallbackErrored``) once, until it
     has worked ten times in a row. It never causes a reload, and is asked again at the next poll. If a change that was
     loaded lasts for fewer than ten polls, the next one needs twice as many equal answers, up to 64. So a probe whose
-    value keeps changing, or that asks servers which disagree, causes a few reloads and then none; ``PolicyFutile``
+    value keeps changing, or that asks servers which disagree, causes a few reloads and then none; ``PolicyIgnored``
     reports that.
 
     Args:
@@ -188,7 +188,7 @@ class Changed(Value):
     def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - an answer may come at any time
         return NextCheck(uses=math.inf, seconds=min(1.0, self.every))
 
-    def futile(self, now: Snapshot) -> str | None:
+    def ignored_because(self, now: Snapshot) -> str | None:
         seen = now.probes.get(self.probe)
         if seen is None or not seen.unsteady:
             return None
@@ -313,7 +313,7 @@ class MemoryLimit(_Memory):
     """Due when this process's private memory has reached ``size`` in three consecutive readings.
 
     If the fresh generation alone is already above the bound, a reload cannot help. The policy is then ignored for that
-    generation, and a ``PolicyFutile`` event says so.
+    generation, and a ``PolicyIgnored`` event says so.
 
     Args:
         size: Bytes, text such as ``"3 GB"``, or a percentage of the effective cgroup limit such as ``"80%"``. The
@@ -329,12 +329,12 @@ class MemoryLimit(_Memory):
 
     def due(self, now: Snapshot) -> bool:
         memory, bound = now.settled_memory, _bound(self.size, now)
-        if memory is None or bound is None or self.futile(now) is not None:
+        if memory is None or bound is None or self.ignored_because(now) is not None:
             return False
         room = 0 if now.baseline is None else bound - now.baseline
         return memory >= bound - room * self._brought_forward(now)
 
-    def futile(self, now: Snapshot) -> str | None:
+    def ignored_because(self, now: Snapshot) -> str | None:
         bound = _bound(self.size, now)
         if bound is None or now.baseline is None or now.baseline < bound:
             return None
@@ -351,7 +351,7 @@ class GpuPolicy(Sized):
         """Whether torch's cache on a device, and not the model, is above the bound: emptying it may help."""
         raise NotImplementedError
 
-    def futile(self, now: Snapshot) -> str | None:
+    def ignored_because(self, now: Snapshot) -> str | None:
         if now.gpus is None:
             return None
         if not now.gpus:
@@ -407,7 +407,7 @@ class GpuMemoryLimit(GpuPolicy):
 
     What counts is ``torch.cuda.memory_allocated()`` of this process, on each GPU by itself. If the fresh generation
     alone is already above the bound, a reload cannot help. The policy is then ignored for that GPU and generation, and
-    a ``PolicyFutile`` event says so.
+    a ``PolicyIgnored`` event says so.
 
     If only the memory that torch has reserved is above the bound, its cache is the reason. The guard empties it
     (``GpuCacheEmptied``), as for ``GpuMemoryGrowth``.
@@ -432,8 +432,8 @@ class GpuMemoryLimit(GpuPolicy):
             _at_least(gpu.reserved, self._bound(gpu)) and not self._is_reached(gpu, now) for gpu in now.gpus or ()
         )
 
-    def futile(self, now: Snapshot) -> str | None:
-        why = super().futile(now)
+    def ignored_because(self, now: Snapshot) -> str | None:
+        why = super().ignored_because(now)
         if why is not None:
             return why
         for gpu in now.gpus or ():

@@ -369,8 +369,8 @@ class _InTurn(Policy):
     def parts(self) -> tuple[Policy, ...]:
         return self._policy.parts()
 
-    def futile(self, now: Snapshot) -> str | None:
-        return self._policy.futile(now)
+    def ignored_because(self, now: Snapshot) -> str | None:
+        return self._policy.ignored_because(now)
 
     def __repr__(self) -> str:
         return repr(self._policy)

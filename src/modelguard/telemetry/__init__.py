@@ -45,7 +45,7 @@ __all__ = [
     "LoadFinished",
     "LoadStarted",
     "MemoryTrimmed",
-    "PolicyFutile",
+    "PolicyIgnored",
     "PostponeCause",
     "Reason",
     "ReasonKind",

@@ -656,7 +656,7 @@ class GpuOutOfMemory(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyFutile(Event):
+class PolicyIgnored(Event):
     """A policy is ignored for this generation.
 
     It would be due again immediately after every reload, or its probe returns values that change too often.
@@ -681,7 +681,7 @@ class PolicyFutile(Event):
         return f"{self.policy} is ignored for generation {self.generation}: {self.detail}{cause}"
 
     def _measures(self) -> Iterator[Measure]:
-        yield Measure("policies.futile")
+        yield Measure("policies.ignored")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,7 +136,7 @@ def _of_loads() -> Iterator[Metric]:
     )
     yield counter("recycles.asked", "Due policies that led to a request for a new worker.", "reason", REASONS)
     yield counter("swaps.chosen", "How the next generation replaces the current one.", "swap", SWAPS[1:])
-    yield counter("policies.futile", "Policies that were ignored because a reload could not help.")
+    yield counter("policies.ignored", "Policies that were ignored because a reload could not help.")
     yield counter("callback.errors", "User callables that raised.")
 
 

@@ -206,8 +206,8 @@ def test_a_value_that_changes_at_each_poll_causes_no_reload(world: World, source
     count = iter(range(10**6))
     guard = probing(world, Changed(lambda: next(count)))
     assert 1 == polls(world, guard, 30)
-    assert [1] == [event.generation for event in world.seen(telemetry.PolicyFutile)]
-    assert "no change can be told from noise" in world.last(telemetry.PolicyFutile).detail
+    assert [1] == [event.generation for event in world.seen(telemetry.PolicyIgnored)]
+    assert "no change can be told from noise" in world.last(telemetry.PolicyIgnored).detail
 
 
 def test_two_servers_that_disagree_cause_no_storm(world: World, source: Source) -> None:
@@ -370,7 +370,7 @@ def test_a_policy_is_tested_by_a_snapshot(source: Source) -> None:
     policy = Changed(source)
     assert not policy.due(Snapshot())
     assert policy.due(Snapshot(probes={source: ProbeAnswers(changed=True)}))
-    assert None is policy.futile(Snapshot(probes={source: ProbeAnswers(changed=False)}))
+    assert None is policy.ignored_because(Snapshot(probes={source: ProbeAnswers(changed=False)}))
 
 
 def test_policies_with_the_same_probe_are_equal(source: Source) -> None:

@@ -14,7 +14,7 @@ from tests.unit.lifecycle.world import look
 from modelguard import GpuMemoryGrowth, GpuMemoryLimit, ModelGuard, Policy, Snapshot, Uses, telemetry
 from modelguard.errors import CudaAfterFork, InvalidOption, LoadFailed, NotSupported
 from modelguard.lifecycle._policy import GpuMemory, Level
-from modelguard.telemetry import GenerationReleased, GpuCacheEmptied, PolicyFutile, ReloadDue, SwapChosen
+from modelguard.telemetry import GenerationReleased, GpuCacheEmptied, PolicyIgnored, ReloadDue, SwapChosen
 
 if TYPE_CHECKING:
     from tests.unit.lifecycle.world import World
@@ -175,9 +175,9 @@ class TestReload:
         assert "load_first" == world.last(SwapChosen).swap
 
 
-class TestFutile:
+class TestIgnored:
     def details(self, world: World) -> list[str]:
-        return [event.detail for event in world.seen(PolicyFutile)]
+        return [event.detail for event in world.seen(PolicyIgnored)]
 
     def test_a_model_above_the_bound(self, world: World) -> None:
         """A reload that could not help is reported instead of repeated for ever."""

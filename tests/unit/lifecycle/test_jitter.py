@@ -78,7 +78,7 @@ def test_uses_are_counted_down_to_the_bound_with_its_jitter() -> None:
     assert 15 == Uses(100).next_check(Snapshot(uses=80, jitter=0.5)).uses
 
 
-def test_a_limit_below_the_fresh_model_stays_futile_with_jitter() -> None:
+def test_a_limit_below_the_fresh_model_stays_ignored_with_jitter() -> None:
     """Jitter takes a part of the room for growth: where there is none, nothing changes."""
     now = Snapshot(memory=(SETTLED + 60 * MB,) * 3, baseline=SETTLED, jitter=0.9, first=True)
     assert not MemoryLimit("90 MB").due(now)

@@ -90,19 +90,19 @@ def test_a_share_without_a_limit_is_never_due(policy: Policy) -> None:
     assert not policy.due(grown(10_000 * MB, limit=None))
 
 
-def test_a_limit_below_the_fresh_model_is_futile() -> None:
+def test_a_limit_below_the_fresh_model_is_ignored() -> None:
     """If a new model is above the bound already, no reload can help: the policy reports it and stays silent."""
     policy, now = MemoryLimit("90 MB"), grown(50 * MB)
     assert not policy.due(now)
-    assert "the process holds 100 MB with a fresh model, and the bound is 90 MB" == policy.futile(now)
+    assert "the process holds 100 MB with a fresh model, and the bound is 90 MB" == policy.ignored_because(now)
 
 
-def test_policies_that_can_help_are_not_futile() -> None:
-    """Nothing is called futile before the generation has settled, below the bound, or by other policies."""
+def test_policies_that_can_help_are_not_ignored() -> None:
+    """Nothing is ignored before the generation has settled, below the bound, or by other policies."""
     assert [None] * 3 == [
-        MemoryLimit("90 MB").futile(grown(0, baseline=None)),
-        MemoryLimit("110 MB").futile(grown(0)),
-        Uses(1).futile(Snapshot(uses=5)),
+        MemoryLimit("90 MB").ignored_because(grown(0, baseline=None)),
+        MemoryLimit("110 MB").ignored_because(grown(0)),
+        Uses(1).ignored_because(Snapshot(uses=5)),
     ]
 
 

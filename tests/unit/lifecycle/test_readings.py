@@ -12,7 +12,7 @@ from tests.unit.lifecycle.world import MB, World, look, outcome
 
 from modelguard import MemoryGrowth, MemoryLimit, ModelGuard, Modified, Policy, Snapshot, Uses
 from modelguard.lifecycle import _adapters, runtime
-from modelguard.telemetry import GrowthFound, PolicyFutile, ReloadDue
+from modelguard.telemetry import GrowthFound, PolicyIgnored, ReloadDue
 
 OLD = (("", 1, 1, 100, 1),)
 HALF = (("", 1, 2, 50, 2),)
@@ -129,15 +129,15 @@ class TestMemory:
         guard.check()
         assert (pytest.approx(0.1), 1.0) == (busy, guard.engine.check_interval())
 
-    def test_a_bound_below_a_fresh_model_is_futile(self, world: World) -> None:
+    def test_a_bound_below_a_fresh_model_is_ignored(self, world: World) -> None:
         """If even a new model is above the bound a reload cannot help: none is made, and this is reported once."""
         guard = world.guard(reload_on=MemoryLimit("80 MB"))
         guard.load()
         use(guard, 10)
         assert not look(world, guard, 20)
-        futile = world.seen(PolicyFutile)
-        assert [(1, "MemoryLimit('80 MB')")] == [(event.generation, event.policy) for event in futile]
-        assert "the process holds 100 MB with a fresh model, and the bound is 80 MB" == futile[0].detail
+        ignored = world.seen(PolicyIgnored)
+        assert [(1, "MemoryLimit('80 MB')")] == [(event.generation, event.policy) for event in ignored]
+        assert "the process holds 100 MB with a fresh model, and the bound is 80 MB" == ignored[0].detail
 
     def test_a_cause_that_is_known_is_named(self, world: World) -> None:
         """If the process is watched, the event says what makes it grow."""
@@ -148,7 +148,7 @@ class TestMemory:
             guard.load()
             use(guard, 10)
             look(world, guard, 20)
-            assert ["threads"] == [event.cause for event in world.seen(PolicyFutile)]
+            assert ["threads"] == [event.cause for event in world.seen(PolicyIgnored)]
             assert found is guard.status().growth
         finally:
             runtime.note(None)

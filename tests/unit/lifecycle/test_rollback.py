@@ -264,7 +264,7 @@ def test_a_hook_may_call_it(world: World) -> None:
     guard = kept(world, reload_on=MemoryLimit("50 MB"))
 
     def undo(event: telemetry.Event) -> None:
-        if isinstance(event, telemetry.PolicyFutile):
+        if isinstance(event, telemetry.PolicyIgnored):
             guard.rollback()
 
     remove = telemetry.add_hook(undo)

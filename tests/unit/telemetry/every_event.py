@@ -97,7 +97,7 @@ EVERY: tuple[Event, ...] = (
     telemetry.GpuOutOfMemory(
         guard="nlp", generation=2, reserved_before=900 * MB, reserved_after=800 * MB, allocated=650 * MB, retry=True
     ),
-    telemetry.PolicyFutile(guard="nlp", generation=2, policy="MemoryLimit('1 GB')", detail="it holds more"),
+    telemetry.PolicyIgnored(guard="nlp", generation=2, policy="MemoryLimit('1 GB')", detail="it holds more"),
     telemetry.GrowthFound(
         guard="service", cause="threads", share=0.9, seen="more threads", fix="End them.", growth=90 * MB, calls=1000
     ),

@@ -31,7 +31,7 @@ from modelguard.telemetry import (
     LoadFinished,
     LoadStarted,
     MemoryTrimmed,
-    PolicyFutile,
+    PolicyIgnored,
     Reason,
     RecycleAsked,
     ReloadDue,
@@ -282,12 +282,12 @@ LINES: list[tuple[Event, str, str]] = [
         "a call on generation 3 ran out of GPU memory and failed",
     ),
     (
-        PolicyFutile(guard="nlp", generation=3, policy="MemoryLimit('1 GB')", detail="too low"),
+        PolicyIgnored(guard="nlp", generation=3, policy="MemoryLimit('1 GB')", detail="too low"),
         "WARNING",
         "MemoryLimit('1 GB') is ignored for generation 3: too low",
     ),
     (
-        PolicyFutile(guard="nlp", generation=3, policy="MemoryLimit('1 GB')", detail="too low", cause="onednn plans"),
+        PolicyIgnored(guard="nlp", generation=3, policy="MemoryLimit('1 GB')", detail="too low", cause="onednn plans"),
         "WARNING",
         "MemoryLimit('1 GB') is ignored for generation 3: too low; what grows in this process: onednn plans",
     ),

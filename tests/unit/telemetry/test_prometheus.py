@@ -64,7 +64,7 @@ GUARD, FUNCTION = {"guard": "nlp"}, {"function": "predict"}
         ("reloads_due_total", {**GUARD, "reason": "uses"}, 1),
         ("recycles_asked_total", {**GUARD, "reason": "memory_growth"}, 1),
         ("swaps_chosen_total", {**GUARD, "swap": "drain_first"}, 1),
-        ("policies_futile_total", GUARD, 1),
+        ("policies_ignored_total", GUARD, 1),
         ("callback_errors_total", GUARD, 1),
         ("growth_found_total", {"service": "service"}, 1),
         ("releases_total", {**GUARD, "outcome": "alive"}, 1),
