@@ -30,9 +30,8 @@ from modelguard.errors import ForkHazard, GuardClosed, LoadFailed, ModelRejected
 from modelguard.frameworks._rolling import MetricFiles
 from modelguard.frameworks._workers import PreforkOptions, log_report
 from modelguard.isolation import _processes
-from modelguard.isolation._channel import Channel, Unreadable, pair
-from modelguard.isolation._molds import with_remote_traceback
-from modelguard.isolation._worker import flush_output, leave, portable
+from modelguard.isolation._channel import Channel, Unreadable, pair, portable, with_remote_traceback
+from modelguard.isolation._processes import flush_output, leave
 from modelguard.lifecycle._fork import TICKER
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._options import Loaded

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from modelguard import telemetry
 from modelguard.environment import _proc
 from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported, Reloading
-from modelguard.isolation import _launch, _supervisor, status
-from modelguard.isolation._launch import Files, Origin
+from modelguard.isolation import _supervisor, status
 from modelguard.isolation._molds import Mold, MoldOptions, SpawnedWorkers, molds
-from modelguard.isolation._supervisor import supervisor
+from modelguard.isolation._supervisor import Files, Origin, supervisor
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._options import GuardOptions, Loaded
@@ -155,7 +154,7 @@ class MoldGuard:
             started, before = time.monotonic(), runtime.private()
             number = self.guard.engine.state.generations
             ended = mold.end_workers()
-            if not ended and mold.roster.presence == "present":  # a call has come
+            if not ended and mold.workers.presence == "present":  # a call has come
                 return
             if self.previous is not None:
                 ended += self.previous.end_workers()
@@ -180,7 +179,7 @@ class MoldGuard:
             Reloading: The time is over.
         """
         while (mold := self.current) is not None and mold.idle:
-            mold.roster.call_back()
+            mold.workers.call_back()
             if limit.left() == 0:
                 raise Reloading(self._options.name, waited=limit.waited())
             del mold  # a drained mold is released, and must not be alive then
@@ -191,19 +190,19 @@ class MoldGuard:
         self.guard.engine.set_paused(paused=paused)
         for mold in (self.current, self.previous):
             if mold is not None:
-                mold.roster.settle()
+                mold.workers.settle()
 
     def follow_pause(self, *, paused: bool) -> None:
         """:meth:`set_paused` where the owner of several reports it. Does not block."""
         self.guard.engine.state.set_paused(paused=paused)
         if self.current is not None:
-            self.current.roster.settle()
+            self.current.workers.settle()
 
     @property
     def postponed(self) -> Postponed | None:
         """What policies ask for and must wait: a new mold, or new workers."""
         molds, mold = self.guard.status().postponed, self.current
-        reasons = () if mold is None else mold.roster.postponed
+        reasons = () if mold is None else mold.workers.postponed
         if not reasons:
             return molds
         more = () if molds is None else molds.reasons
@@ -236,7 +235,7 @@ class MoldGuard:
             atexit.register(status.refuse_calls)  # which comes first: the last one to be registered
             _exit_registered = True
         limit = self._source.load_timeout
-        origin = Origin(_launch.preparation(), _supervisor.levels()) if self._origin is None else self._origin
+        origin = Origin(_supervisor.preparation(), _supervisor.levels()) if self._origin is None else self._origin
         options = MoldOptions(
             instructions={
                 "owner": os.getpid(),
@@ -337,7 +336,7 @@ class _Workers:
     def ended(self) -> bool:
         molds = self._molds()
         mold = None if molds is None else molds.current
-        return mold is None or mold.roster.presence != "present"
+        return mold is None or mold.workers.presence != "present"
 
     def end(self, reasons: tuple[Reason, ...]) -> None:
         molds = self._molds()

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from modelguard.environment import _memory, _proc
 from modelguard.errors import NotSupported
@@ -19,20 +19,30 @@ from modelguard.errors import NotSupported
 #: What ends this process unless it is handled. What it has started must not outlive it.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+
 _PR_SET_PDEATHSIG = 1
+
+
 _CAP_SYS_NICE = 23
+
 
 #: A thread that stands back gets a third of the CPU time of one that does not, where there is not enough. With less, a
 #: mold on a busy host would take minutes to load.
 _NICE = 5
+
+
 _LOWEST = 19
+
 
 #: A worker's ``oom_score_adj``, in thousandths of all memory: when memory runs out, the kernel kills a worker and
 #: neither the mold nor the server.
 _OOM_SCORE = 500
 
+
 #: That of a mold that loads beside calls, which have the old model: sooner than any worker.
 _OOM_SCORE_OF_LOADS = 1000
+
+
 _OOM_FILE = Path("/proc/self/oom_score_adj")
 
 
@@ -243,8 +253,13 @@ def reap_group(group: int) -> None:
 
 Role = Literal["owner", "importing", "mold", "worker"]
 
+
 _role: Role = "owner"
+
+
 _target: object = None
+
+
 _here: Callable[..., Any] | None = None
 
 
@@ -270,3 +285,16 @@ def enter(role: Role, isolates: object = None, here: Callable[..., Any] | None =
     _role = role
     _target = isolates if isolates is not None else _target
     _here = here if here is not None else _here
+
+
+def leave(status: int) -> NoReturn:
+    """End this process without the exit handlers that it has inherited."""
+    flush_output()
+    os._exit(status)
+
+
+def flush_output() -> None:
+    """Write what is still in this process's buffers, as far as it can be written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a program may have closed or replaced them
+            stream.flush()
