@@ -70,19 +70,7 @@ class _Waiter(Waiter[Worker]):
 
 
 class ClientConnection:
-    """Obeys one connection. In the supervisor's thread, unless it is said otherwise.
-
-    Args:
-        channel: To the client.
-        broker: Has the molds.
-        pid: The client's process id.
-
-    Attributes:
-        token: The client's; empty before the first message.
-        granted_at: Since when it has a worker, on the monotonic clock; None if it has none.
-        asked_at: When it asked for a worker last.
-        admitted: Whether its call has waited in a line since then.
-    """
+    """Obeys one connection. In the supervisor's thread, unless it is said otherwise."""
 
     def __init__(self, channel: Channel, broker: _Broker, pid: int) -> None:
         self.channel = channel
@@ -116,7 +104,6 @@ class ClientConnection:
         }
 
     def heed(self) -> None:
-        """Read what has come."""
         try:
             while not self._closed:
                 self.channel.set_timeout(_PATIENCE)
@@ -228,7 +215,7 @@ class ClientConnection:
         self._try()
 
     def woken(self, waiter: _Waiter) -> None:
-        """The call has its worker, or an error. From any thread, under the workers's lock."""
+        """The call has its worker, or an error. From any thread, under the lock of the workers."""
         if waiter.worker is not None:
             self._grant(waiter.worker)
         else:
@@ -333,7 +320,6 @@ class ClientConnection:
         self._broker.load_for(self)
 
     def loaded(self, error: BaseException | None) -> None:
-        """There is a mold, or none could be loaded."""
         then, self._on_load = self._on_load, None
         if then is None or self._closed:
             return
@@ -356,7 +342,6 @@ class ClientConnection:
         self._do(lambda: self._broker.pause(paused=paused))
 
     def _do_aside(self, work: Callable[[], object], name: str) -> None:
-        """Do what takes a while in a thread of its own."""
         threading.Thread(target=self._do, args=(work,), name=name, daemon=True).start()
 
     def _do(self, work: Callable[[], object]) -> None:
@@ -408,12 +393,7 @@ _DESCRIPTORS = 65_536
 
 
 def main(starter: int, lock: int) -> NoReturn:
-    """Listen, tell the process that has started it, and serve until nobody is left.
-
-    Args:
-        starter: Descriptor of the channel to that process.
-        lock: Descriptor that holds the lock on the folder.
-    """
+    """Listen, tell the process that has started it, and serve until nobody is left."""
     channel = Channel(socket.socket(fileno=starter))
     try:
         orders: BrokerOrders = channel.receive()
@@ -444,15 +424,6 @@ def _allow_descriptors() -> None:
 
 
 class _Client:
-    """A process that calls the function.
-
-    Attributes:
-        connection: Stands for the process: it ends with it.
-        connections: All of them.
-        reports: Where it reads reports and states.
-        state: What it was told last.
-    """
-
     def __init__(self, connection: ClientConnection, pid: int, reports: socket.socket) -> None:
         self.connection = connection
         self.connections = {connection}
@@ -470,8 +441,6 @@ class _Client:
 
 
 class _Scope(ProcessScope):
-    """The molds of the broker, whose status tells of its clients."""
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.clients: tuple[int, ...] = ()
@@ -564,14 +533,12 @@ class _Broker:
         self._tell_state()
 
     def admit(self, connection: ClientConnection, token: bytes) -> None:
-        """Take another connection of a client."""
         client = self._clients.get(token)
         if client is None:
             raise EOFError
         client.connections.add(connection)
 
     def leave(self, connection: ClientConnection) -> bool:
-        """A client leaves."""
         last = len(self._clients) == 1 and connection.token in self._clients
         self._forget(connection.token)
         return last
@@ -600,7 +567,6 @@ class _Broker:
     # Molds
 
     def load_for(self, connection: ClientConnection) -> None:
-        """Load once for all that wait."""
         self._loading.append(connection)
         if len(self._loading) == 1:
             try:
@@ -714,7 +680,6 @@ class _Broker:
     # The end
 
     def end_if_alone(self) -> None:
-        """End, if nobody is left."""
         if not self._clients:
             self._end()
 

@@ -41,12 +41,7 @@ _SETTING = 0.1
 
 
 class Limits(NamedTuple):
-    """The times of one call, on the monotonic clock.
-
-    Attributes:
-        arrived: When it was made.
-        until: When its caller's own deadline ends; infinity for none.
-    """
+    """The times of one call, on the monotonic clock."""
 
     arrived: float
     until: float = math.inf
@@ -56,9 +51,7 @@ class Taken(Protocol):
     """A worker that one call has for itself."""
 
     @property
-    def channel(self) -> Channel:
-        """To the worker."""
-        ...
+    def channel(self) -> Channel: ...
 
     @property
     def pid(self) -> int:
@@ -74,12 +67,7 @@ class Taken(Protocol):
         ...
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        """Record that the worker has ended in its call, or end it; returns how it ended, for people.
-
-        Args:
-            cause: ``"crashed"`` if it has ended by itself; anything else ends it.
-            blame: Whether it may have been the call's fault.
-        """
+        """Record that the worker has ended in its call, or end it; returns how it ended, for people."""
         ...
 
     def leave(self) -> None:
@@ -87,11 +75,7 @@ class Taken(Protocol):
 
 
 class Place:
-    """Where a claim waits.
-
-    Attributes:
-        loading: Whether it waits for a load there.
-    """
+    """Where a claim waits."""
 
     loading = False
 
@@ -145,13 +129,7 @@ class Claim:
     # For the scope
 
     def wait(self, claims: Claims, until: float, late: Callable[[], Exception]) -> None:
-        """Wait at :attr:`place`, at most until then, or until the caller's own deadline.
-
-        Args:
-            claims: Those of the scope.
-            until: On the monotonic clock.
-            late: Makes the error for a wait that has lasted until then.
-        """
+        """Wait at :attr:`place`, at most until then, or until the caller's own deadline."""
         self._claims, self._late, self.until = claims, late, min(until, self.limits.until)
         claims.add(self)
         if self.ended:  # meanwhile
@@ -185,14 +163,12 @@ class Claim:
         return True
 
     def refuse(self, error: Exception) -> None:
-        """End the wait with an error. Runs callbacks of users."""
         if self._end():
             self._leave()
             self.error = error
             self._tell()
 
     def expire(self, now: float) -> None:
-        """End the wait if it has lasted long enough."""
         if now < self.until or not self._end():
             return
         self._leave()
@@ -241,16 +217,11 @@ class ThreadClaim(Claim):
         self.wake()
 
     def wake(self) -> None:
-        """Have the thread look."""
         if self._woken is not None:
             self._woken.put(None)
 
     def result(self) -> Taken:
-        """Block until it has ended.
-
-        Raises:
-            BaseException: Why there is no worker.
-        """
+        """Block until it has ended."""
         while self.taken is None and self.error is None:
             self._sleep()
         if self.error is not None:
@@ -259,7 +230,6 @@ class ThreadClaim(Claim):
         return self.taken
 
     def abandon(self) -> None:
-        """An exception from a signal handler, as of Ctrl-C, has come between any two steps: keep nothing."""
         if self.withdraw():
             return
         until = time.monotonic() + _SETTING
@@ -283,12 +253,7 @@ def _wake(claim: Claim) -> None:
 
 
 class Claims:
-    """The calls of one function that wait. Thread-safe.
-
-    Args:
-        name: The function's name.
-        most_loading: How many may wait for a load.
-    """
+    """The calls of one function that wait. Thread-safe."""
 
     def __init__(self, name: str, *, most_loading: int) -> None:
         self.name = name
@@ -304,7 +269,6 @@ class Claims:
         return iter(tuple(self._waiting))
 
     def add(self, claim: Claim) -> None:
-        """A claim waits."""
         self._waiting[claim] = None
         # A thread looks at the time by itself.
         if isinstance(claim, ThreadClaim) or claim.until + deadlines.ahead() >= self._watch.due:
@@ -315,15 +279,10 @@ class Claims:
                 self._watch.schedule(at)
 
     def remove(self, claim: Claim) -> None:
-        """It waits no more."""
         self._waiting.pop(claim, None)
 
     def admit(self, claim: Claim) -> None:
-        """Check whether one more may wait for a load. How many may wait for a worker, the workers knows.
-
-        Raises:
-            QueueFull: Too many do.
-        """
+        """Check whether one more may wait for a load. How many may wait for a worker, the mold's workers know."""
         if len(self._waiting) >= self._most_loading and not claim.admitted:
             queued = sum(one.place is not None and one.place.loading for one in self)
             if queued >= self._most_loading:
@@ -404,13 +363,7 @@ class _NeverRead(Exception):
 
 
 class _Call:
-    """One call, and how often it may yet be sent anew.
-
-    Attributes:
-        content: What is sent; None until it was pickled.
-        begun: Whether a thread has begun it, so that it can be cancelled no more.
-        awaited: Whether its future belongs to an event loop alone, so that no callback of users blocks at its end.
-    """
+    """One call, and how often it may yet be sent anew."""
 
     __slots__ = ("arguments", "awaited", "begun", "content", "key", "limits", "resends", "trace", "tries")
 
@@ -426,7 +379,6 @@ class _Call:
         self.awaited = False
 
     def forget(self) -> None:
-        """Its content is needed no more."""
         self.arguments, self.content = ((), {}), None
 
 
@@ -449,13 +401,7 @@ Finish = Callable[[_Call, Taken, int, Any], Any]
 
 
 class Caller:
-    """Makes the calls of one isolated function. Thread-safe.
-
-    Args:
-        options: Of the function.
-        scope: Where the workers are.
-        key_of: Which of a pool's models a call needs; None if the function has no pool.
-    """
+    """Makes the calls of one isolated function. Thread-safe."""
 
     def __init__(self, options: IsolationOptions, scope: GivesWorkers, key_of: KeyOf | None = None) -> None:
         self._name = options.name
@@ -468,11 +414,6 @@ class Caller:
         self._thread = _Thread()
 
     def call(self, arguments: Arguments, limits: Limits) -> Any:
-        """Compute a call. Blocks.
-
-        Raises:
-            Exception: The function's own, or modelguard's reason why there is no answer.
-        """
         call = self._new_call(arguments, limits)
         return self._result(call, *self._begin(call))
 
@@ -482,17 +423,7 @@ class Caller:
         yield from self._opened(call, *self._begin(call))
 
     def submit(self, arguments: Arguments, limits: Limits, *, awaited: bool = False) -> Future[Any]:
-        """Begin a call. No thread waits with it for a worker; one computes it then.
-
-        Args:
-            arguments: Of the call.
-            limits: Its times.
-            awaited: Whether nobody but an event loop gets the future.
-
-        Raises:
-            QueueFull: Too many calls wait.
-            GuardClosed: After the end.
-        """
+        """Begin a call. No thread waits with it for a worker; one computes it then."""
         return self._submit(arguments, limits, self._result, awaited=awaited)
 
     def open(self, arguments: Arguments, limits: Limits) -> Future[Iterator[Any]]:
@@ -754,7 +685,6 @@ def _withdraw(claim: Claim, future: Future[Any]) -> None:
 
 
 def _culprit(arguments: Arguments) -> str:
-    """Which argument cannot be pickled."""
     args, kwargs = arguments
     named: list[tuple[str, Any]] = [*((f"argument {n}", one) for n, one in enumerate(args, 1)), *kwargs.items()]
     for name, value in named:

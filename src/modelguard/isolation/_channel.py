@@ -51,14 +51,7 @@ _OUTSIDE_FROM = 4096
 
 
 def dumps(value: object) -> Content:
-    """Pickle ``value``.
-
-    Returns:
-        The pickle, and the buffers that it refers to.
-
-    Raises:
-        Exception: Something in it cannot be pickled. Which error that is depends on the object.
-    """
+    """Pickle ``value``."""
     outside: Buffers = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
@@ -78,25 +71,16 @@ def dumps(value: object) -> Content:
 
 
 def unpickle(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
-    """Undo :func:`dumps`. Arrays refer to the memory of ``buffers``, which is not copied."""
     return pickle.loads(body, buffers=buffers)  # noqa: S301 - both ends are this program's own processes
 
 
 def loads_plain(body: bytes, buffers: Sequence[Any]) -> Any:
-    """:func:`loads` for what a process can rebuild that has no modules but Python's and modelguard's.
-
-    Raises:
-        UnpicklingError: It needs others.
-    """
+    """:func:`loads` for what a process can rebuild that has no modules but Python's and modelguard's."""
     return _Plain(io.BytesIO(body), buffers=buffers).load()
 
 
 def loads_here(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
-    """:func:`loads` for a process that is to import no libraries because of what it receives.
-
-    Raises:
-        UnpicklingError: It needs one that this process has not imported.
-    """
+    """:func:`loads` for a process that is to import no libraries because of what it receives."""
     return _Here(io.BytesIO(body), buffers=buffers).load()
 
 
@@ -119,7 +103,6 @@ class _Here(_Plain):
 
 
 def size(content: Content) -> int:
-    """How many bytes are sent."""
     body, buffers = content
     return len(body) + sum(buffer.nbytes for buffer in buffers) if buffers else len(body)
 
@@ -200,7 +183,6 @@ class Unreadable(Exception):
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Make two connected sockets, which no process inherits by accident."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
@@ -234,18 +216,7 @@ def wait(connected: socket.socket, event: int, until: float) -> None:
 
 
 def send(connected: socket.socket, content: bytes | memoryview, until: float, rights: Sequence[Any] = ()) -> int:
-    """Send as much as there is room for, and wait until there is some. Returns how many bytes that was.
-
-    Args:
-        connected: The socket.
-        content: What to send.
-        until: As in :func:`wait`.
-        rights: Ancillary data, which goes with the first byte.
-
-    Raises:
-        BlockingIOError: The time is over.
-        OSError: The socket is closed, or its other end.
-    """
+    """Send as much as there is room for, and wait until there is some. Returns how many bytes that was."""
     while True:
         try:
             return connected.sendmsg([content], rights, AT_ONCE)
@@ -254,11 +225,7 @@ def send(connected: socket.socket, content: bytes | memoryview, until: float, ri
 
 
 class Channel:
-    """One end. Not thread-safe: one thread at a time may use it.
-
-    Args:
-        connected: A connected stream socket, which belongs to the channel from now on.
-    """
+    """One end. Not thread-safe: one thread at a time may use it."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(None)
@@ -268,7 +235,6 @@ class Channel:
         self._fds: deque[int] = deque()
 
     def fileno(self) -> int:
-        """Its descriptor, -1 once it is closed."""
         return self._socket.fileno()
 
     @property
@@ -300,12 +266,7 @@ class Channel:
     # Sending
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send a message, and copies of some descriptors with it.
-
-        Raises:
-            OSError: The other side is gone, or the time is over.
-            Exception: Something in the message cannot be pickled; nothing was sent then.
-        """
+        """Send a message, and copies of some descriptors with it."""
         self.send_pickled(*dumps(message), fds)
 
     def send_pickled(self, body: bytes, buffers: Buffers, fds: Sequence[int] = ()) -> None:
@@ -379,7 +340,6 @@ class Channel:
         return loads(pieces[0], pieces[1:])
 
     def take_fd(self) -> int:
-        """The next descriptor that came with the messages so far."""
         return self._fds.popleft()
 
     def _await(self) -> None:
@@ -411,7 +371,6 @@ class Channel:
 
 
 def _shared(parts: Sequence[memoryview]) -> int | None:
-    """Write the parts into new shared memory; None if there is none, for lack of memory or of descriptors."""
     try:
         fd = os.memfd_create("modelguard", os.MFD_CLOEXEC)
     except (OSError, AttributeError):
@@ -485,12 +444,10 @@ def attach(carrier: Carrier) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """There is nothing to undo."""
+    pass
 
 
 class AnswerKind(IntEnum):
-    """What an answer holds."""
-
     READY = 0
     RESULT = 1
     ERROR = 2
@@ -499,8 +456,6 @@ class AnswerKind(IntEnum):
 
 
 class StreamStep(IntEnum):
-    """What the owner asks of a generator that is open."""
-
     NEXT = 0
     CLOSE = 1
 

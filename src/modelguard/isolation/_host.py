@@ -68,19 +68,7 @@ Identity = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerOrders:
-    """What a new broker is told by the process that starts it.
-
-    Attributes:
-        starter: That process's id.
-        folder: Where it listens.
-        socket: The socket's name there.
-        identity: What its clients must have in common.
-        code: The files of that process's modules, which its molds must find unchanged.
-        options: Of the isolated function.
-        source: Of the guard that lends the model in the molds.
-        origin: What the molds resemble.
-        paused: Whether the function is paused, as after the end of a broker that was.
-    """
+    """What a new broker is told by the process that starts it."""
 
     starter: int
     folder: str
@@ -101,7 +89,6 @@ def packed(error: BaseException) -> tuple[BaseException, BaseException | None, s
 
 
 def unpacked(error: BaseException, cause: BaseException | None, text: str | None) -> BaseException:
-    """Undo :func:`packed`."""
     if cause is not None and text is not None:
         cause.__cause__ = RemoteTraceback(text)
     error.__cause__ = cause
@@ -121,17 +108,7 @@ _places: dict[_options.Reference, tuple[str, str]] = {}
 
 
 def check_shareable(source: GuardOptions[Any], option: str = "scope", value: str = "host") -> None:
-    """Check that a broker, or an owner, that does not import the application can decide when a mold is replaced.
-
-    Args:
-        source: Of the guard.
-        option: Of ``isolate``, because of which it is not imported.
-        value: Of that option.
-
-    Raises:
-        InvalidOption: A policy that asks for new weights is a class of the application's own, or has a function of its
-            own; or the guard keeps its previous model.
-    """
+    """Check that a broker, or an owner, that does not import the application can decide when a mold is replaced."""
     if source.keep_previous and option == "scope":
         why = "cannot be used with keep_previous=True: the broker keeps no previous mold"
         raise InvalidOption("scope", "host", why=why, fix="Leave keep_previous out, or write scope='process'.")
@@ -188,7 +165,6 @@ def orders_for(
     *,
     paused: bool,
 ) -> BrokerOrders:
-    """Make the orders of a broker that this process starts."""
     return BrokerOrders(
         starter=os.getpid(),
         folder=str(folder.absolute()),
@@ -260,15 +236,7 @@ class ForeignPeer(Exception):
 
 
 class Folder:
-    """The private folder, held open: what is checked once stays what it was.
-
-    Args:
-        path: The folder; it is made with mode 700 if it is missing.
-
-    Raises:
-        NotSupported: It cannot be made, is not a folder, belongs to another user, or others may use it.
-        OSError: No descriptor is left.
-    """
+    """The private folder, held open: what is checked once stays what it was."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -287,11 +255,9 @@ class Folder:
             raise _unusable(f"the folder {path} is not private: {whose}, but it must be this user's, with mode 700")
 
     def fileno(self) -> int:
-        """Its descriptor."""
         return self._fd
 
     def close(self) -> None:
-        """Close it. Closing twice does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -310,12 +276,7 @@ class Folder:
         return sorted(name for name in found if name.startswith(prefix))
 
     def connect(self, name: str, timeout: float) -> socket.socket | None:
-        """Connect to the process that listens there; None if there is none.
-
-        Raises:
-            ForeignPeer: It belongs to another user.
-            OSError: It does not accept connections.
-        """
+        """Connect to the process that listens there; None if there is none."""
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _connect(connected, self._address(name), time.monotonic() + timeout)
@@ -341,7 +302,6 @@ class Folder:
         return listening
 
     def remove(self, name: str) -> None:
-        """Remove a socket. The caller holds the lock."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
@@ -393,11 +353,7 @@ def _connect(connecting: socket.socket, address: str, until: float) -> None:
 
 
 def check_peer(connected: socket.socket) -> int:
-    """Check that the other end belongs to this process's user; returns its process id.
-
-    Raises:
-        ForeignPeer: It does not.
-    """
+    """Check that the other end belongs to this process's user; returns its process id."""
     pid, user = peer(connected)
     if user != os.geteuid():
         raise ForeignPeer(f"process {pid} of user {user}")
@@ -424,7 +380,6 @@ def _unusable(reason: str) -> NotSupported:
 
 
 def _after_fork_in_child() -> None:
-    """The parent's election goes on in the parent; its lock must not outlive it in here."""
     for lock in list(_held):
         with suppress(OSError):
             os.close(lock)

@@ -49,21 +49,11 @@ _started: dict[int, subprocess.Popen[bytes]] = {}
 
 
 class NotStarted(Exception):
-    """A broker has ended before it served, or does not come up."""
+    pass
 
 
 def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
-    """Start a broker and wait until it listens.
-
-    Args:
-        orders: What it is told.
-        lock: Holds the lock on the folder, and is passed on: the broker releases it.
-        timeout: Seconds to wait at most.
-
-    Raises:
-        NotStarted: It does not listen.
-        OSError: No process or no descriptor is left.
-    """
+    """Start a broker and wait until it listens."""
     ours, theirs = pair()
     channel = Channel(ours)
     try:
@@ -137,23 +127,7 @@ class BrokerGone(Exception):
 
 
 class Membership:
-    """This process among the clients of one broker.
-
-    Args:
-        folder: Where the broker listens; it is closed with the membership.
-        name: Of its socket.
-        channel: The connection that stands for this process.
-        reports: Receives reports and states.
-        token: Of this client.
-        pid: The broker's process id.
-        on_pause: Called, in the supervisor's thread, with what the broker says of whether the function is paused.
-
-    Attributes:
-        ready: Whether a worker can answer, as the broker has said last.
-        version: The version of the current model, as the broker has said last; None if it has none.
-        gone: Whether the broker has ended.
-        on_loss: Called, in the supervisor's thread, if the broker ends after a worker could answer.
-    """
+    """This process among the clients of one broker."""
 
     def __init__(
         self,
@@ -191,11 +165,7 @@ class Membership:
         return None
 
     def connection(self) -> Channel:
-        """A connection that no other call uses.
-
-        Raises:
-            BrokerGone: There is none any more.
-        """
+        """A connection that no other call uses."""
         idle = self.idle_connection()
         if idle is not None:
             return idle
@@ -210,7 +180,6 @@ class Membership:
         return channel
 
     def give_back(self, channel: Channel) -> None:
-        """Keep a connection for another call."""
         if len(self._idle) >= _MOST_IDLE:
             channel.close()
             return
@@ -219,11 +188,7 @@ class Membership:
             self._close_idle()
 
     def say(self, channel: Channel, what: Request, *details: Any, limit: float = 0.0) -> None:
-        """Send a message; ``limit`` bounds this and what is received next, in seconds.
-
-        Raises:
-            BrokerGone: There is nobody to receive it.
-        """
+        """Send a message; ``limit`` bounds this and what is received next, in seconds."""
         try:
             channel.set_timeout(limit)
             channel.send((what, *details))
@@ -232,13 +197,7 @@ class Membership:
             raise BrokerGone from error
 
     def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
-        """Ask something, and wait for the answer.
-
-        Raises:
-            BrokerGone: There is no answer.
-            BlockingIOError: ``limit`` seconds have passed.
-            Exception: What the broker answers.
-        """
+        """Ask something, and wait for the answer."""
         channel = self.connection()
         self.say(channel, what, *details, limit=limit)
         try:
@@ -369,20 +328,7 @@ def join(
     on_pause: Callable[[bool], object],
     give_up: Callable[[], bool],
 ) -> Membership | None:
-    """Become the client of a broker; start one if there is none and ``elect`` is true. Blocks.
-
-    Args:
-        options: Of the isolated function.
-        source: Of the guard that lends the model in the molds.
-        elect: Whether to start a broker. If not, None is returned where there is none.
-        paused: Whether a broker that is started here is paused from the start.
-        on_pause: Called with what the broker says of whether the function is paused.
-        give_up: Asked while there is none yet; true ends the wait.
-
-    Raises:
-        NotSupported: The private folder cannot be used.
-        LoadFailed: There is no broker, and none could be started.
-    """
+    """Become the client of a broker; start one if there is none and ``elect`` is true. Blocks."""
     until = time.monotonic() + _LONGEST
     election = _Election(options, source, _ANSWER if elect else _SOON, paused=paused, on_pause=on_pause)
     while True:
@@ -395,19 +341,6 @@ def join(
 
 
 class _Election:
-    """Attempts to find a broker, or to start one.
-
-    Args:
-        options: Of the isolated function.
-        source: Of the guard that lends the model in the molds.
-        patience: Seconds in which a broker has to answer.
-        paused: Whether a broker that is started here is paused.
-        on_pause: Of the membership.
-
-    Attributes:
-        obstacle: Why the last attempt has found none.
-    """
-
     def __init__(
         self,
         options: IsolationOptions,
@@ -429,7 +362,6 @@ class _Election:
         self._hung = False
 
     def attempt(self, elect: bool, give_up: Callable[[], bool]) -> Membership | None:  # noqa: FBT001
-        """Find a broker; if there is none, start one, which the next attempt finds."""
         folder = found = None
         try:
             folder = Folder(private_folder())

@@ -52,14 +52,7 @@ _AGAIN = 0.05
 
 
 class GrantedWorker:
-    """A worker that the broker has granted to one call of this process.
-
-    Args:
-        running: One entry for each worker that a call of this process has; this one's is there.
-        connection: On which it was granted.
-        channel: To the worker.
-        pid: The worker's process id.
-    """
+    """A worker that the broker has granted to one call of this process."""
 
     __slots__ = ("_connection", "_running", "channel", "pid")
 
@@ -98,14 +91,11 @@ class GrantedWorker:
 
 
 class Connection:
-    """Asks for one worker on a connection that no other call uses meanwhile."""
-
     def __init__(self, membership: Membership, channel: Channel) -> None:
         self._membership = membership
         self._channel = channel
 
     def fileno(self) -> int:
-        """Its descriptor."""
         return self._channel.fileno()
 
     @property
@@ -114,15 +104,9 @@ class Connection:
         return self._channel.has_unread
 
     def ask(self) -> None:
-        """Ask for a worker.
-
-        Raises:
-            BrokerGone: Ask the next one.
-        """
         self._membership.say(self._channel, "take", limit=ANSWER)
 
     def hear(self) -> Any:
-        """Read an answer, which has begun to arrive."""
         self._channel.set_timeout(ANSWER)
         return self._channel.receive()
 
@@ -132,26 +116,17 @@ class Connection:
         self._channel.send(("withdraw",))
 
     def give_back(self) -> None:
-        """Let other calls use it."""
         self._membership.give_back(self._channel)
 
     def close(self) -> None:
-        """Let nobody use it."""
         self._channel.close()
 
     def granted(self, pid: int) -> tuple[Channel, int]:
-        """The channel to the worker that was granted, and the worker's process id."""
         worker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=self._channel.take_fd())
         return Channel(worker), pid
 
     def take(self, patience: float, limits: Limits) -> tuple[Channel, int] | None:
-        """Wait for a worker; None if the time is over.
-
-        Raises:
-            BrokerGone: Ask the next one.
-            Unreadable: No descriptor is free for it.
-            Exception: Why there is no worker for this call.
-        """
+        """Wait for a worker; None if the time is over."""
         until = min(limits.until, time.monotonic() + patience)
         self._membership.say(self._channel, "take", limit=left(until))
         try:
@@ -208,15 +183,7 @@ class Connection:
 
 
 class Asking(Place):
-    """A claim that waits for the broker's answer, which the supervisor's thread reads.
-
-    Args:
-        claim: The call's.
-        scope: Its scope.
-
-    Attributes:
-        loading: Whether the broker, or its mold, is awaited.
-    """
+    """A claim that waits for the broker's answer, which the supervisor's thread reads."""
 
     def __init__(self, claim: Claim, scope: HostScope) -> None:
         self.claim = claim
@@ -236,7 +203,6 @@ class Asking(Place):
             self.ask(connection)
 
     def ask(self, connection: Connection) -> None:
-        """Ask on this connection."""
         try:
             connection.ask()
         except BrokerGone:
@@ -324,16 +290,7 @@ _UNLIMITED = Limits(0.0)
 
 
 class HostScope:
-    """Molds of this host.
-
-    Args:
-        options: Of the function.
-        source: The options of the guard that lends the model in the molds.
-        paused: Whether it was paused in a process that has forked this one, and had no broker.
-
-    Attributes:
-        running: One entry for each worker that a call of this process has.
-    """
+    """Molds of this host."""
 
     def __init__(self, options: IsolationOptions, source: GuardOptions[Any], *, paused: bool = False) -> None:
         check_shareable(source)
@@ -357,7 +314,6 @@ class HostScope:
     # Calls
 
     def take(self, limits: Limits, key: Any = None) -> GrantedWorker:
-        """Take a worker from the broker; start the broker if there is none."""
         claim = ThreadClaim(limits, key)
         self.claims.add(claim)
         try:
@@ -393,7 +349,6 @@ class HostScope:
     # Calls that do not block
 
     def request(self, claim: Claim) -> None:
-        """Take a worker for a call that does not block."""
         try:
             self._raise_if_refusing()
             self.claims.admit(claim)
@@ -404,7 +359,6 @@ class HostScope:
             claim.fail(error)
 
     def idle_connection(self) -> Connection | None:
-        """A connection that is there and that no other call uses."""
         membership = self._membership
         if membership is None or membership.gone or self._ended.is_set():
             return None
@@ -412,7 +366,6 @@ class HostScope:
         return None if channel is None else Connection(membership, channel)
 
     def granted(self, connection: Connection, pid: int) -> GrantedWorker:
-        """The worker that was granted on a connection."""
         return self._granted(connection, *connection.granted(pid))
 
     def seek(self, asking: Asking) -> None:
@@ -549,7 +502,6 @@ class HostScope:
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can answer. A process that has made no call yet looks for a broker."""
         membership = self._look()
         return membership is not None and membership.ready
 
@@ -573,7 +525,6 @@ class HostScope:
             self._joining.release()
 
     def status(self, queued: int) -> IsolationStatus:
-        """What the broker says."""
         membership = self._look()
         if membership is not None:
             try:
@@ -597,27 +548,22 @@ class HostScope:
     # Its molds
 
     def rollback(self) -> NoReturn:
-        """The broker keeps no molds."""
         fix = "Only scope='process' keeps the previous model."
         raise NoPreviousModel(self._name, why="molds that processes share are not kept", fix=fix)
 
     def load(self, timeout: _units.Duration | None) -> None:
-        """Start the broker and its mold."""
         _waiting.raise_on_event_loop(self._name, "load", "await f.aload()")
         self._ask("load", timeout=timeout)
 
     async def aload(self, timeout: _units.Duration | None) -> None:
-        """Start the broker and its mold."""
         await self._in_thread(lambda: self._ask("load", timeout=timeout))
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
-        """Make a new mold, for all processes."""
         if wait:
             _waiting.raise_on_event_loop(self._name, "reload", "await f.areload()")
         self._ask("reload", wait, timeout=timeout if wait or timeout is not None else _ORDER)
 
     async def areload(self, timeout: _units.Duration | None) -> None:
-        """Make a new mold, for all processes."""
         await self._in_thread(lambda: self._ask("reload", True, timeout=timeout))  # noqa: FBT003 - as it is sent
 
     @property
@@ -642,12 +588,10 @@ class HostScope:
         self._unheard = False
 
     def unload(self, timeout: _units.Duration | None) -> None:
-        """End the mold and its workers until the next call of any process."""
         _waiting.raise_on_event_loop(self._name, "unload", "await f.aunload()")
         self._unload(timeout)
 
     async def aunload(self, timeout: _units.Duration | None) -> None:
-        """End the mold and its workers until the next call of any process."""
         await self._in_thread(lambda: self._unload(timeout))
 
     def _unload(self, timeout: _units.Duration | None) -> None:
@@ -676,7 +620,6 @@ class HostScope:
         self._close()
 
     async def aclose(self) -> None:
-        """:meth:`close` for coroutines."""
         await self._in_thread(self._close)
 
     def _close(self) -> None:
@@ -690,7 +633,6 @@ class HostScope:
             membership.leave(_END)
 
     def reopen(self) -> None:
-        """Admit calls again."""
         self._ended.clear()
 
     def refuse_calls(self) -> None:

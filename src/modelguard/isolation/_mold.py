@@ -33,12 +33,7 @@ from modelguard.telemetry import Reason
 
 
 def main(control: int, news: int) -> NoReturn:
-    """Load, report, fork on request, end with the owner.
-
-    Args:
-        control: Descriptor of the channel to the owner.
-        news: Descriptor for records and events.
-    """
+    """Load, report, fork on request, end with the owner."""
     os.register_at_fork(after_in_child=_end_with_parent)
     for fd in (control, news):  # the owner waits for their end, so no program that the model starts may have them
         os.set_inheritable(fd, False)  # noqa: FBT003 - it takes no keywords
@@ -75,17 +70,7 @@ def _end_with_parent() -> None:
 
 
 class _Mold:
-    """Forks workers.
-
-    Args:
-        control: The channel to the owner.
-        instructions: What the owner sent.
-        reporter: Sends records and events.
-        place: That of this process, and of its workers while they have calls.
-
-    Raises:
-        BaseException: The function was not found, or its model could not be loaded, or cannot be forked.
-    """
+    """Forks workers."""
 
     def __init__(
         self, control: Channel, instructions: Instructions, reporter: _supervisor.Reporter, place: _processes.Place
@@ -146,7 +131,6 @@ class _Mold:
 
     @property
     def version(self) -> str | None:
-        """The version of the model, as its loader gave it."""
         version: str | None = self._guard.version
         return version
 
@@ -154,7 +138,6 @@ class _Mold:
         self._worn = reasons
 
     def serve(self) -> NoReturn:
-        """Fork on request, and report how workers end."""
         woken, wake = socket.socketpair()
         for end in (woken, wake):
             end.setblocking(False)  # noqa: FBT003 - its only parameter
@@ -313,18 +296,7 @@ _SHORT = 2000
 
 
 class Serving:
-    """Answers calls on one channel.
-
-    Args:
-        name: The function's name in errors.
-        channel: To the owner.
-        call: The function, as callers see it.
-        kind: What a call of it returns.
-        worn: Why this worker asks for its replacement; empty if it does not. Read before each answer.
-        between_calls: Runs after an answer, when nobody waits, twenty times a second at most.
-        max_bytes: The largest answer.
-        plain: Whether errors are to need no modules but Python's and modelguard's.
-    """
+    """Answers calls on one channel."""
 
     def __init__(
         self,
@@ -352,7 +324,6 @@ class Serving:
         self._runner: asyncio.Runner | None = None
 
     def run(self) -> None:
-        """Serve until the owner closes the channel or dies."""
         try:
             self._answer(AnswerKind.READY, os.getpid())
             while True:

@@ -55,20 +55,7 @@ _exit_registered = False
 
 
 class MoldGuard:
-    """Makes and replaces the molds of one function.
-
-    Args:
-        options: Of the isolated function.
-        source: The options of the guard that lends the model in the mold.
-        origin: The process that calls the function. Default: this one.
-        key: Of the pool's model that the molds load.
-        retries: Whether a load that has failed is tried again though nobody asks for it.
-        paused: Whether it is paused from the start.
-
-    Attributes:
-        guard: Its model is the current mold.
-        code: With ``origin``, the files of the first mold's modules; later molds must have the same.
-    """
+    """Makes and replaces the molds of one function."""
 
     def __init__(
         self,
@@ -103,7 +90,6 @@ class MoldGuard:
         hide(self.guard)
 
     def _made_of(self, source: GuardOptions[Any]) -> GuardOptions[Mold]:
-        """The options for molds that follow from those for the model in them."""
         return replace(
             source,
             load=self._load,
@@ -121,7 +107,6 @@ class MoldGuard:
 
     @property
     def current(self) -> Mold | None:
-        """The mold that takes calls; None if there is none."""
         generation = self.guard.engine.state.current
         mold: Mold | None = getattr(generation, "model", None)
         return mold
@@ -173,11 +158,7 @@ class MoldGuard:
             self._ending_workers.release()
 
     def call_back_workers(self, limit: Timeout) -> None:
-        """Start the workers that have ended until the next call, and wait for the first. Blocks.
-
-        Raises:
-            Reloading: The time is over.
-        """
+        """Start the workers that have ended until the next call, and wait for the first. Blocks."""
         while (mold := self.current) is not None and mold.idle:
             mold.workers.call_back()
             if limit.left() == 0:
@@ -210,16 +191,11 @@ class MoldGuard:
 
     @property
     def previous(self) -> Mold | None:
-        """The mold that is kept for a rollback; None if there is none."""
         mold: Mold | None = getattr(self.guard.engine.state.previous, "model", None)
         return mold
 
     def rollback(self) -> None:
-        """Make the previous mold current again.
-
-        Raises:
-            NoPreviousModel: None is kept, or its processes have ended.
-        """
+        """Make the previous mold current again."""
         if self.previous is not None and self.previous.died is not None:
             fix = "Call reload() to load a model."
             raise NoPreviousModel(self._options.name, why="the processes of the one that was kept have ended", fix=fix)

@@ -33,15 +33,11 @@ FAILED_STARTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a worker and give it this number."""
-
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End an idle worker."""
-
     number: int
 
 
@@ -55,15 +51,7 @@ Order = Start | End | ReplaceMold
 
 @dataclass(slots=True)
 class PlannedWorker:
-    """One worker.
-
-    Attributes:
-        number: Its number; the first is 1, and none is given twice.
-        state: What it does.
-        worn: Whether one of the guard's policies asked for its replacement.
-        probe: Whether its call is the breaker's probe.
-        calls: Calls that it has answered.
-    """
+    """One worker."""
 
     number: int
     state: WorkerState = "starting"
@@ -80,13 +68,6 @@ class WorkerPlan:
     After several deaths in a row, a new worker starts after a backoff, and then the breaker opens. While the function
     is paused, worn workers stay, and only those that have ended are replaced. All workers can be ended until the next
     call.
-
-    Args:
-        size: How many workers may have calls at a time.
-        spare: How many more are kept ready.
-        breaker: When calls are refused, because workers keep dying.
-        backoff: Waits before a start after the second and each further failure in a row.
-        is_paused: Whether the function is paused, asked at each decision.
     """
 
     def __init__(
@@ -169,7 +150,6 @@ class WorkerPlan:
         return list(self._end(members))
 
     def call_back(self) -> None:
-        """A call has come."""
         if self.presence == "ended":
             self.presence = "returning"
 
@@ -297,15 +277,7 @@ W = TypeVar("W")
 
 
 class Waiter(Generic[W]):
-    """A call that waits for a worker.
-
-    Attributes:
-        client: Whose call it is.
-        arrived: When it was made, on the monotonic clock.
-        admitted: Whether it has waited before, so that it has a place in any case.
-        worker: The worker that it got.
-        error: Why it gets none.
-    """
+    """A call that waits for a worker."""
 
     def __init__(self, client: Hashable = None, *, arrived: float = math.inf, admitted: bool = False) -> None:
         self.client = client
@@ -315,7 +287,7 @@ class Waiter(Generic[W]):
         self.error: Exception | None = None
 
     def wake(self) -> None:
-        """It has its worker, or its error. Called under the workers's lock, so it must not block."""
+        """It has its worker, or its error. Called under the lock of the workers, so it must not block."""
         raise NotImplementedError
 
 
@@ -345,11 +317,7 @@ class WaitingLine(Generic[W]):
         waiters.insert(at, waiter)
 
     def popleft(self) -> Waiter[W]:
-        """Take the call whose turn it is. Its client is the last one from now on.
-
-        Raises:
-            KeyError: Nobody waits.
-        """
+        """Take the call whose turn it is. Its client is the last one from now on."""
         client, waiters = self._by_client.popitem(last=False)
         waiter = waiters.popleft()
         if waiters:
@@ -357,7 +325,6 @@ class WaitingLine(Generic[W]):
         return waiter
 
     def remove(self, waiter: Waiter[W]) -> bool:
-        """Take a call out; false if it does not wait."""
         waiters = self._by_client.get(waiter.client)
         if waiters is None or waiter not in waiters:
             return False
@@ -375,16 +342,7 @@ _REPORT = 1.0
 
 
 class Worker:
-    """One worker process.
-
-    Attributes:
-        number: Its number.
-        channel: To the worker. Whoever has taken the worker may use it.
-        pid: Its process id; 0 until the mold has reported it.
-        pidfd: A descriptor of the process; None if the system has none.
-        born: When it was started, on the monotonic clock.
-        exit: How it ended, for people; None until that is known.
-    """
+    """One worker process."""
 
     def __init__(self, number: int, channel: Channel) -> None:
         self.number = number
@@ -399,7 +357,6 @@ class Worker:
         self._lock = threading.RLock()
 
     def kill(self) -> None:
-        """End it now, whatever it does."""
         with self._lock:
             if self.pidfd is not None:
                 _processes.send_kill(self.pidfd)
@@ -408,7 +365,6 @@ class Worker:
                     os.kill(self.pid, signal.SIGKILL)
 
     def has_exited(self, how: str) -> None:
-        """Record how it ended."""
         with self._lock:
             self.exit = self.exit or how
             pidfd, self.pidfd = self.pidfd, None
@@ -447,15 +403,7 @@ class MoldGone(Exception):
 
 
 class Workers:
-    """Hands out workers. Thread-safe.
-
-    Args:
-        name: The isolated function's name.
-        plan: Decides.
-        mold: Carries out.
-        generation: The mold's number, for events.
-        max_queue: How many calls may wait for a worker.
-    """
+    """Hands out workers. Thread-safe."""
 
     def __init__(self, name: str, plan: WorkerPlan, mold: MoldOrders, *, generation: int, max_queue: int) -> None:
         self._name = name
@@ -489,12 +437,7 @@ class Workers:
             return None if member is None else self._workers[member.number]
 
     def request(self, waiter: Waiter[Worker]) -> Worker | None:
-        """Take a free worker, or have ``waiter`` woken when there is one. Does not block.
-
-        Raises:
-            MoldGone: Ask the next mold.
-            QueueFull, CircuitOpen: There is no worker for this call.
-        """
+        """Take a free worker, or have ``waiter`` woken when there is one. Does not block."""
         with self._lock:
             worker = self.take_now()
             if worker is not None:
@@ -512,13 +455,7 @@ class Workers:
             return self._waiters.remove(waiter)
 
     def release(self, worker: Worker, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        """Give a worker back after its call.
-
-        Args:
-            worker: The worker.
-            worn: Why it asked for its replacement; empty if it did not.
-            counts: Whether this shows that the model works; an abandoned call does not.
-        """
+        """Give a worker back after its call."""
         with self._lock:
             plan = self._plan
             troubled = plan.troubled
@@ -537,13 +474,7 @@ class Workers:
             self._emit_all()
 
     def lose(self, worker: Worker, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        """Record that a worker has ended in its call, or end it; returns how it ended, for people.
-
-        Args:
-            worker: The worker.
-            cause: ``"crashed"`` if it has ended by itself; anything else ends it.
-            blame: Whether it may have been the call's fault.
-        """
+        """Record that a worker has ended in its call, or end it; returns how it ended, for people."""
         if cause != "crashed":
             worker.kill()
         how = worker.how_it_ended() if cause == "crashed" else cause
@@ -554,12 +485,10 @@ class Workers:
     # Reports of the mold
 
     def add(self, worker: Worker) -> None:
-        """A worker is being started."""
         with self._lock:
             self._workers[worker.number] = worker
 
     def ready(self, worker: Worker) -> None:
-        """A worker can take calls."""
         with self._lock:
             if self._plan.started(worker.number):
                 self._workers.pop(worker.number, None)
@@ -576,7 +505,6 @@ class Workers:
         self._emit_all()
 
     def not_started(self, number: int, how: str) -> None:
-        """A worker could not be forked."""
         worker = self._workers.get(number)
         if worker is not None:
             worker.has_exited(how)
@@ -623,13 +551,11 @@ class Workers:
         return [order.number for order in orders]
 
     def call_back(self) -> None:
-        """Start the workers that have ended until the next call."""
         with self._lock:
             if self._plan.presence == "ended":
                 self._call_back()
 
     def close(self) -> None:
-        """End the idle workers, and each of the others after its call."""
         with self._lock:
             self._gone = True
             self._act(self._plan.close())
@@ -652,7 +578,6 @@ class Workers:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a worker can take calls."""
         with self._lock:
             return self._plan.ready and not self._gone
 
@@ -663,12 +588,10 @@ class Workers:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all workers have come up."""
         with self._lock:
             return self._plan.complete
 
     def is_starting(self, worker: Worker) -> bool:
-        """Whether a worker has not come up yet."""
         with self._lock:
             member = self._plan.members.get(worker.number)
             return member is not None and member.state == "starting"
@@ -683,7 +606,6 @@ class Workers:
             return tuple(dict.fromkeys(reason for reasons in waiting for reason in reasons))
 
     def listed(self) -> list[tuple[Worker, WorkerState, bool, int]]:
-        """Each worker, what it does, whether it is to be replaced, and its calls."""
         with self._lock:
             members = [(self._workers.get(one.number), one) for one in self._plan.members.values()]
             return [(worker, one.state, one.worn, one.calls) for worker, one in members if worker is not None]

@@ -114,12 +114,7 @@ class Mold(MoldOrders):
         _molds.add(self)
 
     def load(self) -> None:
-        """Start it, and wait until all of its workers take calls.
-
-        Raises:
-            Exception: What the loader, the validation, the warm-up or the fork gate raised in it, or how it ended.
-            TimeoutError: ``load_timeout`` has passed.
-        """
+        """Start it, and wait until all of its workers take calls."""
         self._supervisor.call(self._begin)
         try:
             self._loaded.result(self.options.load_timeout)
@@ -161,7 +156,6 @@ class Mold(MoldOrders):
         self._kill()
 
     def wait_ended(self, seconds: float) -> None:
-        """Wait until it has ended, at most so many seconds."""
         self._ended.wait(max(0.0, seconds))
 
     def abandon(self) -> None:
@@ -187,14 +181,12 @@ class Mold(MoldOrders):
         return None if self._launched is None else self._launched.process.pid
 
     def pids(self) -> list[int]:
-        """The processes of it and of its workers."""
         workers = [worker.pid for worker in list(self._running.values()) if worker.pid]
         return [] if self._launched is None or self._ended.is_set() else [self._launched.process.pid, *workers]
 
     # What the workers asks for
 
     def start_worker(self, number: int) -> None:
-        """Have a worker forked."""
         self._supervisor.call(lambda: self._start(number))
 
     def give_up(self) -> None:
@@ -203,7 +195,6 @@ class Mold(MoldOrders):
         self._supervisor.call(lambda: self._die(how))
 
     def settle_later(self, seconds: float) -> None:
-        """Look again after a backoff."""
         self._supervisor.later(seconds, self.workers.settle)
 
     # In the supervisor's thread
@@ -283,7 +274,6 @@ class Mold(MoldOrders):
             follow(self, options, files)
 
     def end_late_load(self) -> None:
-        """Its load takes too long."""
         if not self._loaded.done():
             self._fail(TimeoutError("the load did not end within load_timeout"))
 

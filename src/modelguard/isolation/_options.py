@@ -57,15 +57,7 @@ _STREAMS: Mapping[str, FunctionKind] = {
 
 
 class Stub(NamedTuple):
-    """A function that stands for one of a module that this process does not import.
-
-    Attributes:
-        place: Its name, file and line, for errors.
-        kind: What a call of it gives.
-        shown: Its signature as text.
-        parameters: Its parameters.
-        recycle_on: When to replace workers or the mold, if the function has no guard.
-    """
+    """A function that stands for one of a module that this process does not import."""
 
     place: str
     kind: FunctionKind
@@ -85,7 +77,6 @@ class Stub(NamedTuple):
 
 
 def parameters_of(function: Any) -> tuple[Parameter, ...]:
-    """The parameters of a function; those that take any number of arguments count as having a default."""
     any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return tuple(
         (one.name, int(one.kind), one.default is not one.empty or one.kind in any_number)
@@ -102,16 +93,11 @@ def place_of(function: Any) -> str:
 
 
 def reference(function: Any) -> Reference:
-    """Module and qualified name of a function."""
     return function.__module__, function.__qualname__
 
 
 def check_importable(function: Any, *, stub: bool = False) -> None:
-    """Check that another interpreter can find the function. Nobody looks for a stub, which may stand anywhere.
-
-    Raises:
-        InvalidOption: It cannot be found by its name, or is not a function.
-    """
+    """Check that another interpreter can find the function. Nobody looks for a stub, which may stand anywhere."""
     why, fix = "", _IMPORT_FIX
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     in_class = name is not None and "." in name and "<" not in name and not isinstance(function, staticmethod)
@@ -154,11 +140,7 @@ def _runs_as_package() -> bool:
 
 
 def stub_of(function: Any, target: Any, recycle_on: Any) -> tuple[Reference, Stub]:
-    """What stands for the function that ``target`` names, and where that is.
-
-    Raises:
-        InvalidOption: It is no stub, or there is no such module.
-    """
+    """What stands for the function that ``target`` names, and where that is."""
     module, _, name = target.partition(":") if isinstance(target, str) else ("", "", "")
     why, fix = "", ""
     if not all(part.isidentifier() for part in (*module.split("."), name)):
@@ -217,11 +199,7 @@ def _is_empty(function: Any) -> bool:
 
 
 def find(where: Reference, is_isolated: Callable[[Any], bool]) -> Any:
-    """Import a function, and find the isolated one below other decorators.
-
-    Raises:
-        InvalidOption: There is no isolated function by that name.
-    """
+    """Import a function, and find the isolated one below other decorators."""
     module, name = where
     importlib.import_module(module)
     found = _below(resolve_name(f"{module}:{name}"), is_isolated)
@@ -232,12 +210,7 @@ def find(where: Reference, is_isolated: Callable[[Any], bool]) -> Any:
 
 
 def find_target(where: Reference, stub: Stub, is_isolated: Callable[[Any], bool]) -> Any:
-    """Import what a stub stands for; the isolated function below other decorators, if there is one.
-
-    Raises:
-        InvalidOption: There is no such function, or the stub does not fit it.
-        BaseException: Whatever its module raises.
-    """
+    """Import what a stub stands for; the isolated function below other decorators, if there is one."""
     module, name = where
     target, fix = ":".join(where), "Correct the name."
     try:
@@ -277,8 +250,6 @@ ScopeName = Literal["process", "host"]
 
 @dataclass(frozen=True, kw_only=True)
 class IsolationOptions:
-    """Options of an isolated function, parsed. Times are seconds, sizes are bytes."""
-
     name: str
     function: Reference
     stub: Stub | None
@@ -309,11 +280,7 @@ def parse(
     version: str | None,
     name: str | None,
 ) -> IsolationOptions:
-    """Check and parse the options.
-
-    Raises:
-        InvalidOption: One of them is invalid.
-    """
+    """Check and parse the options."""
     if not isinstance(retry, bool):
         raise InvalidOption("retry", retry, why="must be True or False", fix="Write retry=True.")
     if start not in get_args(StartMethod):
@@ -353,22 +320,13 @@ def parse(
 
 
 def check_function(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
-    """Check that a function can be isolated.
-
-    Raises:
-        InvalidOption: It cannot be imported by name, or :func:`check_source` refuses it.
-    """
+    """Check that a function can be isolated."""
     check_importable(function)
     check_source(function, owner_of(function), recycle_on, start)
 
 
 def check_stub(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
-    """Check that a function can stand for another one.
-
-    Raises:
-        InvalidOption: It is a method, has a guard, or ``recycle_on`` is no policy that a process without its module can
-            read.
-    """
+    """Check that a function can stand for another one."""
     check_importable(function, stub=True)
     if owner_of(function) is not None:
         why = "stands for another one by target=, and takes no model"
@@ -382,18 +340,7 @@ def check_stub(function: Any, recycle_on: Policy | None, start: StartMethod) -> 
 
 
 def check_source(function: Any, owner: object, recycle_on: Policy | None, start: StartMethod) -> None:
-    """Check that a function fits what isolates it.
-
-    Args:
-        function: The function.
-        owner: Its guard, its pool or its replicas; None if it has none.
-        recycle_on: The option.
-        start: The option.
-
-    Raises:
-        InvalidOption: It is batched or isolated already, ``recycle_on`` does not fit it, or ``start="spawn"`` has no
-            mold to keep.
-    """
+    """Check that a function fits what isolates it."""
     if hasattr(function, "aio") and hasattr(function, "submit"):
         why = "is batched or isolated already"
         fix = "Put @batched(...) above @isolate(...), which belongs above the guard's decorator."
@@ -437,12 +384,7 @@ _told: set[str] = set()
 
 
 class Source(NamedTuple):
-    """What runs in a worker.
-
-    Attributes:
-        function: The function, as its callers see it.
-        guard: Lends it the model, and counts its calls.
-    """
+    """What runs in a worker."""
 
     function: Callable[..., Any]
     guard: ModelGuard[Any]
@@ -454,20 +396,13 @@ class Source(NamedTuple):
 
 
 class PoolSource(NamedTuple):
-    """What runs in the workers of a pool's keys.
-
-    Attributes:
-        function: The function, as its callers see it.
-        pooled: What its pool knows of it.
-        recycle_on: When a worker is replaced.
-    """
+    """What runs in the workers of a pool's keys."""
 
     function: Callable[..., Any]
     pooled: PooledFunction
     recycle_on: Policy | None
 
     def options_for(self, key: Any) -> GuardOptions[Any]:
-        """The options of the guard that lends the model of one key."""
         return replace(self.pooled.options_for(key), reload_on=self.recycle_on)
 
     def for_key(self, key: Any) -> Source:
@@ -487,7 +422,7 @@ class PoolSource(NamedTuple):
 
 
 class _NoModel:
-    """The model of functions that have none."""
+    pass
 
 
 def source_of(function: Any, name: str, kind: FunctionKind, recycle_on: Policy | None) -> Source | PoolSource:
@@ -504,18 +439,7 @@ def source_of(function: Any, name: str, kind: FunctionKind, recycle_on: Policy |
 
 
 def source_of_stub(where: Reference, stub: Stub, name: str, start: StartMethod) -> Source:
-    """In a mold: import what a stub stands for, and find its guard, which decorates it or which it uses.
-
-    Args:
-        where: What the stub's owner has named.
-        stub: The stub.
-        name: Of the isolated function.
-        start: How workers come into being.
-
-    Raises:
-        InvalidOption: There is no such function, it cannot be isolated, or the stub does not fit it.
-        BaseException: Whatever its module raises.
-    """
+    """In a mold: import what a stub stands for, and find its guard, which decorates it or which it uses."""
     found = find_target(where, stub, lambda one: hasattr(one, "isolated_function"))
     function = getattr(found, "isolated_function", found)
     kind, why, fix = kind_of(found), "", ""

@@ -61,11 +61,7 @@ def _kernel_has_killed() -> bool:
 
 
 def check_supported() -> None:
-    """Check that this system can isolate, and note how many processes the kernel had to kill here before.
-
-    Raises:
-        NotSupported: It is not Linux.
-    """
+    """Check that this system can isolate, and note how many processes the kernel had to kill here before."""
     if not sys.platform.startswith("linux"):
         raise NotSupported("isolate", reason="it needs Linux (parent-death signals, descriptors over sockets, fork)")
     global _oom_kills
@@ -77,10 +73,6 @@ def die_with_parent(parent: int, number: int) -> None:
     """Receive a signal when the parent ends, however it ends. Exits at once if it has ended already.
 
     The kernel means the thread that started this process, so that must be one that lives as long as its process.
-
-    Args:
-        parent: The expected parent's process id.
-        number: The signal.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
@@ -134,7 +126,6 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """That of this process and this thread."""
     score = 0
     with suppress(OSError, ValueError):
         score = int(_OOM_FILE.read_text(encoding="ascii"))
@@ -142,7 +133,6 @@ def place() -> Place:
 
 
 def set_oom_score(score: int) -> None:
-    """Set :attr:`Place.oom_score`, if this process may."""
     with suppress(OSError):
         _OOM_FILE.write_text(str(score), encoding="ascii")
 
@@ -202,7 +192,6 @@ def coming_last() -> Iterator[None]:
 
 
 def send_kill(pidfd: int) -> None:
-    """End the process of a ``pidfd``, which cannot be mistaken for another one."""
     with suppress(ProcessLookupError, OSError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
@@ -264,7 +253,6 @@ _here: Callable[..., Any] | None = None
 
 
 def current() -> Role:
-    """This process's role. ``"importing"``: a mold that imports the module of its function."""
     return _role
 
 
@@ -280,7 +268,6 @@ def here() -> Callable[..., Any]:
 
 
 def enter(role: Role, isolates: object = None, here: Callable[..., Any] | None = None) -> None:
-    """Set this process's role."""
     global _role, _target, _here
     _role = role
     _target = isolates if isolates is not None else _target

@@ -36,30 +36,20 @@ _LOOK = 0.02
 
 
 class Loan(Protocol):
-    """A lease on a mold."""
+    @property
+    def engine(self) -> Engine[Mold]: ...
 
     @property
-    def engine(self) -> Engine[Mold]:
-        """Of the guard whose model the mold is."""
-        ...
+    def generation(self) -> Generation[Mold] | None: ...
 
     @property
-    def generation(self) -> Generation[Mold] | None:
-        """The mold's."""
-        ...
-
-    @property
-    def model(self) -> Mold:
-        """The mold."""
-        ...
+    def model(self) -> Mold: ...
 
     def end(self, *, failed: bool) -> None:
-        """Return it."""
+        pass
 
 
 class _Taken:
-    """A worker, and a lease on its mold."""
-
     __slots__ = ("_loan", "_worker", "_workers", "channel")
 
     def __init__(self, loan: Loan, worker: Worker) -> None:
@@ -73,14 +63,14 @@ class _Taken:
         return self._worker.pid
 
     def release(self, *, worn: tuple[Reason, ...]) -> None:
-        self._roster.release(self._worker, worn=worn)
+        self._workers.release(self._worker, worn=worn)
 
     def put_back(self) -> None:
-        self._roster.release(self._worker, worn=(), counts=False)
+        self._workers.release(self._worker, worn=(), counts=False)
         self.leave()
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        return self._roster.lose(self._worker, cause, blame=blame)
+        return self._workers.lose(self._worker, cause, blame=blame)
 
     def leave(self) -> None:
         self._loan.end(failed=False)
@@ -101,14 +91,14 @@ class _InLine(Place, Waiter[Worker]):
         return self._scope.has_replaced(self._loan, self._claim.key)
 
     def leave(self) -> bool:
-        if not self._roster.withdraw(self):
+        if not self._workers.withdraw(self):
             return False
         self._loan.end(failed=False)
         return True
 
     def join(self) -> bool:
         """Take a free worker, or a place in the line; returns whether it is a place."""
-        worker = self._roster.request(self)
+        worker = self._workers.request(self)
         if worker is not None:
             self._grant(worker)
         return worker is None
@@ -124,7 +114,7 @@ class _InLine(Place, Waiter[Worker]):
     def _grant(self, worker: Worker) -> None:
         taken = _Taken(self._loan, worker)
         if not self._claim.grant(taken):
-            supervisor().call(taken.put_back)  # not under the workers's lock
+            supervisor().call(taken.put_back)  # not under the lock of the workers
 
     def _fail(self, error: Exception | None) -> None:
         assert error is not None  # noqa: S101 - for the checkers
@@ -133,8 +123,6 @@ class _InLine(Place, Waiter[Worker]):
 
 
 class _Stranded(Place):
-    """At a mold that has ended, until another one takes its place."""
-
     def __init__(self, generation: Generation[Mold] | None) -> None:
         self._generation = generation
 
@@ -144,15 +132,7 @@ class _Stranded(Place):
 
 
 class MoldScope:
-    """Hands out workers of molds.
-
-    Args:
-        options: Of the function.
-        wait_timeout: Tells how many seconds a call waits for the next mold at most.
-
-    Attributes:
-        claims: The calls that wait.
-    """
+    """Hands out workers of molds."""
 
     def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
         self._name = options.name
@@ -203,7 +183,6 @@ class MoldScope:
         return None if worker is None else _Taken(loan, worker)
 
     def request(self, claim: Claim) -> None:
-        """Take a worker for a call that does not block."""
         try:
             self._advance(claim)
         except Exception as error:  # noqa: BLE001 - it is the call's
@@ -296,8 +275,6 @@ class _Loan:
 
 
 class _Loading(Place):
-    """Waits for a load."""
-
     loading = True
 
     def __init__(self, engine: Engine[Mold], future: Future[Outcome]) -> None:
@@ -310,12 +287,7 @@ class _Loading(Place):
 
 
 class ProcessScope(MoldScope):
-    """Molds of this process.
-
-    Args:
-        options: Of the function.
-        molds: Makes and replaces them.
-    """
+    """Molds of this process."""
 
     def __init__(self, options: IsolationOptions, molds: MoldGuard) -> None:
         self._molds = molds
@@ -364,11 +336,9 @@ class ProcessScope(MoldScope):
 
     @property
     def version(self) -> str | None:
-        """The version of the model in the current mold."""
         return self._molds.guard.version
 
     def status(self, queued: int) -> IsolationStatus:
-        """State, processes and counts."""
         molds, mold = self._molds.guard.status(), self._molds.current
         now = time.monotonic()
         listed = [] if mold is None else mold.workers.listed()
@@ -400,17 +370,14 @@ class ProcessScope(MoldScope):
         )
 
     def rollback(self) -> None:
-        """Make the previous mold current again."""
         self._molds.rollback()
 
     def load(self, timeout: _units.Duration | None) -> None:
-        """Start the mold, and workers."""
         limit = Timeout(timeout)
         self._molds.guard.load(timeout)
         self._molds.call_back_workers(limit)
 
     async def aload(self, timeout: _units.Duration | None) -> None:
-        """Start the mold, and workers."""
         limit = Timeout(timeout)
         await self._molds.guard.aload(timeout)
         mold = self._molds.current
@@ -420,51 +387,39 @@ class ProcessScope(MoldScope):
 
     @property
     def paused(self) -> bool:
-        """Whether policies are held back."""
         return self._engine.state.paused
 
     def set_paused(self, *, paused: bool) -> None:
-        """Hold back what policies ask for, or no longer."""
         self._molds.set_paused(paused=paused)
 
     def unload(self, timeout: _units.Duration | None) -> None:
-        """End the mold and its workers until the next call."""
         self._molds.guard.unload(timeout)
 
     async def aunload(self, timeout: _units.Duration | None) -> None:
-        """End the mold and its workers until the next call."""
         await self._molds.guard.aunload(timeout)
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
-        """Make a new mold."""
         self._molds.guard.reload(wait=wait, timeout=timeout)
 
     async def areload(self, timeout: _units.Duration | None) -> None:
-        """Make a new mold."""
         await self._molds.guard.areload(timeout)
 
     def close(self) -> None:
-        """End all processes."""
         self._molds.guard.close()
 
     async def aclose(self) -> None:
-        """End all processes."""
         await self._molds.guard.aclose()
 
     def reopen(self) -> None:
-        """Admit calls again."""
         self._engine.reopen()
 
     def refuse_calls(self) -> None:
-        """Raise ``GuardClosed`` from now on."""
         self._engine.state.close()
 
     def end_at_once(self) -> None:
-        """Kill all processes."""
         self._molds.end_at_once()
 
     def abandon(self) -> None:
-        """Leave the parent's processes alone."""
         self._molds.abandon()
 
 
@@ -483,13 +438,7 @@ class _Fetching(Place):
 
 
 class PoolScope(MoldScope):
-    """Molds by key.
-
-    Args:
-        options: Of the function.
-        source: Its pool.
-        paused: Whether it is paused from the start.
-    """
+    """Molds by key."""
 
     def __init__(self, options: IsolationOptions, source: PoolSource, *, paused: bool = False) -> None:
         super().__init__(options, lambda: source.pooled.options.wait_timeout)
@@ -565,7 +514,6 @@ class PoolScope(MoldScope):
         return None
 
     def status(self, queued: int) -> IsolationStatus:
-        """State, processes and counts of all keys together."""
         pool, now = self._pool.status(), time.monotonic()
         molds = [mold for one in list(self._guards) if (mold := one.current) is not None]
         counts = [mold.workers.counts for mold in molds]
@@ -595,10 +543,10 @@ class PoolScope(MoldScope):
         )
 
     def load(self, timeout: _units.Duration | None) -> None:
-        """Molds are made when a call needs their key."""
+        pass
 
     async def aload(self, timeout: _units.Duration | None) -> None:
-        """Molds are made when a call needs their key."""
+        pass
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
         """Make new molds, each for the next call with its key, so there is nothing to wait for."""
@@ -606,12 +554,10 @@ class PoolScope(MoldScope):
         self._pool.reload(())
 
     async def areload(self, timeout: _units.Duration | None) -> None:
-        """:meth:`reload`, which does not block."""
         self.reload(wait=True, timeout=timeout)
 
     @property
     def paused(self) -> bool:
-        """Whether policies are held back."""
         return self._pool.paused
 
     def set_paused(self, *, paused: bool) -> None:
@@ -621,45 +567,36 @@ class PoolScope(MoldScope):
             molds.follow_pause(paused=paused)
 
     def unload(self, timeout: _units.Duration | None) -> None:
-        """End the molds of all keys until their next call."""
         self._pool.unload((), Timeout(timeout))
 
     async def aunload(self, timeout: _units.Duration | None) -> None:
-        """:meth:`unload` for coroutines."""
         await self._pool.aunload((), Timeout(timeout))
 
     def close(self) -> None:
-        """End all processes."""
         self._closed = True
         self._pool.close()
 
     async def aclose(self) -> None:
-        """End all processes."""
         self._closed = True
         await self._pool.aclose()
 
     def reopen(self) -> None:
-        """Admit calls again."""
         if self._closed:
             self._closed, self._pool = False, self._new_pool(paused=self.paused)
 
     def refuse_calls(self) -> None:
-        """Raise ``GuardClosed`` from now on."""
         self._closed = True
         self._pool.refuse_calls()
 
     def end_at_once(self) -> None:
-        """Kill all processes."""
         for molds in list(self._guards):
             molds.end_at_once()
 
     def abandon(self) -> None:
-        """Leave the parent's processes alone."""
         for molds in list(self._guards):
             molds.abandon()
 
 
 def _of_all(reasons: Iterable[tuple[Reason, ...]]) -> Postponed | None:
-    """What the workers of all keys wait for."""
     waiting = tuple(dict.fromkeys(reason for some in reasons for reason in some))
     return Postponed(reasons=waiting, cause="paused", seconds=None) if waiting else None

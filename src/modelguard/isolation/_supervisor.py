@@ -51,7 +51,6 @@ class Supervisor:
         self._count = itertools.count()
 
     def call(self, work: Work) -> None:
-        """Run ``work`` in the thread, after what was given to it before."""
         self._work.append(work)
         if not self._running:
             with self._lock:
@@ -71,7 +70,6 @@ class Supervisor:
             raise
 
     def later(self, seconds: float, work: Work) -> None:
-        """Run ``work`` after so many seconds."""
         self.call(lambda: heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._count), work)))
 
     def flush(self, timeout: float) -> None:
@@ -130,7 +128,6 @@ _making = threading.RLock()  # reentrant, as above
 
 
 def supervisor() -> Supervisor:
-    """The supervisor of this process."""
     global _supervisor
     with _making:
         if _supervisor is None or _supervisor.pid != os.getpid():
@@ -172,7 +169,7 @@ _receiver: Callable[[bytes], object] | None = None
 
 
 def report_pair() -> tuple[socket.socket, socket.socket]:
-    """Make a socket report_pair that keeps reports apart, and lets several processes write to one end."""
+    """Make a socket pair that keeps reports apart, and lets several processes write to one end."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -184,11 +181,7 @@ def levels() -> dict[str, int]:
 
 
 class Reporter(logging.Handler):
-    """In a mold and its workers: sends records and events to the owner.
-
-    Args:
-        connected: The sending end. Never blocks for long: what finds no room is dropped.
-    """
+    """In a mold and its workers: sends records and events to the owner."""
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__()
@@ -220,7 +213,6 @@ class Reporter(logging.Handler):
             self._send({**plain, "msg": str(fields["msg"])[: _LONGEST // 8], "exc_text": None})
 
     def report_event(self, event: Event) -> None:
-        """Send an event. It is a hook."""
         self._send(event)
 
     def _send(self, report: object) -> bool:
@@ -235,7 +227,6 @@ class Reporter(logging.Handler):
 
 
 def sender(report: bytes) -> int:
-    """The process id of who sent a report."""
     return int(_SENDER.unpack_from(report)[0])
 
 
@@ -325,22 +316,12 @@ def note_imported() -> None:
 
 
 def changed(known: Files, now: Files | None = None) -> str | None:
-    """The first of these files that is not as it was; None if there is none.
-
-    Args:
-        known: How they were.
-        now: How they are, as far as that is not to be read from the disk.
-    """
+    """The first of these files that is not as it was; None if there is none."""
     now = now or {}
     return next((path for path, was in known.items() if (now.get(path) or _stamp(path)) != was), None)
 
 
 def check_unchanged(known: Files | None) -> None:
-    """Check that the files on the disk are these.
-
-    Raises:
-        RuntimeError: One has changed.
-    """
     path = None if known is None else changed(known)
     if path is not None:
         raise RuntimeError(f"{path} has changed since this server imported it; restart the server")
@@ -422,12 +403,7 @@ class Instructions(TypedDict):
 
 
 class Origin(NamedTuple):
-    """The process that calls an isolated function, which its molds resemble.
-
-    Attributes:
-        preparation: How to resemble it.
-        levels: Of its loggers.
-    """
+    """The process that calls an isolated function, which its molds resemble."""
 
     preparation: dict[str, Any]
     levels: dict[str, int]
@@ -452,13 +428,7 @@ _STANDARD = 2
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A mold that has been started, and has not loaded yet.
-
-    Attributes:
-        process: Its process, the leader of a process group of its own.
-        control: The channel to it.
-        news: Receives records and events of it and of its workers.
-    """
+    """A mold that has been started, and has not loaded yet."""
 
     process: subprocess.Popen[bytes]
     control: Channel
@@ -472,11 +442,7 @@ class Launched:
 
 
 def launch(instructions: Instructions) -> Launched:
-    """Start a mold. It dies with the calling thread, so that must be one that lives as long as this process.
-
-    Raises:
-        OSError: No process or no descriptor is left.
-    """
+    """Start a mold. It dies with the calling thread, so that must be one that lives as long as this process."""
     control, its_control = pair()
     try:
         news, its_news = report_pair()

@@ -219,11 +219,7 @@ class Isolated(Entered, Generic[P, R_co]):
         return _processes.here()(*args, **kwargs)
 
     def _check_inside(self) -> None:
-        """Check that this is a worker of this function.
-
-        Raises:
-            WouldDeadlock, NotSupported: It is not.
-        """
+        """Check that this is a worker of this function."""
         if _processes.current() == "importing":
             why = "it is called while a mold imports the module"
             fix = "Put the calls of a script under: if __name__ == '__main__':"
