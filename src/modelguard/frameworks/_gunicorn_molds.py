@@ -27,8 +27,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from modelguard.errors import ForkHazard, GuardClosed, LoadFailed, ModelRejected
-from modelguard.frameworks._rolling import MetricFiles
-from modelguard.frameworks._workers import PreforkOptions, log_report
+from modelguard.frameworks._workers import MetricFiles, PreforkOptions, log_report
 from modelguard.isolation import _processes
 from modelguard.isolation._channel import Channel, Unreadable, pair, portable, with_remote_traceback
 from modelguard.isolation._processes import flush_output, leave
@@ -62,8 +61,6 @@ def needed(guards: Sequence[ModelGuard[Any]]) -> bool:
 
 
 class _Mold:
-    """A mold as the master sees it."""
-
     def __init__(self, pid: int, control: Channel, configuration: object) -> None:
         self.pid, self.control, self.configuration = pid, control, configuration
         self.pidfd = os.pidfd_open(pid)
@@ -73,18 +70,14 @@ class _Mold:
         self.workers: set[int] = set()
 
     def has_news(self) -> bool:
-        """Whether it has answered, or has ended."""
         return _readable(self.control.fileno(), 0.0)
 
     def close(self) -> None:
-        """Let it end."""
         self.control.close()
         os.close(self.pidfd)
 
 
 class _Share:
-    """What a guard of the master has in the place of its model."""
-
     __slots__ = ("__weakref__", "bytes", "guard", "mold")
 
     def __init__(self, mold: _Mold, guard: ModelGuard[Any], size: int) -> None:
@@ -92,16 +85,7 @@ class _Share:
 
 
 class Molds:
-    """The molds of one master. All but the guards' loaders runs in gunicorn's main loop.
-
-    Args:
-        server: gunicorn's master.
-        guards: Whose models are shared.
-        options: How a mold prepares.
-        metric_files: Which files a worker may take over.
-        make_worker: gunicorn's own code for a new worker.
-        before_worker: Called in the process that forks a worker, just before that.
-    """
+    """The molds of one master. All but the guards' loaders runs in gunicorn's main loop."""
 
     def __init__(
         self,
@@ -130,11 +114,7 @@ class Molds:
     # In the main loop
 
     def start(self) -> None:
-        """Load the models, in the first mold.
-
-        Raises:
-            LoadFailed: A model could not be loaded or prepared.
-        """
+        """Load the models, in the first mold."""
         atexit.register(self._end_all)
         for guard in self._guards:
             if guard.engine.state.current is not None:  # the application has loaded it on import
@@ -167,7 +147,6 @@ class Molds:
 
     @property
     def may_fork(self) -> bool:
-        """Whether there is a mold to fork workers from."""
         return self._current is not None and not self._current.has_news()
 
     def step(self) -> list[int]:
@@ -287,7 +266,6 @@ class Molds:
             return 0
 
     def _order(self, worker: Any) -> int:
-        """Have the current mold fork a worker."""
         mold, listeners = self._current, self._server.LISTENERS
         if mold is None:
             raise OSError("there is no mold")
@@ -483,7 +461,6 @@ class Molds:
 
 
 def _mold_of(guard: ModelGuard[Any]) -> _Mold | None:
-    """The mold that has the guard's current model."""
     share = getattr(guard.engine.state.current, "model", None)
     return share.mold if isinstance(share, _Share) else None
 

@@ -102,35 +102,55 @@ class IsolationStatus:
 # The isolated functions of this process: for readiness probes, for commands, and for forks.
 
 
-class _Registered(Protocol):
+class Registered(Protocol):
     """An isolated function, as the rest of the process uses it."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name."""
+        ...
+
     @property
-    def ready(self) -> bool: ...
-    def status(self) -> IsolationStatus: ...
-    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None: ...
-    def unload(self, timeout: _units.Duration | None = None) -> None: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
-    def refuse_calls(self) -> None: ...
-    def renew_in_child(self) -> None: ...
+    def ready(self) -> bool:
+        """Whether one of its workers can answer."""
+        ...
+
+    def status(self) -> IsolationStatus:
+        """Its state, its processes and its counts."""
+        ...
+
+    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
+        """Make a new mold."""
+
+    def unload(self, timeout: _units.Duration | None = None) -> None:
+        """End the mold and its workers until the next call."""
+
+    def pause(self) -> None:
+        """Let policies replace nothing."""
+
+    def resume(self) -> None:
+        """Let them again."""
+
+    def refuse_calls(self) -> None:
+        """This process exits: raise ``GuardClosed`` from now on."""
+
+    def renew_in_child(self) -> None:
+        """Start again without molds: those of the parent answer the parent."""
 
 
-_functions: WeakRegistry[_Registered] = WeakRegistry()
+_functions: WeakRegistry[Registered] = WeakRegistry()
 _first = threading.Lock()  # taken by the first function, and never released
 _first_use = threading.Lock()  # the same, when processes are first started
 
 
-def add(function: _Registered) -> None:
+def add(function: Registered) -> None:
     """Add an isolated function. The first one registers the hook for forks."""
     _functions.add(function)
     if _first.acquire(blocking=False) and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_renew)
 
 
-def live() -> tuple[_Registered, ...]:
+def live() -> tuple[Registered, ...]:
     """The isolated functions of this process."""
     return tuple(_functions)
 
