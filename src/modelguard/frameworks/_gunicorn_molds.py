@@ -26,10 +26,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from modelguard.errors import ForkHazard, GuardClosed, LoadFailed, ModelRejected
+from modelguard.errors import ForkHazard, GuardClosed, ModelRejected
 from modelguard.frameworks._workers import MetricFiles, PreforkOptions, log_report
 from modelguard.isolation import _processes
-from modelguard.isolation._channel import Channel, Unreadable, pair, portable, with_remote_traceback
+from modelguard.isolation._channel import Channel, Unreadable, load_failure, pair, with_remote_traceback
 from modelguard.isolation._processes import flush_output, leave
 from modelguard.lifecycle._fork import TICKER
 from modelguard.lifecycle._loading import Rejected
@@ -152,13 +152,13 @@ class Molds:
     def step(self) -> list[int]:
         """Go on with what is under way, without a wait; returns the workers that another mold is to replace now."""
         self._hear()
-        self._begin()
+        self._fork_mold()
         changed = self._follow()
         self._end_unused()
         self._revive()
         return list(self._server.WORKERS) if changed else []
 
-    def _begin(self) -> None:
+    def _fork_mold(self) -> None:
         """Fork one mold for all who have asked by now."""
         with self._lock:
             if self._made is not None or not self._asked:
@@ -346,7 +346,7 @@ class Molds:
         server, beside_workers = self._server, self._current is not None
         _trial.end_with_parent(self._pid)
         for number in server.SIGNALS:  # the master ends it
-            signal.signal(number, _nothing)
+            signal.signal(number, _processes.do_nothing)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._lock = threading.RLock()  # a thread of the master may have it
         TICKER.stop()
@@ -365,11 +365,9 @@ class Molds:
                 warnings.simplefilter("ignore", ForkHazard)  # the report has them
                 report = self._prepare()
         except BaseException as error:  # noqa: BLE001 - whatever a loader raises is the load's failure
-            text = "".join(traceback.format_exception(error))
-            if type(error) is LoadFailed and error.__cause__ is not None and len(self._guards) == 1:
-                error = error.__cause__  # the master's guard makes a LoadFailed of it
+            only = len(self._guards) == 1  # else the LoadFailed says which it was
             with suppress(OSError):
-                control.send((None, portable(error, self._guards[0].name, plain=True), text))
+                control.send((None, *load_failure(error, self._guards[0].name, plain=True, unwrap=only)))
             leave(0)
         control.send((report, [(guard.version, guard.status().model_bytes or 0) for guard in self._guards]))
         self._serve(control)
@@ -474,7 +472,3 @@ def _readable(fd: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(max(0.0, seconds) * 1000))
-
-
-def _nothing(_number: int, _frame: object) -> None:
-    """A handler, where SIG_IGN would be inherited by programs that the models start."""

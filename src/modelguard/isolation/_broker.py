@@ -354,7 +354,7 @@ class ClientConnection:
             self.answer("done", None)
 
     def _status(self) -> None:
-        self.answer("done", self._broker.scope.status(0))
+        self.answer("done", self._broker.status())
 
 
 #: Seconds without clients after which it ends, if the last one has ended without leaving, as when it was killed: a
@@ -440,22 +440,13 @@ class _Client:
         return True
 
 
-class _Scope(ProcessScope):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.clients: tuple[int, ...] = ()
-
-    def status(self, queued: int) -> IsolationStatus:
-        return replace(super().status(queued), broker=os.getpid(), clients=self.clients)
-
-
 class _Broker:
     def __init__(self, orders: BrokerOrders) -> None:
         self._orders = orders
         self._folder = Folder(Path(orders.folder))
         self._molds = MoldGuard(orders.options, orders.source, orders.origin, paused=orders.paused)
         self._molds.code = orders.code
-        self.scope = _Scope(orders.options, self._molds)
+        self.scope = ProcessScope(orders.options, self._molds)
         self.engine = self._molds.guard.engine
         self.supervisor = supervisor()
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
@@ -528,7 +519,6 @@ class _Broker:
                 connection.answer("unwelcome", "code", path)
             raise EOFError
         self._clients[token] = _Client(connection, connection.pid, reports)
-        self.scope.clients = tuple(client.pid for client in self._clients.values())
         connection.answer("welcome", os.getpid())
         self._tell_state()
 
@@ -559,7 +549,6 @@ class _Broker:
         if client is None:
             return
         self._last_left = time.monotonic()
-        self.scope.clients = tuple(one.pid for one in self._clients.values())
         for one in client.connections - {client.connection}:
             one.end()
         client.reports.close()
@@ -587,6 +576,10 @@ class _Broker:
         waiting, self._loading = self._loading, []
         for connection in waiting:
             connection.loaded(error)
+
+    def status(self) -> IsolationStatus:
+        clients = tuple(client.pid for client in self._clients.values())
+        return replace(self.scope.status(0), broker=os.getpid(), clients=clients)
 
     def pause(self, *, paused: bool) -> None:
         """Hold back what policies ask for, or no longer, and report it to the clients before the one that has asked."""

@@ -647,7 +647,7 @@ class Caller:
         except ConnectionError:  # at its end the message, or a part of it, was still in its socket
             raise _NeverRead(taken.lose("crashed", blame=False)) from None
         except BlockingIOError:
-            taken.lose("timeout")
+            self._kill_at_deadline(taken)
             raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from None
         except EOFError:
             cause = taken.lose("crashed")
@@ -672,6 +672,11 @@ class Caller:
             finally:
                 thread.is_free = False
         return kind, value
+
+    @staticmethod
+    def _kill_at_deadline(taken: Taken) -> None:
+        """Kill the worker: nothing else ends a call that computes, and nobody knows for how long it would."""
+        taken.lose("timeout")
 
 
 def _fail(call: _Call, future: Future[Any], error: BaseException) -> None:

@@ -20,13 +20,14 @@ import socket
 import struct
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any
 
-from modelguard.errors import RemoteError
+from modelguard.errors import LoadFailed, RemoteError
 
 # Pickles whose large buffers stay outside: arrays and tensors are not copied into the pickle.
 
@@ -485,6 +486,14 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - an error whose text fails is still an error
         return "(no text)"
+
+
+def load_failure(error: BaseException, name: str, *, plain: bool, unwrap: bool = True) -> tuple[BaseException, str]:
+    """What a mold reports of a load that has failed: an error that its owner can rebuild, and the traceback."""
+    text = "".join(traceback.format_exception(error))
+    if unwrap and type(error) is LoadFailed and error.__cause__ is not None:
+        error = error.__cause__  # the owner's guard makes a LoadFailed of it
+    return portable(error, name, plain=plain), text
 
 
 class RemoteTraceback(Exception):

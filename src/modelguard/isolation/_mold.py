@@ -22,9 +22,18 @@ from typing import Any, NoReturn
 
 from modelguard import prefork
 from modelguard._function_kinds import FunctionKind
-from modelguard.errors import LoadFailed, RemoteError, TransferRefused
+from modelguard.errors import RemoteError, TransferRefused
 from modelguard.isolation import _channel, _options, _processes, _supervisor
-from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unreadable, described, portable, text_of
+from modelguard.isolation._channel import (
+    AnswerKind,
+    Channel,
+    StreamStep,
+    Unreadable,
+    described,
+    load_failure,
+    portable,
+    text_of,
+)
 from modelguard.isolation._options import Source, source_of_stub
 from modelguard.isolation._processes import flush_output, leave
 from modelguard.isolation._supervisor import Instructions
@@ -51,12 +60,9 @@ def main(control: int, news: int) -> NoReturn:
         with _processes.coming_last() if instructions["beside_calls"] else nullcontext():
             mold = _Mold(channel, instructions, reporter, place)
     except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
-        text = "".join(traceback.format_exception(error))
-        if type(error) is LoadFailed and error.__cause__ is not None:
-            error = error.__cause__  # the owner's guard makes a LoadFailed of it
         plain = instructions["shared"] or instructions["stub"] is not None
         with suppress(OSError):
-            channel.send(("failed", portable(error, instructions["name"], plain=plain), text))
+            channel.send(("failed", *load_failure(error, instructions["name"], plain=plain)))
         leave(1)
     files = _supervisor.files() if instructions["shared"] else None
     channel.send(("ready", time.monotonic() - started, files, mold.version))
@@ -142,7 +148,7 @@ class _Mold:
         for end in (woken, wake):
             end.setblocking(False)  # noqa: FBT003 - its only parameter
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _nothing)
+        signal.signal(signal.SIGCHLD, _processes.do_nothing)
         self._handle_signals()
         _processes.die_with_parent(self._owner, signal.SIGTERM)
         self._inherited = (woken, wake)
@@ -170,9 +176,9 @@ class _Mold:
             leave(0)
         # What a fresh worker does before its first call must not take the time of calls.
         with _processes.standing_back() if beside_calls == [True] else nullcontext():
-            self._fork(number, self._control.take_fd())
+            self._fork_worker(number, self._control.take_fd())
 
-    def _fork(self, number: int, fd: int) -> None:
+    def _fork_worker(self, number: int, fd: int) -> None:
         flush_output()  # otherwise the content of the buffers is written twice
         # Until the worker has handlers of its own, too, neither ends it: what is ignored stays ignored while the guards
         # of the mold warm up in it.
@@ -215,7 +221,7 @@ class _Mold:
                 traceback.print_exc()
 
     def _handle_signals(self) -> None:
-        signal.signal(signal.SIGINT, _nothing)  # the owner decides when its workers end
+        signal.signal(signal.SIGINT, _processes.do_nothing)  # the owner decides when its workers end
         signal.signal(signal.SIGTERM, lambda *_: self._end_if_orphan())
         self._end_if_orphan()  # its owner's end may have been signalled while signals were ignored
 
@@ -229,7 +235,7 @@ class _Mold:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _on_ending(_nothing)
+            _on_ending(_processes.do_nothing)
             self._control.close()
             for end in self._inherited:
                 end.close()
@@ -243,7 +249,7 @@ class _Mold:
 
     def become_spawned_worker(self) -> NoReturn:
         """Take calls in this process, which no fork made. It dies with its owner, by SIGKILL as while it loads."""
-        _on_ending(_nothing)
+        _on_ending(_processes.do_nothing)
         try:
             self._control.receive()
             self._work(self._control.take_fd())
@@ -281,10 +287,6 @@ def _on_ending(action: Callable[[int, FrameType | None], None] | signal.Handlers
     """Set what the signals do that a service manager or a terminal may send to all processes of a service."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, action)
-
-
-def _nothing(_number: int, _frame: object) -> None:
-    """A handler, where SIG_IGN would be inherited by programs that the model starts."""
 
 
 #: Seconds between two looks at what policies read besides the calls themselves, such as memory.

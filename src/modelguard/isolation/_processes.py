@@ -191,6 +191,10 @@ def coming_last() -> Iterator[None]:
         set_oom_score(before)
 
 
+def do_nothing(_number: int, _frame: object) -> None:
+    """A signal handler, where SIG_IGN would be inherited by programs that the model starts."""
+
+
 def send_kill(pidfd: int) -> None:
     with suppress(ProcessLookupError, OSError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -293,6 +293,12 @@ class ProcessScope(MoldScope):
         self._molds = molds
         self._engine = molds.guard.engine
         super().__init__(options, lambda: self._engine.guard.options.wait_timeout)
+        guard = molds.guard
+        self.reload, self.areload = guard.reload, guard.areload
+        self.unload, self.aunload = guard.unload, guard.aunload
+        self.close, self.aclose, self.reopen = guard.close, guard.aclose, self._engine.reopen
+        self.rollback, self.set_paused = molds.rollback, molds.set_paused
+        self.end_at_once, self.abandon = molds.end_at_once, molds.abandon
 
     def _lend(self, key: Any) -> Loan | None:
         del key
@@ -340,8 +346,6 @@ class ProcessScope(MoldScope):
 
     def status(self, queued: int) -> IsolationStatus:
         molds, mold = self._molds.guard.status(), self._molds.current
-        now = time.monotonic()
-        listed = [] if mold is None else mold.workers.listed()
         counts: dict[Any, int] = {} if mold is None else dict(mold.workers.counts)
         return IsolationStatus(
             name=self._name,
@@ -350,10 +354,7 @@ class ProcessScope(MoldScope):
             generation=molds.generation,
             age=molds.age,
             mold=None if mold is None or mold.died is not None else mold.pid,
-            workers=tuple(
-                WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
-                for one, state, worn, calls in listed
-            ),
+            workers=_workers_of([] if mold is None else [mold]),
             in_flight=molds.in_flight,
             queued=queued,
             reloads=molds.reloads,
@@ -368,9 +369,6 @@ class ProcessScope(MoldScope):
             paused=molds.paused,
             postponed=self._molds.postponed,
         )
-
-    def rollback(self) -> None:
-        self._molds.rollback()
 
     def load(self, timeout: _units.Duration | None) -> None:
         limit = Timeout(timeout)
@@ -389,38 +387,17 @@ class ProcessScope(MoldScope):
     def paused(self) -> bool:
         return self._engine.state.paused
 
-    def set_paused(self, *, paused: bool) -> None:
-        self._molds.set_paused(paused=paused)
-
-    def unload(self, timeout: _units.Duration | None) -> None:
-        self._molds.guard.unload(timeout)
-
-    async def aunload(self, timeout: _units.Duration | None) -> None:
-        await self._molds.guard.aunload(timeout)
-
-    def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
-        self._molds.guard.reload(wait=wait, timeout=timeout)
-
-    async def areload(self, timeout: _units.Duration | None) -> None:
-        await self._molds.guard.areload(timeout)
-
-    def close(self) -> None:
-        self._molds.guard.close()
-
-    async def aclose(self) -> None:
-        await self._molds.guard.aclose()
-
-    def reopen(self) -> None:
-        self._engine.reopen()
-
     def refuse_calls(self) -> None:
         self._engine.state.close()
 
-    def end_at_once(self) -> None:
-        self._molds.end_at_once()
 
-    def abandon(self) -> None:
-        self._molds.abandon()
+def _workers_of(molds: Iterable[Mold]) -> tuple[WorkerStatus, ...]:
+    now = time.monotonic()
+    return tuple(
+        WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
+        for mold in molds
+        for one, state, worn, calls in mold.workers.listed()
+    )
 
 
 def _state(of_guard: State, mold: Mold | None) -> State:
@@ -514,18 +491,14 @@ class PoolScope(MoldScope):
         return None
 
     def status(self, queued: int) -> IsolationStatus:
-        pool, now = self._pool.status(), time.monotonic()
+        pool = self._pool.status()
         molds = [mold for one in list(self._guards) if (mold := one.current) is not None]
         counts = [mold.workers.counts for mold in molds]
         return IsolationStatus(
             name=self._options.name,
             state="closed" if self._closed else "ready" if pool.models else "idle" if pool.idle else "new",
             ready=self.ready,
-            workers=tuple(
-                WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
-                for mold in molds
-                for one, state, worn, calls in mold.workers.listed()
-            ),
+            workers=_workers_of(molds),
             in_flight=pool.in_flight,
             queued=queued,
             recycled=sum(one["recycled"] for one in counts),
