@@ -59,26 +59,15 @@ class Ready(Protocol):
     """Something that a readiness probe can check: a guard, a batched or an isolated function."""
 
     @property
-    def name(self) -> str:
-        """Its name."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def ready(self) -> bool:
-        """Whether it can serve."""
-        ...
+    def ready(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A response.
-
-    Attributes:
-        status: The HTTP status.
-        headers: Names and values.
-        body: JSON.
-        detail: What the body says to a person; empty for a probe.
-    """
+    """A response."""
 
     status: int
     headers: tuple[tuple[str, str], ...]
@@ -93,22 +82,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class WebOptions:
-    """The options of both middlewares.
-
-    Args:
-        deadline: Time limit for the batched calls of every request, from its arrival; None for no limit.
-        timeout_header: The header with which a client can shorten the deadline, in seconds; None for no header.
-        livez: Path of the liveness probe; None to leave it to the application.
-        readyz: Path of the readiness probe; None to leave it to the application.
-        guards: What ``readyz`` checks. Default: all guards, batched and isolated functions of the process.
-        detail: Whether a response contains the error's own text, with names of functions and figures. For development.
-        fair_by: Whose a request is: the name of a header, or a function of the ASGI scope or WSGI environment. None:
-            nobody's.
-        priority: How urgent a request is: a function of the same.
-
-    Raises:
-        InvalidOption: An option is invalid.
-    """
+    """The options of both middlewares."""
 
     deadline: _units.Duration | None = None
     timeout_header: str | None = "Request-Timeout"
@@ -144,16 +118,7 @@ class WebOptions:
             object.__setattr__(self, "guards", _check_guards(self.guards))
 
     def identify(self, request: Any, header: str | None) -> tuple[Hashable, int]:
-        """Whose a request is, and how urgent.
-
-        Args:
-            request: The ASGI scope, or the WSGI environment.
-            header: The value of the header that ``fair_by`` names; None if there is none.
-
-        Raises:
-            InvalidOption: ``fair_by`` returned a key that is not hashable, or ``priority`` no priority.
-            Exception: What these functions raised.
-        """
+        """Whose a request is, and how urgent."""
         key: Hashable = header
         if callable(self.fair_by):
             key = self.fair_by(request)
@@ -180,11 +145,7 @@ class WebOptions:
         return json_answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, content)
 
     def timeout(self, header: str | None) -> float | Answer | None:
-        """The time limit of a request in seconds, None for no limit; or the answer to an invalid header.
-
-        Args:
-            header: The client's timeout header; None if there is none.
-        """
+        """The time limit of a request in seconds, None for no limit; or the answer to an invalid header."""
         own = None if self.deadline is None else _units.seconds(self.deadline, "deadline")
         if header is None:
             return own
@@ -245,7 +206,6 @@ def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:
 
 
 def problem(status: int, detail: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
-    """Make a problem document."""
     content = {"type": "about:blank", "title": _title(status), "status": int(status), "detail": detail}
     return replace(json_answer(status, content, headers, media_type="application/problem+json"), detail=detail)
 
@@ -333,7 +293,6 @@ async def answer_of(command: Answer | Callable[[], Answer]) -> Answer:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Await ``work``, which is done in a thread of its own."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -26,13 +26,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from modelguard.errors import ForkHazard, GuardClosed, LoadFailed, ModelRejected
-from modelguard.frameworks._rolling import MetricFiles
-from modelguard.frameworks._workers import PreforkOptions, log_report
+from modelguard.errors import ForkHazard, GuardClosed, ModelRejected
+from modelguard.frameworks._workers import MetricFiles, PreforkOptions, log_report
 from modelguard.isolation import _processes
-from modelguard.isolation._channel import Channel, Unreadable, pair
-from modelguard.isolation._molds import with_remote_traceback
-from modelguard.isolation._worker import flush_output, leave, portable
+from modelguard.isolation._channel import Channel, Unreadable, load_failure, pair, with_remote_traceback
+from modelguard.isolation._processes import flush_output, leave
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._options import Loaded
 from modelguard.lifecycle.guard import ModelGuard
@@ -63,8 +61,6 @@ def needed(guards: Sequence[ModelGuard[Any]]) -> bool:
 
 
 class _Mold:
-    """A mold as the master sees it."""
-
     def __init__(self, pid: int, control: Channel, configuration: object) -> None:
         self.pid, self.control, self.configuration = pid, control, configuration
         self.pidfd = os.pidfd_open(pid)
@@ -74,18 +70,14 @@ class _Mold:
         self.workers: set[int] = set()
 
     def has_news(self) -> bool:
-        """Whether it has answered, or has ended."""
         return _readable(self.control.fileno(), 0.0)
 
     def close(self) -> None:
-        """Let it end."""
         self.control.close()
         os.close(self.pidfd)
 
 
 class _Share:
-    """What a guard of the master has in the place of its model."""
-
     __slots__ = ("__weakref__", "bytes", "guard", "mold")
 
     def __init__(self, mold: _Mold, guard: ModelGuard[Any], size: int) -> None:
@@ -93,16 +85,7 @@ class _Share:
 
 
 class Molds:
-    """The molds of one master. All but the guards' loaders runs in gunicorn's main loop.
-
-    Args:
-        server: gunicorn's master.
-        guards: Whose models are shared.
-        options: How a mold prepares.
-        metric_files: Which files a worker may take over.
-        make_worker: gunicorn's own code for a new worker.
-        before_worker: Called in the process that forks a worker, just before that.
-    """
+    """The molds of one master. All but the guards' loaders runs in gunicorn's main loop."""
 
     def __init__(
         self,
@@ -131,11 +114,7 @@ class Molds:
     # In the main loop
 
     def start(self) -> None:
-        """Load the models, in the first mold.
-
-        Raises:
-            LoadFailed: A model could not be loaded or prepared.
-        """
+        """Load the models, in the first mold."""
         atexit.register(self._end_all)
         for guard in self._guards:
             if guard.engine.state.current is not None:  # the application has loaded it on import
@@ -167,19 +146,18 @@ class Molds:
 
     @property
     def may_fork(self) -> bool:
-        """Whether there is a mold to fork workers from."""
         return self._current is not None and not self._current.has_news()
 
     def step(self) -> list[int]:
         """Go on with what is under way, without a wait; returns the workers that another mold is to replace now."""
         self._hear()
-        self._begin()
+        self._fork_mold()
         changed = self._follow()
         self._end_unused()
         self._revive()
         return list(self._server.WORKERS) if changed else []
 
-    def _begin(self) -> None:
+    def _fork_mold(self) -> None:
         """Fork one mold for all who have asked by now."""
         with self._lock:
             if self._made is not None or not self._asked:
@@ -287,7 +265,6 @@ class Molds:
             return 0
 
     def _order(self, worker: Any) -> int:
-        """Have the current mold fork a worker."""
         mold, listeners = self._current, self._server.LISTENERS
         if mold is None:
             raise OSError("there is no mold")
@@ -368,7 +345,7 @@ class Molds:
         server, beside_workers = self._server, self._current is not None
         _trial.end_with_parent(self._pid)
         for number in server.SIGNALS:  # the master ends it
-            signal.signal(number, _nothing)
+            signal.signal(number, _processes.do_nothing)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._lock = threading.RLock()  # a thread of the master may have it
         TICKER.stop()
@@ -387,11 +364,9 @@ class Molds:
                 warnings.simplefilter("ignore", ForkHazard)  # the report has them
                 report = self._prepare()
         except BaseException as error:  # noqa: BLE001 - whatever a loader raises is the load's failure
-            text = "".join(traceback.format_exception(error))
-            if type(error) is LoadFailed and error.__cause__ is not None and len(self._guards) == 1:
-                error = error.__cause__  # the master's guard makes a LoadFailed of it
+            only = len(self._guards) == 1  # else the LoadFailed says which it was
             with suppress(OSError):
-                control.send((None, portable(error, self._guards[0].name, plain=True), text))
+                control.send((None, *load_failure(error, self._guards[0].name, plain=True, unwrap=only)))
             leave(0)
         control.send((report, [(guard.version, guard.status().model_bytes or 0) for guard in self._guards]))
         self._serve(control)
@@ -483,7 +458,6 @@ class Molds:
 
 
 def _mold_of(guard: ModelGuard[Any]) -> _Mold | None:
-    """The mold that has the guard's current model."""
     share = getattr(guard.engine.state.current, "model", None)
     return share.mold if isinstance(share, _Share) else None
 
@@ -497,7 +471,3 @@ def _readable(fd: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(max(0.0, seconds) * 1000))
-
-
-def _nothing(_number: int, _frame: object) -> None:
-    """A handler, where SIG_IGN would be inherited by programs that the models start."""

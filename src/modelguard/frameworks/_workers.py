@@ -7,16 +7,20 @@ send no messages: all they need to know about each other is in a few bytes of sh
 from __future__ import annotations
 
 import contextlib
+import importlib
 import mmap
 import os
 import struct
+import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from modelguard import _units, prefork
 from modelguard.errors import ForkHazard, InvalidOption
@@ -24,7 +28,8 @@ from modelguard.isolation import status as _isolated
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.lifecycle.pool import pools as all_pools
-from modelguard.runtime import background
+from modelguard.runtime import background, fork
+from modelguard.runtime.background import start_thread
 from modelguard.serving import _shared_threads as _batched
 from modelguard.sharing import _prefork
 from modelguard.sharing._prefork import prepare_chosen
@@ -36,19 +41,8 @@ from modelguard.telemetry.reasons import Reason
 
 T = TypeVar("T")
 
+
 _YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
-
-
-class Log(Protocol):
-    """The methods of a logger that are used here."""
-
-    def info(self, msg: str, /, *args: object) -> Any:
-        """Log something that is as it should be."""
-        ...
-
-    def warning(self, msg: str, /, *args: object) -> Any:
-        """Log something that somebody should look at."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +107,11 @@ def guards_to_share() -> tuple[ModelGuard[Any], ...]:
 
 
 def generations(chosen: Sequence[ModelGuard[Any]]) -> tuple[int, ...]:
-    """The number of each guard's current generation."""
     return tuple(guard.status().generation for guard in chosen)
 
 
-def log_report(log: Log, report: prefork.ForkReport, on_hazard: str, workers: int | None = None) -> None:
-    """Log what was prepared; a hazard that no child repairs is a warning.
-
-    Args:
-        log: A logger, or gunicorn's.
-        report: What ``prepare`` returned.
-        on_hazard: The option of the preparation.
-        workers: How many there will be, if that is known.
-    """
+def log_report(log: Any, report: prefork.ForkReport, on_hazard: str, workers: int | None = None) -> None:
+    """Log what was prepared; a hazard that no child repairs is a warning."""
     for line in report.lines():
         log.info("modelguard: %s", line)
     for hazard in report.hazards:
@@ -154,23 +140,17 @@ def _number(text: str) -> float | str:
 #: Seconds between the parent's checks for new weights.
 _CHECK_INTERVAL = 1.0
 
+
 #: Seconds that the fork of a worker waits for running loads.
 _LOAD_TIMEOUT = 60.0
+
 
 #: Seconds to wait for the replacement of a worker that has left: after that it has failed, or there is none.
 _REPLACE_TIMEOUT = 60.0
 
 
 class Workers:
-    """All workers, in the parent; the current worker, in a worker.
-
-    Args:
-        guards: The guards whose models are shared. Default: those made with ``prefork=True``, or all if there is none.
-        options: The options of the preparation.
-        min_lifetime: The minimum age at which a worker is replaced. Without it, a policy that is due when a worker
-            starts, such as a limit that the shared model alone exceeds, would make the server fork all the time.
-        clock: Monotonic seconds, the same in all processes.
-    """
+    """All workers, in the parent; the current worker, in a worker."""
 
     def __init__(
         self,
@@ -207,10 +187,13 @@ class Workers:
         self._shared = SharedState()
         self._weights_version = self._shared.weights_version
         if any(guard.engine.renews_weights for guard in self._guards):
-            os.register_at_fork(
-                before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork_in_child
+            fork.at_fork(
+                fork.Rank.RENEWAL,
+                before=self._before_fork,
+                in_parent=self._after_fork,
+                in_child=self._after_fork_in_child,
             )
-            threading.Thread(target=self._renew_repeatedly, name="modelguard-renewal", daemon=True).start()
+            start_thread(self._renew_repeatedly, "modelguard-renewal")
         return report
 
     def _renew_repeatedly(self) -> None:
@@ -237,7 +220,6 @@ class Workers:
         self.log(report)
 
     def log(self, report: prefork.ForkReport) -> None:
-        """Log what was prepared."""
         log_report(logger, report, self._options.on_hazard)
 
     def _before_fork(self) -> None:
@@ -255,11 +237,7 @@ class Workers:
     # In a worker
 
     def begin(self) -> None:
-        """Repair and warm up this worker after the fork, and allow the next worker to leave.
-
-        Raises:
-            Exception: The error of a guard's warm-up.
-        """
+        """Repair and warm up this worker after the fork, and allow the next worker to leave."""
         prefork.in_child()
         self._started = self._clock()
         self._shared.worker_started()
@@ -296,7 +274,6 @@ class SharedState:
 
     @property
     def weights_version(self) -> int:
-        """How often the parent has prepared new weights."""
         number: int = self._VERSION.unpack_from(self._bytes)[0]
         return number
 
@@ -327,3 +304,64 @@ class SharedState:
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+
+# The files of prometheus_client's multiprocess mode, under a server that replaces its workers.
+#
+# Each process writes its counts into files of its own, and a scrape adds up all files that there are. The counts of a
+# worker that has ended must stay in the sums, so its files cannot be deleted; but a file for each worker that ever
+# lived makes scrapes slower and slower. So a new worker goes on with the files of one that has ended. That is one
+# rename for each file, which a scrape sees before or after: no count is missing, or there twice.
+
+
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+
+#: What is added up over all processes, dead ones included. Gauges are values of their own process.
+_SUMMED = ("counter", "histogram", "summary")
+
+
+class MetricFiles:
+    """Which files are free to be taken over. Lives in the process that forks; a forked worker uses its copy once."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        folder = environment.get(_FOLDER)
+        self._folder = None if folder is None else Path(folder)
+        self.ended: list[int] = []
+
+    def worker_ended(self, pid: int) -> None:
+        """In the parent: a worker has ended. Its live gauges are removed, its counts go to a worker to come."""
+        if self._folder is None or "prometheus_client" not in sys.modules:
+            return
+        importlib.import_module("prometheus_client.multiprocess").mark_process_dead(pid, str(self._folder))
+        still_there = [each for each in self.ended if each != pid and any(map(Path.exists, self._files(each)))]
+        self.ended = [*still_there, pid]
+
+    def worker_started(self, pid: int) -> None:
+        """In the parent: a process id is used again, and its files with it."""
+        self.ended = [each for each in self.ended if each != pid]
+
+    def take_over(self) -> None:
+        """In a new worker, before its first metric: go on with the files of a worker that has ended.
+
+        Another new worker may take the same one: only one of them can rename a file.
+        """
+        if self._folder is None:
+            return
+        own = self._files(os.getpid())
+        if any(map(Path.exists, own)):  # this worker counts already, or had the same process id as one that has ended
+            return
+        for pid in self.ended:
+            taken = [self._take(theirs, mine) for theirs, mine in zip(self._files(pid), own, strict=True)]
+            if any(taken):
+                return
+
+    def _take(self, theirs: Path, mine: Path) -> bool:
+        with suppress(OSError):  # there is none, or another worker was faster
+            theirs.rename(mine)
+            return True
+        return False
+
+    def _files(self, pid: int) -> list[Path]:
+        folder = self._folder or Path()
+        return [folder / f"{kind}_{pid}.db" for kind in _SUMMED]

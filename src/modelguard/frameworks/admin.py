@@ -102,11 +102,7 @@ class Admin:
         return refusal or functools.partial(self._answer, method, path, query)
 
     def _refusal(self, authorization: str | None) -> Answer | None:
-        """The answer to a request without the secret; None if it has it.
-
-        Args:
-            authorization: The header; None if there is none.
-        """
+        """The answer to a request without the secret; None if it has it."""
         scheme, _, given = (authorization or "").partition(" ")
         # Digests, so that the time of the comparison does not depend on the length either.
         fits = hmac.compare_digest(_digest(given.strip()), self._digest)
@@ -118,13 +114,7 @@ class Admin:
         return problem(HTTPStatus.UNAUTHORIZED, "This needs the header Authorization: Bearer SECRET.", headers)
 
     def _answer(self, method: str, path: str, query: str) -> Answer:
-        """Do what a request with the secret asks for. Blocks.
-
-        Args:
-            method: The HTTP method.
-            path: The path, which the route owns.
-            query: The query string.
-        """
+        """Do what a request with the secret asks for. Blocks."""
         word = path.removeprefix(self._path).strip("/")
         if word not in _listener.COMMANDS:
             known = ", ".join(_listener.COMMANDS)

@@ -18,7 +18,7 @@ from typing import Any
 from modelguard import _extras, _units
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import Answer, answer_of
-from modelguard.frameworks._request_options import Header, RequestOptions
+from modelguard.frameworks.wsgi import Header, RequestOptions
 from modelguard.serving.deadlines import WebRequest
 
 __all__ = ["install"]

@@ -17,7 +17,7 @@ from typing import Any
 from modelguard import _extras
 from modelguard.errors import InvalidOption
 from modelguard.frameworks._answers import Answer, answer_of
-from modelguard.frameworks._request_options import RequestOptions
+from modelguard.frameworks.wsgi import RequestOptions
 from modelguard.serving.deadlines import WebRequest
 
 __all__ = ["ModelGuardMiddleware"]

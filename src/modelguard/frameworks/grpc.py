@@ -108,8 +108,6 @@ def aio_interceptor(
 
 
 class _Call:
-    """One RPC, while it is served."""
-
     def __init__(self, options: WebOptions, context: Any) -> None:
         own = options.timeout(None)
         bounds = [bound for bound in (own, context.time_remaining()) if isinstance(bound, float | int)]
@@ -120,7 +118,6 @@ class _Call:
         self.end = self._request.answered
 
     def scope(self) -> AbstractContextManager[None]:
-        """The block for its batched calls."""
         header = None
         if isinstance(self._options.fair_by, str):
             header = dict(self._context.invocation_metadata()).get(self._options.fair_by.lower())
@@ -128,8 +125,6 @@ class _Call:
 
 
 class _Wrapping:
-    """Wraps the functions of a servicer."""
-
     def __init__(self, grpc: Any, options: WebOptions) -> None:
         self._grpc = grpc
         self._options = options

@@ -1,4 +1,8 @@
-"""One call from its arguments to its answer: pickle, take a worker, send, wait, give the worker back."""
+"""One call from its arguments to its answer: wait for a load and in line, send, wait, give the worker back.
+
+Whoever has a worker has a thread; whoever waits for one needs none. So no thread that waits can hold up the steps of a
+stream, or the calls of another key.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Protocol
 
 from modelguard.errors import (
     DeadlineExceeded,
@@ -23,27 +28,323 @@ from modelguard.errors import (
     WorkerCrashed,
 )
 from modelguard.isolation import _channel
-from modelguard.isolation._channel import Unreadable
-from modelguard.isolation._claims import Claim, Limits, Scope, Taken
-from modelguard.isolation._molds import with_remote_traceback
+from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unreadable, with_remote_traceback
+from modelguard.isolation._mold_workers import RETRY_AFTER
 from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation._supervisor import supervisor
-from modelguard.isolation._worker import AnswerKind, StreamStep
-from modelguard.serving._shared_threads import SharedThread
-from modelguard.telemetry import logger
+from modelguard.serving import deadlines
+from modelguard.serving._shared_threads import SharedThread, Watch
+from modelguard.telemetry import Reason, WorkerEndCause, logger
 
-__all__ = ["Arguments", "Caller"]
+#: Seconds within which another thread sets what it has found. If this thread itself was interrupted there, nobody does.
+_SETTING = 0.1
+
+
+class Limits(NamedTuple):
+    """The times of one call, on the monotonic clock."""
+
+    arrived: float
+    until: float = math.inf
+
+
+class Taken(Protocol):
+    """A worker that one call has for itself."""
+
+    @property
+    def channel(self) -> Channel: ...
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 while it is not known."""
+        ...
+
+    def release(self, *, worn: tuple[Reason, ...]) -> None:
+        """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
+        ...
+
+    def put_back(self) -> None:
+        """Give the worker back without a call. Instead of all the others."""
+        ...
+
+    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
+        """Record that the worker has ended in its call, or end it; returns how it ended, for people."""
+        ...
+
+    def leave(self) -> None:
+        """The call has ended, whatever came of it. After :meth:`release` or :meth:`lose`."""
+
+
+class Place:
+    """Where a claim waits."""
+
+    loading = False
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing to wait for at this place any more."""
+        return False
+
+    def leave(self) -> bool:
+        """Wait there no more; false if it does not wait there, or has its worker already. From any thread."""
+        return True
+
+
+class Claim:
+    """A call that asks for a worker. It ends once: with a worker, with an error, or withdrawn. Thread-safe.
+
+    Args:
+        limits: The call's times.
+        key: Which of a pool's models it needs.
+        then: Called with it when it has ended, unless it was withdrawn. With a worker, from any thread and under any
+            lock, so it must not block. Kept until then and no longer: the call's future refers to the claim.
+
+    Attributes:
+        place: Where it waits; None if it does not wait.
+        admitted: Whether there was room for it, so that none refuses it where it goes on to wait.
+        until: When the wait at that place ends, on the monotonic clock.
+        taken: The worker that it has got.
+        error: Why it has got none.
+    """
+
+    __slots__ = ("_claims", "_late", "_open", "admitted", "error", "key", "limits", "place", "taken", "then", "until")
+
+    def __init__(self, limits: Limits, key: object, then: Callable[[Claim], object]) -> None:
+        self.limits = limits
+        self.key = key
+        self.then: Callable[[Claim], object] | None = then
+        self.place: Place | None = None
+        self.admitted = False
+        self.until = math.inf
+        self.taken: Taken | None = None
+        self.error: BaseException | None = None
+        self._claims: Claims | None = None
+        self._late: Callable[[], Exception] | None = None
+        self._open = [None]  # who takes the entry out ends it: one operation, so no lock is needed
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, or is ending."""
+        return not self._open
+
+    # For the scope
+
+    def wait(self, claims: Claims, until: float, late: Callable[[], Exception]) -> None:
+        """Wait at :attr:`place`, at most until then, or until the caller's own deadline."""
+        self._claims, self._late, self.until = claims, late, min(until, self.limits.until)
+        claims.add(self)
+        if self.ended:  # meanwhile
+            claims.remove(self)
+            self._leave()
+
+    def grant(self, taken: Taken) -> bool:
+        """Give it a worker; false if it has ended meanwhile."""
+        if not self._end():
+            return False
+        self.taken = taken
+        self.place = None
+        self._tell()
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """There is no worker for it. Runs callbacks of users, so never under a lock; else :func:`aside`."""
+        if self._end():
+            self.error = error
+            self.place = None
+            self._tell()
+
+    # For the caller
+
+    def withdraw(self) -> bool:
+        """Ask no more; false if it has ended."""
+        if not self._end():
+            return False
+        self.then = None
+        self._leave()
+        return True
+
+    def refuse(self, error: Exception) -> None:
+        if self._end():
+            self._leave()
+            self.error = error
+            self._tell()
+
+    def expire(self, now: float) -> None:
+        if now < self.until or not self._end():
+            return
+        self._leave()
+        late = self._late if now < self.limits.until else None
+        self.error = self._too_late(now) if late is None else late()
+        self._tell()
+
+    def _too_late(self, now: float) -> DeadlineExceeded:
+        name = "" if self._claims is None else self._claims.name
+        return DeadlineExceeded(name, waited=now - self.limits.arrived)
+
+    def _tell(self) -> None:
+        then, self.then = self.then, None
+        assert then is not None  # noqa: S101 - it ends once
+        then(self)
+
+    def _leave(self) -> None:
+        place = self.place
+        if place is not None:
+            place.leave()
+
+    def _end(self) -> bool:
+        try:
+            self._open.pop()
+        except IndexError:
+            return False
+        if self._claims is not None:
+            self._claims.remove(self)
+        return True
+
+
+class ThreadClaim(Claim):
+    """The claim of a thread that blocks."""
+
+    __slots__ = ("_woken",)
+
+    def __init__(self, limits: Limits, key: object) -> None:
+        super().__init__(limits, key, _wake)
+        self._woken: SimpleQueue[None] | None = None
+
+    def wait(self, claims: Claims, until: float, late: Callable[[], Exception]) -> None:
+        """As in every claim; the thread waits no longer than that either."""
+        if self._woken is None:
+            self._woken = SimpleQueue()
+        super().wait(claims, until, late)
+        self.wake()
+
+    def wake(self) -> None:
+        if self._woken is not None:
+            self._woken.put(None)
+
+    def result(self) -> Taken:
+        """Block until it has ended."""
+        while self.taken is None and self.error is None:
+            self._sleep()
+        if self.error is not None:
+            raise self.error
+        assert self.taken is not None  # noqa: S101 - for the checkers
+        return self.taken
+
+    def abandon(self) -> None:
+        if self.withdraw():
+            return
+        until = time.monotonic() + _SETTING
+        while self.taken is None and self.error is None and time.monotonic() < until:
+            time.sleep(0)
+        if self.taken is not None:
+            self.taken.put_back()
+
+    def _sleep(self) -> None:
+        assert self._woken is not None  # noqa: S101 - it waits
+        left = min(self.until - time.monotonic(), threading.TIMEOUT_MAX)
+        try:
+            self._woken.get(timeout=max(0.0, left))
+        except Empty:
+            self.expire(time.monotonic())
+
+
+def _wake(claim: Claim) -> None:
+    assert isinstance(claim, ThreadClaim)  # noqa: S101 - for the checkers
+    claim.wake()
+
+
+class Claims:
+    """The calls of one function that wait. Thread-safe."""
+
+    def __init__(self, name: str, *, most_loading: int) -> None:
+        self.name = name
+        self._most_loading = most_loading
+        self._waiting: dict[Claim, None] = {}
+        self._lock = threading.RLock()  # reentrant: the garbage collector may end a dropped stream at any point
+        self._watch = Watch(name, self._lock, self._next, self._expire)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Claim]:
+        return iter(tuple(self._waiting))
+
+    def add(self, claim: Claim) -> None:
+        self._waiting[claim] = None
+        # A thread looks at the time by itself.
+        if isinstance(claim, ThreadClaim) or claim.until + deadlines.ahead() >= self._watch.due:
+            return
+        with self._lock:
+            at = claim.until + deadlines.ahead()
+            if at < self._watch.due:
+                self._watch.schedule(at)
+
+    def remove(self, claim: Claim) -> None:
+        self._waiting.pop(claim, None)
+
+    def admit(self, claim: Claim) -> None:
+        """Check whether one more may wait for a load. How many may wait for a worker, the mold's workers know."""
+        if len(self._waiting) >= self._most_loading and not claim.admitted:
+            queued = sum(one.place is not None and one.place.loading for one in self)
+            if queued >= self._most_loading:
+                raise QueueFull(self.name, queued=queued, retry_after=RETRY_AFTER)
+        claim.admitted = True
+
+    def close(self) -> None:
+        """Refuse what waits without a thread. The others are served, or get their error, as their molds end."""
+        for claim in self:
+            if not isinstance(claim, ThreadClaim):
+                claim.refuse(GuardClosed(self.name))
+
+    # Processes live in real time, while a test moves the clock of the watch.
+
+    def _next(self, now: float) -> float:
+        ahead = deadlines.ahead()
+        return min((claim.until for claim in self if claim.until > now - ahead), default=math.inf) + ahead
+
+    def _expire(self, now: float) -> None:
+        now -= deadlines.ahead()
+        for claim in self:
+            claim.expire(now)
+
+
+def aside(work: Callable[[], object]) -> None:
+    """Run what may block, or runs code of users, in a thread of its own; in this one if the system gives none."""
+    try:
+        SharedThread(work, "modelguard-isolated-call").start()
+    except RuntimeError:
+        work()
+
+
+class GivesWorkers(Protocol):
+    """What a call needs of the processes that compute it, wherever these are: of this process, or of the whole host."""
+
+    def take(self, limits: Limits, key: Any = None) -> Taken:
+        """Take a worker; start what is missing. Blocks.
+
+        Raises:
+            GuardClosed, LoadFailed, Reloading, QueueFull, CircuitOpen, DeadlineExceeded: There is none.
+        """
+        ...
+
+    def request(self, claim: Claim) -> None:
+        """:meth:`take` for a call that does not block."""
+        ...
+
 
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
 _RESENDS = 8
+
 
 #: Seconds that a worker has for a message at least, whatever is left until the caller's deadline. Ending it costs more,
 #: and a short answer that is late by less than this is an answer.
 _LEAST = 0.01
 
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+
 KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
 
 #: Compared with each answer, and plain numbers compare faster.
 _RESULT, _ERROR, _ITEM = int(AnswerKind.RESULT), int(AnswerKind.ERROR), int(AnswerKind.ITEM)
@@ -62,13 +363,7 @@ class _NeverRead(Exception):
 
 
 class _Call:
-    """One call, and how often it may yet be sent anew.
-
-    Attributes:
-        content: What is sent; None until it was pickled.
-        begun: Whether a thread has begun it, so that it can be cancelled no more.
-        awaited: Whether its future belongs to an event loop alone, so that no callback of users blocks at its end.
-    """
+    """One call, and how often it may yet be sent anew."""
 
     __slots__ = ("arguments", "awaited", "begun", "content", "key", "limits", "resends", "trace", "tries")
 
@@ -84,7 +379,6 @@ class _Call:
         self.awaited = False
 
     def forget(self) -> None:
-        """Its content is needed no more."""
         self.arguments, self.content = ((), {}), None
 
 
@@ -107,15 +401,9 @@ Finish = Callable[[_Call, Taken, int, Any], Any]
 
 
 class Caller:
-    """Makes the calls of one isolated function. Thread-safe.
+    """Makes the calls of one isolated function. Thread-safe."""
 
-    Args:
-        options: Of the function.
-        scope: Where the workers are.
-        key_of: Which of a pool's models a call needs; None if the function has no pool.
-    """
-
-    def __init__(self, options: IsolationOptions, scope: Scope, key_of: KeyOf | None = None) -> None:
+    def __init__(self, options: IsolationOptions, scope: GivesWorkers, key_of: KeyOf | None = None) -> None:
         self._name = options.name
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._max_bytes = options.max_transfer
@@ -126,11 +414,6 @@ class Caller:
         self._thread = _Thread()
 
     def call(self, arguments: Arguments, limits: Limits) -> Any:
-        """Compute a call. Blocks.
-
-        Raises:
-            Exception: The function's own, or modelguard's reason why there is no answer.
-        """
         call = self._new_call(arguments, limits)
         return self._result(call, *self._begin(call))
 
@@ -140,17 +423,7 @@ class Caller:
         yield from self._opened(call, *self._begin(call))
 
     def submit(self, arguments: Arguments, limits: Limits, *, awaited: bool = False) -> Future[Any]:
-        """Begin a call. No thread waits with it for a worker; one computes it then.
-
-        Args:
-            arguments: Of the call.
-            limits: Its times.
-            awaited: Whether nobody but an event loop gets the future.
-
-        Raises:
-            QueueFull: Too many calls wait.
-            GuardClosed: After the end.
-        """
+        """Begin a call. No thread waits with it for a worker; one computes it then."""
         return self._submit(arguments, limits, self._result, awaited=awaited)
 
     def open(self, arguments: Arguments, limits: Limits) -> Future[Iterator[Any]]:
@@ -374,7 +647,7 @@ class Caller:
         except ConnectionError:  # at its end the message, or a part of it, was still in its socket
             raise _NeverRead(taken.lose("crashed", blame=False)) from None
         except BlockingIOError:
-            taken.lose("timeout")
+            self._kill_at_deadline(taken)
             raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from None
         except EOFError:
             cause = taken.lose("crashed")
@@ -400,6 +673,11 @@ class Caller:
                 thread.is_free = False
         return kind, value
 
+    @staticmethod
+    def _kill_at_deadline(taken: Taken) -> None:
+        """Kill the worker: nothing else ends a call that computes, and nobody knows for how long it would."""
+        taken.lose("timeout")
+
 
 def _fail(call: _Call, future: Future[Any], error: BaseException) -> None:
     if call.begun or future.set_running_or_notify_cancel():
@@ -412,7 +690,6 @@ def _withdraw(claim: Claim, future: Future[Any]) -> None:
 
 
 def _culprit(arguments: Arguments) -> str:
-    """Which argument cannot be pickled."""
     args, kwargs = arguments
     named: list[tuple[str, Any]] = [*((f"argument {n}", one) for n, one in enumerate(args, 1)), *kwargs.items()]
     for name, value in named:

@@ -17,19 +17,17 @@ import os
 import pickle
 import select
 import socket
-import stat
 import struct
 import sys
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any
 
-from modelguard.errors import NotSupported
-from modelguard.facts._proc import peer
+from modelguard.errors import LoadFailed, RemoteError
 
 # Pickles whose large buffers stay outside: arrays and tensors are not copied into the pickle.
 
@@ -37,27 +35,24 @@ from modelguard.facts._proc import peer
 #: Readable memory: the content of arrays, in the order in which the pickle refers to them.
 Buffers = list[memoryview]
 
+
 #: A pickle, and the buffers that it refers to.
 Content = tuple[bytes, Buffers]
+
 
 #: Undoes :func:`dumps`.
 Loads = Callable[[Any, Sequence[Any]], Any]
 
+
 _PROTOCOL = 5
+
 
 #: Bytes. Smaller buffers are copied into the pickle, which costs less than handling them apart.
 _OUTSIDE_FROM = 4096
 
 
 def dumps(value: object) -> Content:
-    """Pickle ``value``.
-
-    Returns:
-        The pickle, and the buffers that it refers to.
-
-    Raises:
-        Exception: Something in it cannot be pickled. Which error that is depends on the object.
-    """
+    """Pickle ``value``."""
     outside: Buffers = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
@@ -77,25 +72,16 @@ def dumps(value: object) -> Content:
 
 
 def unpickle(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
-    """Undo :func:`dumps`. Arrays refer to the memory of ``buffers``, which is not copied."""
     return pickle.loads(body, buffers=buffers)  # noqa: S301 - both ends are this program's own processes
 
 
 def loads_plain(body: bytes, buffers: Sequence[Any]) -> Any:
-    """:func:`loads` for what a process can rebuild that has no modules but Python's and modelguard's.
-
-    Raises:
-        UnpicklingError: It needs others.
-    """
+    """:func:`loads` for what a process can rebuild that has no modules but Python's and modelguard's."""
     return _Plain(io.BytesIO(body), buffers=buffers).load()
 
 
 def loads_here(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
-    """:func:`loads` for a process that is to import no libraries because of what it receives.
-
-    Raises:
-        UnpicklingError: It needs one that this process has not imported.
-    """
+    """:func:`loads` for a process that is to import no libraries because of what it receives."""
     return _Here(io.BytesIO(body), buffers=buffers).load()
 
 
@@ -118,7 +104,6 @@ class _Here(_Plain):
 
 
 def size(content: Content) -> int:
-    """How many bytes are sent."""
     body, buffers = content
     return len(body) + sum(buffer.nbytes for buffer in buffers) if buffers else len(body)
 
@@ -148,33 +133,47 @@ def _rebuild_tensor(buffer: Any, dtype: str, shape: Sequence[int]) -> Any:
 #: Bytes that follow, number of buffers beside the pickle, number of descriptors, whether the content is in shared
 #: memory.
 _HEADER = struct.Struct("<QIHH")
+
+
 _SIZE = struct.Struct("<Q")
+
 
 #: Bytes. Larger content goes through shared memory. There and back on 2 cores, through the socket and through memory:
 #: 128 KiB 0.13 and 0.15 ms, 256 KiB 0.22 to 0.34 and 0.22, 6 MB 16 to 25 and 8 to 10.
 SHARED_FROM = 256 * 1024
 
+
 #: Bytes read at a time, which holds most messages; and the room for descriptors that may come with them.
 _CHUNK = 65_536
+
+
 _MOST_FDS = 32
+
+
 _FDS_SPACE = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+
 
 #: How everything is sent: without a wait in the kernel, whose limit a signal restarts, and so that the end of the other
 #: side is an error. By SIGPIPE it would end a program that has set the default.
 AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
 
+
 #: Seconds after the end of its time at which a wait must have ended. If it ends later, this process has not run, as
 #: when a machine was stopped or a container frozen; and the other one probably has not either.
 _STOPPED = 1.0
 
+
 #: Milliseconds of one wait. The kernel takes at most 2**31 - 1.
 _LONGEST_WAIT = 1e9
+
 
 #: Descriptors are received so that no program inherits them.
 _NOT_INHERITED = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
+
 #: From Python 3.13 on, a mapping need not keep a descriptor.
 _WITHOUT_FD: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
 
 #: Offsets in shared memory are multiples of this, which suits arrays of every type.
 _ALIGNMENT = 64
@@ -185,7 +184,6 @@ class Unreadable(Exception):
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Make two connected sockets, which no process inherits by accident."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
@@ -219,18 +217,7 @@ def wait(connected: socket.socket, event: int, until: float) -> None:
 
 
 def send(connected: socket.socket, content: bytes | memoryview, until: float, rights: Sequence[Any] = ()) -> int:
-    """Send as much as there is room for, and wait until there is some. Returns how many bytes that was.
-
-    Args:
-        connected: The socket.
-        content: What to send.
-        until: As in :func:`wait`.
-        rights: Ancillary data, which goes with the first byte.
-
-    Raises:
-        BlockingIOError: The time is over.
-        OSError: The socket is closed, or its other end.
-    """
+    """Send as much as there is room for, and wait until there is some. Returns how many bytes that was."""
     while True:
         try:
             return connected.sendmsg([content], rights, AT_ONCE)
@@ -239,11 +226,7 @@ def send(connected: socket.socket, content: bytes | memoryview, until: float, ri
 
 
 class Channel:
-    """One end. Not thread-safe: one thread at a time may use it.
-
-    Args:
-        connected: A connected stream socket, which belongs to the channel from now on.
-    """
+    """One end. Not thread-safe: one thread at a time may use it."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(None)
@@ -253,7 +236,6 @@ class Channel:
         self._fds: deque[int] = deque()
 
     def fileno(self) -> int:
-        """Its descriptor, -1 once it is closed."""
         return self._socket.fileno()
 
     @property
@@ -285,12 +267,7 @@ class Channel:
     # Sending
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send a message, and copies of some descriptors with it.
-
-        Raises:
-            OSError: The other side is gone, or the time is over.
-            Exception: Something in the message cannot be pickled; nothing was sent then.
-        """
+        """Send a message, and copies of some descriptors with it."""
         self.send_pickled(*dumps(message), fds)
 
     def send_pickled(self, body: bytes, buffers: Buffers, fds: Sequence[int] = ()) -> None:
@@ -364,7 +341,6 @@ class Channel:
         return loads(pieces[0], pieces[1:])
 
     def take_fd(self) -> int:
-        """The next descriptor that came with the messages so far."""
         return self._fds.popleft()
 
     def _await(self) -> None:
@@ -396,7 +372,6 @@ class Channel:
 
 
 def _shared(parts: Sequence[memoryview]) -> int | None:
-    """Write the parts into new shared memory; None if there is none, for lack of memory or of descriptors."""
     try:
         fd = os.memfd_create("modelguard", os.MFD_CLOEXEC)
     except (OSError, AttributeError):
@@ -441,206 +416,6 @@ def _sliced(content: memoryview, sizes: Sequence[int]) -> list[Any]:
     return parts
 
 
-# Where the processes of one user meet: sockets in a private folder, and a lock on it.
-#
-# The lock is ``flock`` on the folder itself, so there is no lock file to leave behind: the kernel releases it when the
-# last process that holds it dies. A socket whose process is gone refuses connections, and the next election removes it.
-
-
-if sys.platform != "win32":
-    import fcntl
-
-
-#: Seconds between two attempts at the lock.
-_POLL = 0.01
-
-#: Connections that wait to be accepted.
-_BACKLOG = 512
-
-#: Descriptors with which this process may hold the lock, for the children that it forks meanwhile.
-_held: set[int] = set()
-
-
-class ForeignPeer(Exception):
-    """The other end of a connection belongs to another user."""
-
-
-class Folder:
-    """The private folder, held open: what is checked once stays what it was.
-
-    Args:
-        path: The folder; it is made with mode 700 if it is missing.
-
-    Raises:
-        NotSupported: It cannot be made, is not a folder, belongs to another user, or others may use it.
-        OSError: No descriptor is left.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd = -1
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            found = os.fstat(self._fd)
-        except OSError as error:
-            if error.errno in {errno.EMFILE, errno.ENFILE}:
-                raise
-            raise _unusable(f"the folder {path} cannot be used: {error.strerror}") from error
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            self.close()
-            whose = f"it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}"
-            raise _unusable(f"the folder {path} is not private: {whose}, but it must be this user's, with mode 700")
-
-    def fileno(self) -> int:
-        """Its descriptor."""
-        return self._fd
-
-    def close(self) -> None:
-        """Close it. Closing twice does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def names(self, prefix: str) -> list[str]:
-        """The sockets in it whose names start like this, in their order."""
-        found = os.listdir(self._fd)  # noqa: PTH208 - of the open folder
-        return sorted(name for name in found if name.startswith(prefix))
-
-    def connect(self, name: str, timeout: float) -> socket.socket | None:
-        """Connect to the process that listens there; None if there is none.
-
-        Raises:
-            ForeignPeer: It belongs to another user.
-            OSError: It does not accept connections.
-        """
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            _connect(connected, self._address(name), time.monotonic() + timeout)
-            check_peer(connected)
-        except (FileNotFoundError, ConnectionRefusedError):
-            connected.close()
-            return None
-        except BaseException:
-            connected.close()
-            raise
-        return connected
-
-    def listen(self, name: str) -> socket.socket:
-        """Take the name, and accept connections. The caller holds the lock."""
-        self.remove(name)
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listening.bind(self._address(name))
-            listening.listen(_BACKLOG)
-        except BaseException:
-            listening.close()
-            raise
-        return listening
-
-    def remove(self, name: str) -> None:
-        """Remove a socket. The caller holds the lock."""
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._fd)
-
-    @contextmanager
-    def locked(self, give_up: Callable[[], bool]) -> Iterator[int | None]:
-        """Hold the lock for the block.
-
-        Args:
-            give_up: Asked while another process holds it.
-
-        Yields:
-            A descriptor that holds the lock, also in a process that inherits it; None after giving up.
-        """
-        lock = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        _held.add(lock)
-        try:
-            while not _lock(lock):
-                if give_up():
-                    yield None
-                    return
-                time.sleep(_POLL)
-            yield lock
-        finally:
-            _held.discard(lock)
-            os.close(lock)
-
-    def _address(self, name: str) -> str:
-        # By the open folder: nobody can exchange it in between, and a long path does not matter.
-        return f"/proc/self/fd/{self._fd}/{name}"
-
-
-def _connect(connecting: socket.socket, address: str, until: float) -> None:
-    """Connect, and wait for room among the connections that are to be accepted.
-
-    By looking: Python's own timeout does not wait for that, and a wait in the kernel that a signal interrupts leaves a
-    socket without a peer.
-    """
-    connecting.setblocking(False)  # noqa: FBT003 - its only parameter
-    while True:
-        try:
-            connecting.connect(address)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                raise
-            time.sleep(_POLL)
-        else:
-            connecting.setblocking(True)  # noqa: FBT003 - its only parameter
-            return
-
-
-def check_peer(connected: socket.socket) -> int:
-    """Check that the other end belongs to this process's user; returns its process id.
-
-    Raises:
-        ForeignPeer: It does not.
-    """
-    pid, user = peer(connected)
-    if user != os.geteuid():
-        raise ForeignPeer(f"process {pid} of user {user}")
-    return pid
-
-
-def unlock(lock: int) -> None:
-    """Release the lock for all processes that have inherited its descriptor."""
-    fcntl.flock(lock, fcntl.LOCK_UN)
-
-
-def _lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise _unusable(f"the private folder cannot be locked: {error.strerror}") from error
-    return True
-
-
-def _unusable(reason: str) -> NotSupported:
-    return NotSupported('scope="host"', reason=f"{reason}. MODELGUARD_RUNTIME_DIR names another folder")
-
-
-def _after_fork_in_child() -> None:
-    """The parent's election goes on in the parent; its lock must not outlive it in here."""
-    for lock in list(_held):
-        with suppress(OSError):
-            os.close(lock)
-    _held.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
 # The trace context of a call follows it into the worker, where OpenTelemetry is in use.
 
 
@@ -670,4 +445,66 @@ def attach(carrier: Carrier) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """There is nothing to undo."""
+    pass
+
+
+class AnswerKind(IntEnum):
+    READY = 0
+    RESULT = 1
+    ERROR = 2
+    ITEM = 3
+    END = 4
+
+
+class StreamStep(IntEnum):
+    NEXT = 0
+    CLOSE = 1
+
+
+def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseException:
+    """The error itself if it survives pickling, else a :class:`~modelguard.errors.RemoteError` that describes it.
+
+    Args:
+        error: What was raised.
+        name: The isolated function's name.
+        plain: Whether only what Python and modelguard have will do, since the rest would need its modules.
+    """
+    with suppress(Exception):
+        content = dumps(error)
+        if type(loads_plain(*content) if plain else unpickle(*content)) is type(error):
+            return error
+    return described(error, name, text_of(error))
+
+
+def described(error: BaseException, name: str, text: str) -> RemoteError:
+    kind = type(error)
+    return RemoteError(name, kind=f"{kind.__module__}.{kind.__qualname__}", text=text)
+
+
+def text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an error whose text fails is still an error
+        return "(no text)"
+
+
+def load_failure(error: BaseException, name: str, *, plain: bool, unwrap: bool = True) -> tuple[BaseException, str]:
+    """What a mold reports of a load that has failed: an error that its owner can rebuild, and the traceback."""
+    text = "".join(traceback.format_exception(error))
+    if unwrap and type(error) is LoadFailed and error.__cause__ is not None:
+        error = error.__cause__  # the owner's guard makes a LoadFailed of it
+    return portable(error, name, plain=plain), text
+
+
+class RemoteTraceback(Exception):
+    """Where an error was raised in a worker. It is the ``__cause__`` of the error that the caller gets."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+def with_remote_traceback(error: BaseException, text: str | None) -> BaseException:
+    """Give an error that came from another process the traceback that it had there."""
+    if text is not None and (error.__cause__ is None or isinstance(error, RemoteError)):
+        error.__cause__ = RemoteTraceback(text)
+    return error

@@ -1,10 +1,10 @@
-"""A process as the client of a broker, and its connections to it."""
+"""A process as the client of a broker: how it finds one, or starts one, and its connections to it."""
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
+import secrets
 import select
 import socket
 import subprocess
@@ -12,17 +12,29 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from modelguard.errors import DeadlineExceeded, Reloading
+from modelguard.errors import LoadFailed
 from modelguard.isolation import _processes, _supervisor
-from modelguard.isolation._channel import Channel, Folder, ForeignPeer, Unreadable, pair
-from modelguard.isolation._claims import Claim, Claims, Limits, aside
-from modelguard.isolation._host_identity import REPORT, BrokerOrders, Request, unpacked
-from modelguard.isolation._launch import start_interpreter
-from modelguard.isolation._supervisor import supervisor
-from modelguard.telemetry import Reason, WorkerEndCause
+from modelguard.isolation._channel import Channel, pair
+from modelguard.isolation._host import (
+    NAME,
+    REPORT,
+    BrokerOrders,
+    Folder,
+    ForeignPeer,
+    Request,
+    identity_of,
+    orders_for,
+    prefix_of,
+    unpacked,
+)
+from modelguard.isolation._options import IsolationOptions
+from modelguard.isolation._supervisor import start_interpreter, supervisor
+from modelguard.lifecycle._options import GuardOptions
+from modelguard.runtime import fork
+from modelguard.runtime.host_lock import private_folder
+from modelguard.telemetry import logger
 
 # Start a broker: a fresh interpreter with a session of its own, which outlives the process that starts it.
 #
@@ -32,26 +44,17 @@ from modelguard.telemetry import Reason, WorkerEndCause
 #: Seconds for a broker that has hung up to end.
 _EXIT = 1.0
 
+
 #: Brokers that this process has started, until they have been waited for.
 _started: dict[int, subprocess.Popen[bytes]] = {}
 
 
 class NotStarted(Exception):
-    """A broker has ended before it served, or does not come up."""
+    pass
 
 
 def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
-    """Start a broker and wait until it listens.
-
-    Args:
-        orders: What it is told.
-        lock: Holds the lock on the folder, and is passed on: the broker releases it.
-        timeout: Seconds to wait at most.
-
-    Raises:
-        NotStarted: It does not listen.
-        OSError: No process or no descriptor is left.
-    """
+    """Start a broker and wait until it listens."""
     ours, theirs = pair()
     channel = Channel(ours)
     try:
@@ -100,18 +103,22 @@ def _after_fork_in_child() -> None:
     _started.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
 
-#: Seconds in which a broker accepts a connection. It does nothing that takes long.
+
+#: Seconds in which a broker accepts a connection or a client. It does nothing that takes long.
 _ANSWER = 5.0
+
 
 #: Connections that are kept for the next calls. Each call that waits has one.
 _MOST_IDLE = 64
 
+
 #: Seconds after the end of a broker at which its processes have mostly ended too, and can be collected; and the longest
 #: wait for those that have not. Each wait is three times the one before.
 _REAP = 1.0
+
+
 _REAP_SLOWEST = 27.0
 
 
@@ -120,23 +127,7 @@ class BrokerGone(Exception):
 
 
 class Membership:
-    """This process among the clients of one broker.
-
-    Args:
-        folder: Where the broker listens; it is closed with the membership.
-        name: Of its socket.
-        channel: The connection that stands for this process.
-        reports: Receives reports and states.
-        token: Of this client.
-        pid: The broker's process id.
-        on_pause: Called, in the supervisor's thread, with what the broker says of whether the function is paused.
-
-    Attributes:
-        ready: Whether a worker can answer, as the broker has said last.
-        version: The version of the current model, as the broker has said last; None if it has none.
-        gone: Whether the broker has ended.
-        on_loss: Called, in the supervisor's thread, if the broker ends after a worker could answer.
-    """
+    """This process among the clients of one broker."""
 
     def __init__(
         self,
@@ -174,11 +165,7 @@ class Membership:
         return None
 
     def connection(self) -> Channel:
-        """A connection that no other call uses.
-
-        Raises:
-            BrokerGone: There is none any more.
-        """
+        """A connection that no other call uses."""
         idle = self.idle_connection()
         if idle is not None:
             return idle
@@ -193,7 +180,6 @@ class Membership:
         return channel
 
     def give_back(self, channel: Channel) -> None:
-        """Keep a connection for another call."""
         if len(self._idle) >= _MOST_IDLE:
             channel.close()
             return
@@ -202,11 +188,7 @@ class Membership:
             self._close_idle()
 
     def say(self, channel: Channel, what: Request, *details: Any, limit: float = 0.0) -> None:
-        """Send a message; ``limit`` bounds this and what is received next, in seconds.
-
-        Raises:
-            BrokerGone: There is nobody to receive it.
-        """
+        """Send a message; ``limit`` bounds this and what is received next, in seconds."""
         try:
             channel.set_timeout(limit)
             channel.send((what, *details))
@@ -215,13 +197,7 @@ class Membership:
             raise BrokerGone from error
 
     def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
-        """Ask something, and wait for the answer.
-
-        Raises:
-            BrokerGone: There is no answer.
-            BlockingIOError: ``limit`` seconds have passed.
-            Exception: What the broker answers.
-        """
+        """Ask something, and wait for the answer."""
         channel = self.connection()
         self.say(channel, what, *details, limit=limit)
         try:
@@ -328,308 +304,147 @@ def _wait_until_gone(pid: int, seconds: float) -> None:
         os.close(process)
 
 
-# A call's part of the talk with a broker: it asks for one worker, and gives it back.
+# How a process finds the broker of an isolated function, or starts one: elected by a lock, found by a name.
 
 
-#: Seconds in which a broker answers whatever it need not wait for.
-ANSWER = 1.0
-
-#: The same for a call whose time is over already.
-_LATE = 0.25
-
-#: Seconds between two attempts after a broker has ended.
-_AGAIN = 0.05
+#: The same, where an event loop may wait.
+_SOON = 0.5
 
 
-class GrantedWorker:
-    """A worker that the broker has granted to one call of this process.
-
-    Args:
-        running: One entry for each worker that a call of this process has; this one's is there.
-        connection: On which it was granted.
-        channel: To the worker.
-        pid: The worker's process id.
-    """
-
-    __slots__ = ("_connection", "_running", "channel", "pid")
-
-    def __init__(self, running: list[None], connection: Connection, channel: Channel, pid: int) -> None:
-        self._running = running
-        self._connection: Connection | None = connection
-        self.channel = channel
-        self.pid = pid
-
-    def release(self, *, worn: tuple[Reason, ...]) -> None:
-        self.channel.close()  # this process's copy
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.release(worn=worn)
-
-    def put_back(self) -> None:
-        self.channel.close()
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.release(worn=(), counts=False)
-        self.leave()
-
-    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        self.channel.close()
-        connection, self._connection = self._connection, None
-        if connection is None:
-            return "unknown"
-        how, pid = connection.lose(cause, blame=blame)
-        self.pid = self.pid or pid
-        return how
-
-    def leave(self) -> None:
-        self._running.pop()
-        if self._connection is not None:  # neither answered nor lost: nobody knows what the worker does
-            self.lose("cancelled", blame=False)
+#: Seconds for finding or starting a broker: on a busy host, a fresh interpreter takes some.
+_LONGEST = 30.0
 
 
-class ScopeOfAsking(Protocol):
-    """What a claim needs of its scope."""
-
-    @property
-    def claims(self) -> Claims:
-        """The calls of this process that wait."""
-        ...
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a call waits for a worker."""
-        ...
-
-    @property
-    def wait_timeout(self) -> float:
-        """Seconds that it waits for a broker."""
-        ...
-
-    def idle_connection(self) -> Connection | None:
-        """A connection that is there and that no other call uses."""
-        ...
-
-    def seek(self, asking: Asking) -> None:
-        """Find the broker, or start one, and then a connection for this claim. Does not block."""
-        ...
-
-    def granted(self, connection: Connection, pid: int) -> GrantedWorker:
-        """The worker that was granted on a connection."""
-        ...
+#: Seconds between two attempts.
+_ELECTION_POLL = 0.02
 
 
-class Connection:
-    """Asks for one worker on a connection that no other call uses meanwhile."""
+def join(
+    options: IsolationOptions,
+    source: GuardOptions[Any],
+    *,
+    elect: bool,
+    paused: bool,
+    on_pause: Callable[[bool], object],
+    give_up: Callable[[], bool],
+) -> Membership | None:
+    """Become the client of a broker; start one if there is none and ``elect`` is true. Blocks."""
+    until = time.monotonic() + _LONGEST
+    election = _Election(options, source, _ANSWER if elect else _SOON, paused=paused, on_pause=on_pause)
+    while True:
+        found = election.attempt(elect, lambda: give_up() or time.monotonic() > until)
+        if found is not None or not elect:
+            return found
+        if give_up() or time.monotonic() > until:
+            raise LoadFailed(options.name, f"no broker serves in {private_folder()}: {election.obstacle}")
+        time.sleep(_ELECTION_POLL)
 
-    def __init__(self, membership: Membership, channel: Channel) -> None:
-        self._membership = membership
-        self._channel = channel
 
-    def fileno(self) -> int:
-        """Its descriptor."""
-        return self._channel.fileno()
+class _Election:
+    def __init__(
+        self,
+        options: IsolationOptions,
+        source: GuardOptions[Any],
+        patience: float,
+        *,
+        paused: bool,
+        on_pause: Callable[[bool], object],
+    ) -> None:
+        self.obstacle = "another process holds the lock"
+        self._options = options
+        self._source = source
+        self._patience = patience
+        self._paused = paused
+        self._on_pause = on_pause
+        self._identity = identity_of(options, source)
+        self._prefix = prefix_of(self._identity)
+        self._serving: set[str] = set()
+        self._hung = False
 
-    @property
-    def has_unread(self) -> bool:
-        """Whether there is more to hear at once."""
-        return self._channel.has_unread
-
-    def ask(self) -> None:
-        """Ask for a worker.
-
-        Raises:
-            BrokerGone: Ask the next one.
-        """
-        self._membership.say(self._channel, "take", limit=ANSWER)
-
-    def hear(self) -> Any:
-        """Read an answer, which has begun to arrive."""
-        self._channel.set_timeout(ANSWER)
-        return self._channel.receive()
-
-    def withdraw(self, limit: float = ANSWER) -> None:
-        """Ask no more, within so many seconds. The answer says whether a worker was granted in this moment."""
-        self._channel.set_timeout(limit)
-        self._channel.send(("withdraw",))
-
-    def give_back(self) -> None:
-        """Let other calls use it."""
-        self._membership.give_back(self._channel)
-
-    def close(self) -> None:
-        """Let nobody use it."""
-        self._channel.close()
-
-    def granted(self, pid: int) -> tuple[Channel, int]:
-        """The channel to the worker that was granted, and the worker's process id."""
-        worker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=self._channel.take_fd())
-        return Channel(worker), pid
-
-    def take(self, patience: float, limits: Limits) -> tuple[Channel, int] | None:
-        """Wait for a worker; None if the time is over.
-
-        Raises:
-            BrokerGone: Ask the next one.
-            Unreadable: No descriptor is free for it.
-            Exception: Why there is no worker for this call.
-        """
-        until = min(limits.until, time.monotonic() + patience)
-        self._membership.say(self._channel, "take", limit=left(until))
+    def attempt(self, elect: bool, give_up: Callable[[], bool]) -> Membership | None:  # noqa: FBT001
+        folder = found = None
         try:
-            while True:
-                try:
-                    kind, *details = self._channel.receive()
-                except BlockingIOError:
-                    kind, *details = self._withdraw()
-                if kind == "granted":
-                    return self.granted(*details)
-                if kind == "loading":
-                    until = limits.until
-                elif kind == "waiting":
-                    until = min(limits.until, time.monotonic() + patience)
-                else:
-                    self.give_back()
-                    if kind == "failed":
-                        raise unpacked(*details)
-                    return None
-                self._channel.set_timeout(left(until))
-        except (EOFError, OSError) as error:
-            if isinstance(error, (EOFError, ConnectionError, BlockingIOError)):
-                self._channel.close()
-                raise BrokerGone from error
-            raise
-        except (KeyboardInterrupt, SystemExit, Unreadable):  # its worker ends with the connection
-            self._channel.close()
-            raise
+            folder = Folder(private_folder())
+            found = self._find(folder)
+            if found is None and elect and not self._hung:
+                with folder.locked(give_up) as lock:
+                    if lock is not None:
+                        found = self._find(folder)
+                        if found is None and not self._hung:
+                            self._start(folder, lock)
+        except NotStarted as error:
+            raise LoadFailed(self._options.name, str(error)) from error
+        except OSError as error:  # no process or no descriptor is left
+            raise LoadFailed(self._options.name, f"its broker cannot be started or found: {error}") from error
+        except ForeignPeer as error:
+            raise LoadFailed(self._options.name, f"where its broker should listen there is {error}") from error
+        finally:
+            if found is None and folder is not None:
+                folder.close()
+        return found
 
-    def _withdraw(self) -> Any:
-        """The time is over. If a worker was granted in this moment, that is the answer."""
-        self.withdraw(_LATE)
-        while True:
-            answer = self._channel.receive()
-            if answer[0] not in {"loading", "waiting"}:
-                return answer
+    def _find(self, folder: Folder) -> Membership | None:
+        """Ask all brokers of this name, until one takes this process."""
+        self._serving.clear()
+        self._hung = False
+        for name in folder.names(self._prefix):
+            found = self._ask(folder, name)
+            if found is not None:
+                return found
+        return None
 
-    def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
+    def _ask(self, folder: Folder, name: str) -> Membership | None:
+        connected = folder.connect(name, self._patience)
+        if connected is None:
+            return None
+        channel = Channel(connected)
+        token = secrets.token_bytes(16)
+        reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        found = None
         try:
-            self._membership.say(self._channel, "release", worn, counts)
-        except BrokerGone:
-            return
-        self._membership.give_back(self._channel)
-
-    def lose(self, cause: WorkerEndCause, *, blame: bool) -> tuple[str, int]:
-        try:
-            self._membership.say(self._channel, "lose", cause, blame, limit=2 * ANSWER)
-            _, how, pid = self._channel.receive()
-        except (BrokerGone, EOFError, OSError):
-            self._channel.close()
-            return "its broker has ended, or has taken the worker back", 0
-        self._membership.give_back(self._channel)
-        return how, pid
-
-
-class Asking:
-    """A claim that waits for the broker's answer, which the supervisor's thread reads.
-
-    Args:
-        claim: The call's.
-        scope: Its scope.
-
-    Attributes:
-        loading: Whether the broker, or its mold, is awaited.
-    """
-
-    over = False
-
-    def __init__(self, claim: Claim, scope: ScopeOfAsking) -> None:
-        self.claim = claim
-        self.loading = True
-        self._scope = scope
-        self._connection: Connection | None = None
-        self._gone_since: float | None = None
-
-    def begin(self) -> None:
-        """Ask, if that takes no time; else find the broker first, in a thread. Does not block."""
-        if self.claim.ended:
-            return
-        connection = self._scope.idle_connection()
-        if connection is None:
-            self._scope.seek(self)
-        else:
-            self.ask(connection)
-
-    def ask(self, connection: Connection) -> None:
-        """Ask on this connection."""
-        try:
-            connection.ask()
-        except BrokerGone:
-            self.broker_gone()
-            return
-        self._wait(self._scope.timeout)
-        supervisor().call(lambda: self._listen(connection))
-
-    def leave(self) -> bool:
-        """Take the question back; a worker that is granted in this moment goes back too."""
-        supervisor().call(self._withdraw)
-        return True
-
-    def _wait(self, seconds: float) -> None:
-        self.loading = seconds == math.inf
-        self.claim.wait(self._scope.claims, time.monotonic() + seconds, self._too_late)
-
-    def _too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(self._scope.claims.name, waited=time.monotonic() - self.claim.limits.arrived)
-
-    # In the supervisor's thread
-
-    def _listen(self, connection: Connection) -> None:
-        self._connection = connection
-        supervisor().watch(connection.fileno(), self._heed)
-        if self.claim.ended:  # meanwhile
-            self._withdraw()
-
-    def _withdraw(self) -> None:
-        if self._connection is not None:
-            with suppress(OSError):  # its end of file is read next
-                self._connection.withdraw()
-
-    def _heed(self) -> None:
-        while (connection := self._connection) is not None:
-            try:
-                kind, *details = connection.hear()
-            except (EOFError, OSError, Unreadable):
-                self._forget(connection).close()
-                self.broker_gone()
-                return
-            if kind == "granted":
-                taken = self._scope.granted(self._forget(connection), *details)
-                if not self.claim.grant(taken):
-                    taken.put_back()
-            elif kind in {"loading", "waiting"}:
-                self._wait(math.inf if kind == "loading" else self._scope.timeout)
+            channel.set_timeout(self._patience)
+            with theirs:
+                channel.send(("join", token, self._identity, _supervisor.imported), [theirs.fileno()])
+            answer, *details = channel.receive()
+            if answer == "welcome":
+                found = Membership(folder, name, channel, reports, token=token, pid=details[0], on_pause=self._on_pause)
             else:
-                self._forget(connection).give_back()
-                if kind == "failed":
-                    aside(partial(self.claim.fail, unpacked(*details)))
-            if not connection.has_unread:
-                return
+                self._refused(name, *details)
+        except BlockingIOError:
+            self._hung = True
+            self.obstacle = f"the one that listens there does not answer within {self._patience:g} s"
+        except (EOFError, OSError):  # it ends
+            pass
+        finally:
+            if found is None:
+                channel.close()
+                reports.close()
+        return found
 
-    def _forget(self, connection: Connection) -> Connection:
-        supervisor().forget(connection.fileno())
-        self._connection = None
-        return connection
+    def _refused(self, name: str, why: str, text: str) -> None:
+        self._serving.add(name)
+        if why == "identity":
+            raise LoadFailed(self._options.name, f"its broker serves another function of the same name; {text} differ")
+        # After a deploy, while processes of the old code still serve: each code has a broker of its own.
+        logger.warning(
+            "%s: %s has changed since the mold of the other processes was loaded; this one gets another mold",
+            self._options.name,
+            text,
+        )
 
-    def broker_gone(self) -> None:
-        """Ask the next broker. From any thread."""
-        now = time.monotonic()
-        self._gone_since = now if self._gone_since is None else self._gone_since
-        if now - self._gone_since > self._scope.wait_timeout:
-            aside(partial(self.claim.fail, Reloading(self._scope.claims.name, waited=now - self._gone_since)))
-        elif not self.claim.ended:
-            self._wait(math.inf)
-            supervisor().later(_AGAIN, self.begin)
+    def _start(self, folder: Folder, lock: int) -> None:
+        self._remove_remains(folder)
+        number = next(n for n in range(1, len(self._serving) + 2) if f"{self._prefix}{n}" not in self._serving)
+        socket_name = f"{self._prefix}{number}"
+        orders = orders_for(folder.path, socket_name, self._identity, self._options, self._source, paused=self._paused)
+        start_broker(orders, lock, _LONGEST)
 
-
-def left(until: float) -> float:
-    """Seconds until then, for a channel's timeout: 0 for no limit."""
-    return 0.0 if until == math.inf else max(0.001, until - time.monotonic())
+    def _remove_remains(self, folder: Folder) -> None:
+        """Remove sockets whose brokers were killed."""
+        for name in folder.names(""):
+            if NAME.fullmatch(name) and name not in self._serving:
+                connected = folder.connect(name, _ANSWER)
+                if connected is None:
+                    folder.remove(name)
+                else:
+                    connected.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import secrets
 import socket
 import threading
 import time
@@ -18,215 +17,280 @@ from typing import Any, NoReturn
 
 from modelguard import _units, telemetry
 from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
-from modelguard.isolation import _host_client, _launch, _processes, status
-from modelguard.isolation._channel import Channel, Folder, ForeignPeer, Unreadable
-from modelguard.isolation._claims import Claim, Claims, Limits, ThreadClaim, aside
-from modelguard.isolation._host_client import ANSWER, Asking, BrokerGone, Connection, GrantedWorker, Membership, left
-from modelguard.isolation._host_identity import NAME, check_shareable, identity_of, orders_for, prefix_of
+from modelguard.isolation import _processes, status
+from modelguard.isolation._calls import Claim, Claims, Limits, Place, ThreadClaim, aside
+from modelguard.isolation._channel import Channel, Unreadable
+from modelguard.isolation._host import (
+    check_shareable,
+    identity_of,
+    unpacked,
+)
+from modelguard.isolation._host_client import BrokerGone, Membership, join
 from modelguard.isolation._options import IsolationOptions
+from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import State
 from modelguard.runtime import waiting
-from modelguard.runtime.background import THREADS
-from modelguard.runtime.host_lock import private_folder
-from modelguard.telemetry import logger
+from modelguard.runtime.background import THREADS, start_thread
+from modelguard.telemetry import Reason, WorkerEndCause, logger
 
-# How a process finds the broker of an isolated function, or starts one: elected by a lock, found by a name.
-
-
-#: Seconds in which a broker takes a client; it does nothing that takes long. The second: where an event loop may wait.
-_ANSWER, _SOON = 5.0, 0.5
-
-#: Seconds for finding or starting a broker: on a busy host, a fresh interpreter takes some.
-_LONGEST = 30.0
-
-#: Seconds between two attempts.
-_ELECTION_POLL = 0.02
+# A call's part of the talk with a broker: it asks for one worker, and gives it back.
 
 
-def join(
-    options: IsolationOptions,
-    source: GuardOptions[Any],
-    *,
-    elect: bool,
-    paused: bool,
-    on_pause: Callable[[bool], object],
-    give_up: Callable[[], bool],
-) -> Membership | None:
-    """Become the client of a broker; start one if there is none and ``elect`` is true. Blocks.
-
-    Args:
-        options: Of the isolated function.
-        source: Of the guard that lends the model in the molds.
-        elect: Whether to start a broker. If not, None is returned where there is none.
-        paused: Whether a broker that is started here is paused from the start.
-        on_pause: Called with what the broker says of whether the function is paused.
-        give_up: Asked while there is none yet; true ends the wait.
-
-    Raises:
-        NotSupported: The private folder cannot be used.
-        LoadFailed: There is no broker, and none could be started.
-    """
-    until = time.monotonic() + _LONGEST
-    election = _Election(options, source, _ANSWER if elect else _SOON, paused=paused, on_pause=on_pause)
-    while True:
-        found = election.attempt(elect, lambda: give_up() or time.monotonic() > until)
-        if found is not None or not elect:
-            return found
-        if give_up() or time.monotonic() > until:
-            raise LoadFailed(options.name, f"no broker serves in {private_folder()}: {election.obstacle}")
-        time.sleep(_ELECTION_POLL)
+#: Seconds in which a broker answers whatever it need not wait for.
+ANSWER = 1.0
 
 
-class _Election:
-    """Attempts to find a broker, or to start one.
-
-    Args:
-        options: Of the isolated function.
-        source: Of the guard that lends the model in the molds.
-        patience: Seconds in which a broker has to answer.
-        paused: Whether a broker that is started here is paused.
-        on_pause: Of the membership.
-
-    Attributes:
-        obstacle: Why the last attempt has found none.
-    """
-
-    def __init__(
-        self,
-        options: IsolationOptions,
-        source: GuardOptions[Any],
-        patience: float,
-        *,
-        paused: bool,
-        on_pause: Callable[[bool], object],
-    ) -> None:
-        self.obstacle = "another process holds the lock"
-        self._options = options
-        self._source = source
-        self._patience = patience
-        self._paused = paused
-        self._on_pause = on_pause
-        self._identity = identity_of(options, source)
-        self._prefix = prefix_of(self._identity)
-        self._serving: set[str] = set()
-        self._hung = False
-
-    def attempt(self, elect: bool, give_up: Callable[[], bool]) -> Membership | None:  # noqa: FBT001
-        """Find a broker; if there is none, start one, which the next attempt finds."""
-        folder = found = None
-        try:
-            folder = Folder(private_folder())
-            found = self._find(folder)
-            if found is None and elect and not self._hung:
-                with folder.locked(give_up) as lock:
-                    if lock is not None:
-                        found = self._find(folder)
-                        if found is None and not self._hung:
-                            self._start(folder, lock)
-        except _host_client.NotStarted as error:
-            raise LoadFailed(self._options.name, str(error)) from error
-        except OSError as error:  # no process or no descriptor is left
-            raise LoadFailed(self._options.name, f"its broker cannot be started or found: {error}") from error
-        except ForeignPeer as error:
-            raise LoadFailed(self._options.name, f"where its broker should listen there is {error}") from error
-        finally:
-            if found is None and folder is not None:
-                folder.close()
-        return found
-
-    def _find(self, folder: Folder) -> Membership | None:
-        """Ask all brokers of this name, until one takes this process."""
-        self._serving.clear()
-        self._hung = False
-        for name in folder.names(self._prefix):
-            found = self._ask(folder, name)
-            if found is not None:
-                return found
-        return None
-
-    def _ask(self, folder: Folder, name: str) -> Membership | None:
-        connected = folder.connect(name, self._patience)
-        if connected is None:
-            return None
-        channel = Channel(connected)
-        token = secrets.token_bytes(16)
-        reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        found = None
-        try:
-            channel.set_timeout(self._patience)
-            with theirs:
-                channel.send(("join", token, self._identity, _launch.imported), [theirs.fileno()])
-            answer, *details = channel.receive()
-            if answer == "welcome":
-                found = Membership(folder, name, channel, reports, token=token, pid=details[0], on_pause=self._on_pause)
-            else:
-                self._refused(name, *details)
-        except BlockingIOError:
-            self._hung = True
-            self.obstacle = f"the one that listens there does not answer within {self._patience:g} s"
-        except (EOFError, OSError):  # it ends
-            pass
-        finally:
-            if found is None:
-                channel.close()
-                reports.close()
-        return found
-
-    def _refused(self, name: str, why: str, text: str) -> None:
-        self._serving.add(name)
-        if why == "identity":
-            raise LoadFailed(self._options.name, f"its broker serves another function of the same name; {text} differ")
-        # After a deploy, while processes of the old code still serve: each code has a broker of its own.
-        logger.warning(
-            "%s: %s has changed since the mold of the other processes was loaded; this one gets another mold",
-            self._options.name,
-            text,
-        )
-
-    def _start(self, folder: Folder, lock: int) -> None:
-        self._remove_remains(folder)
-        number = next(n for n in range(1, len(self._serving) + 2) if f"{self._prefix}{n}" not in self._serving)
-        socket_name = f"{self._prefix}{number}"
-        orders = orders_for(folder.path, socket_name, self._identity, self._options, self._source, paused=self._paused)
-        _host_client.start_broker(orders, lock, _LONGEST)
-
-    def _remove_remains(self, folder: Folder) -> None:
-        """Remove sockets whose brokers were killed."""
-        for name in folder.names(""):
-            if NAME.fullmatch(name) and name not in self._serving:
-                connected = folder.connect(name, _ANSWER)
-                if connected is None:
-                    folder.remove(name)
-                else:
-                    connected.close()
+#: The same for a call whose time is over already.
+_LATE = 0.25
 
 
 #: Seconds between two attempts after a broker has ended.
-_POLL = 0.05
+_AGAIN = 0.05
+
+
+class GrantedWorker:
+    """A worker that the broker has granted to one call of this process."""
+
+    __slots__ = ("_connection", "_running", "channel", "pid")
+
+    def __init__(self, running: list[None], connection: Connection, channel: Channel, pid: int) -> None:
+        self._running = running
+        self._connection: Connection | None = connection
+        self.channel = channel
+        self.pid = pid
+
+    def release(self, *, worn: tuple[Reason, ...]) -> None:
+        self.channel.close()  # this process's copy
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.release(worn=worn)
+
+    def put_back(self) -> None:
+        self.channel.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.release(worn=(), counts=False)
+        self.leave()
+
+    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
+        self.channel.close()
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return "unknown"
+        how, pid = connection.lose(cause, blame=blame)
+        self.pid = self.pid or pid
+        return how
+
+    def leave(self) -> None:
+        self._running.pop()
+        if self._connection is not None:  # neither answered nor lost: nobody knows what the worker does
+            self.lose("cancelled", blame=False)
+
+
+class Connection:
+    def __init__(self, membership: Membership, channel: Channel) -> None:
+        self._membership = membership
+        self._channel = channel
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether there is more to hear at once."""
+        return self._channel.has_unread
+
+    def ask(self) -> None:
+        self._membership.say(self._channel, "take", limit=ANSWER)
+
+    def hear(self) -> Any:
+        self._channel.set_timeout(ANSWER)
+        return self._channel.receive()
+
+    def withdraw(self, limit: float = ANSWER) -> None:
+        """Ask no more, within so many seconds. The answer says whether a worker was granted in this moment."""
+        self._channel.set_timeout(limit)
+        self._channel.send(("withdraw",))
+
+    def give_back(self) -> None:
+        self._membership.give_back(self._channel)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def granted(self, pid: int) -> tuple[Channel, int]:
+        worker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=self._channel.take_fd())
+        return Channel(worker), pid
+
+    def take(self, patience: float, limits: Limits) -> tuple[Channel, int] | None:
+        """Wait for a worker; None if the time is over."""
+        until = min(limits.until, time.monotonic() + patience)
+        self._membership.say(self._channel, "take", limit=left(until))
+        try:
+            while True:
+                try:
+                    kind, *details = self._channel.receive()
+                except BlockingIOError:
+                    kind, *details = self._withdraw()
+                if kind == "granted":
+                    return self.granted(*details)
+                if kind == "loading":
+                    until = limits.until
+                elif kind == "waiting":
+                    until = min(limits.until, time.monotonic() + patience)
+                else:
+                    self.give_back()
+                    if kind == "failed":
+                        raise unpacked(*details)
+                    return None
+                self._channel.set_timeout(left(until))
+        except (EOFError, OSError) as error:
+            if isinstance(error, (EOFError, ConnectionError, BlockingIOError)):
+                self._channel.close()
+                raise BrokerGone from error
+            raise
+        except (KeyboardInterrupt, SystemExit, Unreadable):  # its worker ends with the connection
+            self._channel.close()
+            raise
+
+    def _withdraw(self) -> Any:
+        """The time is over. If a worker was granted in this moment, that is the answer."""
+        self.withdraw(_LATE)
+        while True:
+            answer = self._channel.receive()
+            if answer[0] not in {"loading", "waiting"}:
+                return answer
+
+    def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
+        try:
+            self._membership.say(self._channel, "release", worn, counts)
+        except BrokerGone:
+            return
+        self._membership.give_back(self._channel)
+
+    def lose(self, cause: WorkerEndCause, *, blame: bool) -> tuple[str, int]:
+        try:
+            self._membership.say(self._channel, "lose", cause, blame, limit=2 * ANSWER)
+            _, how, pid = self._channel.receive()
+        except (BrokerGone, EOFError, OSError):
+            self._channel.close()
+            return "its broker has ended, or has taken the worker back", 0
+        self._membership.give_back(self._channel)
+        return how, pid
+
+
+class Asking(Place):
+    """A claim that waits for the broker's answer, which the supervisor's thread reads."""
+
+    def __init__(self, claim: Claim, scope: HostScope) -> None:
+        self.claim = claim
+        self.loading = True
+        self._scope = scope
+        self._connection: Connection | None = None
+        self._gone_since: float | None = None
+
+    def begin(self) -> None:
+        """Ask, if that takes no time; else find the broker first, in a thread. Does not block."""
+        if self.claim.ended:
+            return
+        connection = self._scope.idle_connection()
+        if connection is None:
+            self._scope.seek(self)
+        else:
+            self.ask(connection)
+
+    def ask(self, connection: Connection) -> None:
+        try:
+            connection.ask()
+        except BrokerGone:
+            self.broker_gone()
+            return
+        self._wait(self._scope.timeout)
+        supervisor().call(lambda: self._listen(connection))
+
+    def leave(self) -> bool:
+        """Take the question back; a worker that is granted in this moment goes back too."""
+        supervisor().call(self._withdraw)
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        self.loading = seconds == math.inf
+        self.claim.wait(self._scope.claims, time.monotonic() + seconds, self._too_late)
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(self._scope.claims.name, waited=time.monotonic() - self.claim.limits.arrived)
+
+    # In the supervisor's thread
+
+    def _listen(self, connection: Connection) -> None:
+        self._connection = connection
+        supervisor().watch(connection.fileno(), self._heed)
+        if self.claim.ended:  # meanwhile
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        if self._connection is not None:
+            with suppress(OSError):  # its end of file is read next
+                self._connection.withdraw()
+
+    def _heed(self) -> None:
+        while (connection := self._connection) is not None:
+            try:
+                kind, *details = connection.hear()
+            except (EOFError, OSError, Unreadable):
+                self._forget(connection).close()
+                self.broker_gone()
+                return
+            if kind == "granted":
+                taken = self._scope.granted(self._forget(connection), *details)
+                if not self.claim.grant(taken):
+                    taken.put_back()
+            elif kind in {"loading", "waiting"}:
+                self._wait(math.inf if kind == "loading" else self._scope.timeout)
+            else:
+                self._forget(connection).give_back()
+                if kind == "failed":
+                    aside(partial(self.claim.fail, unpacked(*details)))
+            if not connection.has_unread:
+                return
+
+    def _forget(self, connection: Connection) -> Connection:
+        supervisor().forget(connection.fileno())
+        self._connection = None
+        return connection
+
+    def broker_gone(self) -> None:
+        """Ask the next broker. From any thread."""
+        now = time.monotonic()
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        if now - self._gone_since > self._scope.wait_timeout:
+            aside(partial(self.claim.fail, Reloading(self._scope.claims.name, waited=now - self._gone_since)))
+        elif not self.claim.ended:
+            self._wait(math.inf)
+            supervisor().later(_AGAIN, self.begin)
+
+
+def left(until: float) -> float:
+    """Seconds until then, for a channel's timeout: 0 for no limit."""
+    return 0.0 if until == math.inf else max(0.001, until - time.monotonic())
+
 
 #: Seconds in which a broker obeys what it need not wait for: more than for a look at it, since it must not be lost.
 _ORDER = 5.0
 
+
 #: Seconds that the last client waits for the end of all processes: those that a mold may take, and some.
 _END = 15.0
+
 
 _UNLIMITED = Limits(0.0)
 
 
 class HostScope:
-    """Molds of this host. See :class:`~modelguard.isolation.status.Scope`.
-
-    Args:
-        options: Of the function.
-        source: The options of the guard that lends the model in the molds.
-        paused: Whether it was paused in a process that has forked this one, and had no broker.
-
-    Attributes:
-        running: One entry for each worker that a call of this process has.
-    """
+    """Molds of this host."""
 
     def __init__(self, options: IsolationOptions, source: GuardOptions[Any], *, paused: bool = False) -> None:
         check_shareable(source)
@@ -250,7 +314,6 @@ class HostScope:
     # Calls
 
     def take(self, limits: Limits, key: Any = None) -> GrantedWorker:
-        """Take a worker from the broker; start the broker if there is none."""
         claim = ThreadClaim(limits, key)
         self.claims.add(claim)
         try:
@@ -286,7 +349,6 @@ class HostScope:
     # Calls that do not block
 
     def request(self, claim: Claim) -> None:
-        """Take a worker for a call that does not block."""
         try:
             self._raise_if_refusing()
             self.claims.admit(claim)
@@ -297,7 +359,6 @@ class HostScope:
             claim.fail(error)
 
     def idle_connection(self) -> Connection | None:
-        """A connection that is there and that no other call uses."""
         membership = self._membership
         if membership is None or membership.gone or self._ended.is_set():
             return None
@@ -305,7 +366,6 @@ class HostScope:
         return None if channel is None else Connection(membership, channel)
 
     def granted(self, connection: Connection, pid: int) -> GrantedWorker:
-        """The worker that was granted on a connection."""
         return self._granted(connection, *connection.granted(pid))
 
     def seek(self, asking: Asking) -> None:
@@ -347,7 +407,7 @@ class HostScope:
             raise Reloading(self._name, waited=now - since)
         if now > limits.until:
             raise DeadlineExceeded(self._name, waited=now - limits.arrived)
-        time.sleep(_POLL)
+        time.sleep(_AGAIN)
         return since
 
     def _join(self, until: float) -> Membership:
@@ -407,7 +467,7 @@ class HostScope:
             telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=self._name))
 
     def _begin_to_renew(self) -> None:
-        threading.Thread(target=self._renew, name=f"modelguard-host-{self._name}", daemon=True).start()
+        start_thread(self._renew, f"modelguard-host-{self._name}")
 
     def _renew(self) -> None:
         """Have a broker and a mold again, also without a call: while none is ready, probes may keep calls away."""
@@ -442,7 +502,6 @@ class HostScope:
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can answer. A process that has made no call yet looks for a broker."""
         membership = self._look()
         return membership is not None and membership.ready
 
@@ -466,7 +525,6 @@ class HostScope:
             self._joining.release()
 
     def status(self, queued: int) -> IsolationStatus:
-        """What the broker says."""
         membership = self._look()
         if membership is not None:
             try:
@@ -490,27 +548,22 @@ class HostScope:
     # Its molds
 
     def rollback(self) -> NoReturn:
-        """The broker keeps no molds."""
         fix = "Only scope='process' keeps the previous model."
         raise NoPreviousModel(self._name, why="molds that processes share are not kept", fix=fix)
 
     def load(self, timeout: _units.Duration | None) -> None:
-        """Start the broker and its mold."""
         waiting.raise_on_event_loop(self._name, "load", "await f.aload()")
         self._ask("load", timeout=timeout)
 
     async def aload(self, timeout: _units.Duration | None) -> None:
-        """Start the broker and its mold."""
         await self._in_thread(lambda: self._ask("load", timeout=timeout))
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
-        """Make a new mold, for all processes."""
         if wait:
             waiting.raise_on_event_loop(self._name, "reload", "await f.areload()")
         self._ask("reload", wait, timeout=timeout if wait or timeout is not None else _ORDER)
 
     async def areload(self, timeout: _units.Duration | None) -> None:
-        """Make a new mold, for all processes."""
         await self._in_thread(lambda: self._ask("reload", True, timeout=timeout))  # noqa: FBT003 - as it is sent
 
     @property
@@ -535,12 +588,10 @@ class HostScope:
         self._unheard = False
 
     def unload(self, timeout: _units.Duration | None) -> None:
-        """End the mold and its workers until the next call of any process."""
         waiting.raise_on_event_loop(self._name, "unload", "await f.aunload()")
         self._unload(timeout)
 
     async def aunload(self, timeout: _units.Duration | None) -> None:
-        """End the mold and its workers until the next call of any process."""
         await self._in_thread(lambda: self._unload(timeout))
 
     def _unload(self, timeout: _units.Duration | None) -> None:
@@ -569,21 +620,19 @@ class HostScope:
         self._close()
 
     async def aclose(self) -> None:
-        """:meth:`close` for coroutines."""
         await self._in_thread(self._close)
 
     def _close(self) -> None:
         self._ended.set()
         until = time.monotonic() + self._source.swap.drain_timeout
         while self.running and time.monotonic() < until:
-            time.sleep(_POLL)
+            time.sleep(_AGAIN)
         with self._joining:
             membership, self._membership = self._membership, None
         if membership is not None:
             membership.leave(_END)
 
     def reopen(self) -> None:
-        """Admit calls again."""
         self._ended.clear()
 
     def refuse_calls(self) -> None:

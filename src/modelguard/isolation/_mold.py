@@ -1,10 +1,12 @@
-"""The program of a mold: a fresh interpreter that loads a model once, and then only forks workers.
+"""The program of a mold: a fresh interpreter that loads a model once, and then only forks workers, which run the calls.
 
 It has one thread while it serves, and never runs a call. Its owner starts it, and it ends with its owner.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import functools
 import os
 import select
@@ -16,31 +18,34 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from modelguard import prefork
 from modelguard._function_kinds import FunctionKind
-from modelguard.errors import LoadFailed
-from modelguard.isolation import _launch, _processes, _supervisor
-from modelguard.isolation._channel import Channel
-from modelguard.isolation._launch import Instructions
+from modelguard.errors import RemoteError, TransferRefused
+from modelguard.isolation import _channel, _options, _processes, _supervisor
+from modelguard.isolation._channel import (
+    AnswerKind,
+    Channel,
+    StreamStep,
+    Unreadable,
+    described,
+    load_failure,
+    portable,
+    text_of,
+)
 from modelguard.isolation._options import Source, source_of_stub
-from modelguard.isolation._worker import Serving, flush_output, leave, portable
+from modelguard.isolation._processes import flush_output, leave
+from modelguard.isolation._supervisor import Instructions
 from modelguard.lifecycle.runtime import Runtime
+from modelguard.runtime import fork
 from modelguard.runtime.background import THREADS
 from modelguard.telemetry import Reason
 
-__all__ = ["main"]
-
 
 def main(control: int, news: int) -> NoReturn:
-    """Load, report, fork on request, end with the owner.
-
-    Args:
-        control: Descriptor of the channel to the owner.
-        news: Descriptor for records and events.
-    """
-    os.register_at_fork(after_in_child=_end_with_parent)
+    """Load, report, fork on request, end with the owner."""
+    fork.at_fork(fork.Rank.SERVER, in_child=_end_with_parent)
     for fd in (control, news):  # the owner waits for their end, so no program that the model starts may have them
         os.set_inheritable(fd, False)  # noqa: FBT003 - it takes no keywords
     channel = Channel(socket.socket(fileno=control))
@@ -57,14 +62,11 @@ def main(control: int, news: int) -> NoReturn:
         with _processes.coming_last() if instructions["beside_calls"] else nullcontext():
             mold = _Mold(channel, instructions, reporter, place)
     except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
-        text = "".join(traceback.format_exception(error))
-        if type(error) is LoadFailed and error.__cause__ is not None:
-            error = error.__cause__  # the owner's guard makes a LoadFailed of it
         plain = instructions["shared"] or instructions["stub"] is not None
         with suppress(OSError):
-            channel.send(("failed", portable(error, instructions["name"], plain=plain), text))
+            channel.send(("failed", *load_failure(error, instructions["name"], plain=plain)))
         leave(1)
-    files = _launch.files() if instructions["shared"] else None
+    files = _supervisor.files() if instructions["shared"] else None
     channel.send(("ready", time.monotonic() - started, files, mold.version))
     if instructions["forks"]:
         mold.serve()
@@ -76,17 +78,7 @@ def _end_with_parent() -> None:
 
 
 class _Mold:
-    """Forks workers.
-
-    Args:
-        control: The channel to the owner.
-        instructions: What the owner sent.
-        reporter: Sends records and events.
-        place: That of this process, and of its workers while they have calls.
-
-    Raises:
-        BaseException: The function was not found, or its model could not be loaded, or cannot be forked.
-    """
+    """Forks workers."""
 
     def __init__(
         self, control: Channel, instructions: Instructions, reporter: _supervisor.Reporter, place: _processes.Place
@@ -103,10 +95,10 @@ class _Mold:
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         reporter.install(instructions["levels"])
         _processes.enter("importing")
-        _launch.become_like(instructions["preparation"], main=self._stub is None)
+        _supervisor.become_like(instructions["preparation"], main=self._stub is None)
         below, source = self._find(instructions)
         reporter.take_over()  # from what the imported modules have set up
-        _launch.check_unchanged(instructions["code"])
+        _supervisor.check_unchanged(instructions["code"])
         self._function, self._guard = source
         _processes.enter("mold", below, self._function)
         engine = self._guard.engine
@@ -130,24 +122,23 @@ class _Mold:
             self._kind: FunctionKind = self._stub.kind
             source = source_of_stub(where, self._stub, self._name, "fork" if instructions["forks"] else "spawn")
             return source.function, source
-        isolated = _launch.find(where, lambda found: hasattr(found, "isolated_function"))
+        isolated = _options.find(where, lambda found: hasattr(found, "isolated_function"))
         self._kind = isolated.function_kind
         return isolated.isolated_function, isolated.source_for(instructions["key"])
 
     def _report_options(self, target: str, *, shared: bool) -> None:
         """Tell the owner what its guard's author has chosen, and how its source is before the load."""
-        from modelguard.isolation import _host_identity  # which most molds do not need
+        from modelguard.isolation import _host  # which most molds do not need
 
         engine = self._guard.engine
         options = engine.guard.options
-        _host_identity.check_shareable(options, "target", target)
+        _host.check_shareable(options, "target", target)
         if shared:
-            _host_identity.check_shareable(options)
-        self._control.send(("found", _host_identity.for_broker(options), engine.checks.readings.before_load().files))
+            _host.check_shareable(options)
+        self._control.send(("found", _host.for_broker(options), engine.checks.readings.before_load().files))
 
     @property
     def version(self) -> str | None:
-        """The version of the model, as its loader gave it."""
         version: str | None = self._guard.version
         return version
 
@@ -155,12 +146,11 @@ class _Mold:
         self._worn = reasons
 
     def serve(self) -> NoReturn:
-        """Fork on request, and report how workers end."""
         woken, wake = socket.socketpair()
         for end in (woken, wake):
             end.setblocking(False)  # noqa: FBT003 - its only parameter
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _nothing)
+        signal.signal(signal.SIGCHLD, _processes.do_nothing)
         self._handle_signals()
         _processes.die_with_parent(self._owner, signal.SIGTERM)
         self._inherited = (woken, wake)
@@ -188,9 +178,9 @@ class _Mold:
             leave(0)
         # What a fresh worker does before its first call must not take the time of calls.
         with _processes.standing_back() if beside_calls == [True] else nullcontext():
-            self._fork(number, self._control.take_fd())
+            self._fork_worker(number, self._control.take_fd())
 
-    def _fork(self, number: int, fd: int) -> None:
+    def _fork_worker(self, number: int, fd: int) -> None:
         flush_output()  # otherwise the content of the buffers is written twice
         # Until the worker has handlers of its own, too, neither ends it: what is ignored stays ignored while the guards
         # of the mold warm up in it.
@@ -233,7 +223,7 @@ class _Mold:
                 traceback.print_exc()
 
     def _handle_signals(self) -> None:
-        signal.signal(signal.SIGINT, _nothing)  # the owner decides when its workers end
+        signal.signal(signal.SIGINT, _processes.do_nothing)  # the owner decides when its workers end
         signal.signal(signal.SIGTERM, lambda *_: self._end_if_orphan())
         self._end_if_orphan()  # its owner's end may have been signalled while signals were ignored
 
@@ -247,7 +237,7 @@ class _Mold:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _on_ending(_nothing)
+            _on_ending(_processes.do_nothing)
             self._control.close()
             for end in self._inherited:
                 end.close()
@@ -261,7 +251,7 @@ class _Mold:
 
     def become_spawned_worker(self) -> NoReturn:
         """Take calls in this process, which no fork made. It dies with its owner, by SIGKILL as while it loads."""
-        _on_ending(_nothing)
+        _on_ending(_processes.do_nothing)
         try:
             self._control.receive()
             self._work(self._control.take_fd())
@@ -301,5 +291,163 @@ def _on_ending(action: Callable[[int, FrameType | None], None] | signal.Handlers
         signal.signal(number, action)
 
 
-def _nothing(_number: int, _frame: object) -> None:
-    """A handler, where SIG_IGN would be inherited by programs that the model starts."""
+#: Seconds between two looks at what policies read besides the calls themselves, such as memory.
+_LOOK = 0.05
+
+
+#: Characters of the text and of the traceback of an error that is larger than ``max_transfer``: enough for a person.
+_SHORT = 2000
+
+
+class Serving:
+    """Answers calls on one channel."""
+
+    def __init__(
+        self,
+        name: str,
+        channel: Channel,
+        call: Callable[..., Any],
+        kind: FunctionKind,
+        *,
+        worn: Callable[[], tuple[Reason, ...]],
+        between_calls: Callable[[], object] | None,
+        max_bytes: int,
+        plain: bool,
+    ) -> None:
+        self._name = name
+        self._channel = channel
+        self._call = call
+        self._kind = kind
+        self._worn = worn
+        self._between_calls = between_calls
+        self._max_bytes = max_bytes
+        self._plain = plain
+        self._pid = os.getpid()
+        self._look_again = 0.0
+        self._streams = kind in {"generator", "async generator"}
+        self._runner: asyncio.Runner | None = None
+
+    def run(self) -> None:
+        try:
+            self._answer(AnswerKind.READY, os.getpid())
+            while True:
+                self._serve_one()
+                if self._between_calls is not None and time.monotonic() >= self._look_again:
+                    self._between_calls()
+                    self._look_again = time.monotonic() + _LOOK
+        except (EOFError, OSError):  # of the channel: the model's own errors go to the caller
+            return
+
+    def _serve_one(self) -> None:
+        try:
+            message = self._receive()
+        except Unreadable as error:
+            self._refuse("arguments", f"the worker cannot rebuild them: {error}")
+            return
+        args, kwargs, carrier = message
+        leave_trace = None if carrier is None else _channel.attach(carrier)
+        try:
+            if self._streams:
+                self._stream(args, kwargs)
+                return
+            result = self._call(*args, **kwargs)
+            if self._kind == "coroutine":
+                result = self._run(result)
+        except (KeyboardInterrupt, SystemExit) as error:
+            self._fail(RemoteError(self._name, kind=type(error).__qualname__, text=str(error)), error)
+            return
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            self._fail(error, error)
+            return
+        finally:
+            if leave_trace is not None:
+                leave_trace()
+        self._answer(AnswerKind.RESULT, result)
+
+    def _run(self, coroutine: Any) -> Any:
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(coroutine, context=contextvars.copy_context())
+
+    def _stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a generator one step at a time, so that it computes no more than its caller asks for."""
+        items = self._call(*args, **kwargs)
+        asynchronous = self._kind == "async generator"
+        self._answer(AnswerKind.ITEM, None)
+        while self._receive() == StreamStep.NEXT:
+            try:
+                item = self._run(_next(items)) if asynchronous else next(items)
+            except (StopIteration, StopAsyncIteration):
+                break
+            except BaseException as error:  # noqa: BLE001 - it is the caller's
+                self._fail(error, error)
+                return
+            if not self._answer(AnswerKind.ITEM, item):
+                _close(items, self._run)
+                return
+        else:
+            _close(items, self._run)
+        self._answer(AnswerKind.END, None)
+
+    # Messages. All that runs between two of them may fork, and go on here in both processes: a call, a step of a
+    # stream, pickling, a policy.
+
+    def _receive(self) -> Any:
+        self._stay_in_own_process()
+        return self._channel.receive()
+
+    def _send(self, content: _channel.Content) -> None:
+        self._stay_in_own_process()
+        self._channel.send_pickled(*content)
+
+    def _stay_in_own_process(self) -> None:
+        """End a process that the model has forked: its parent answers."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+
+    def _answer(self, kind: AnswerKind, value: object) -> bool:
+        """Send an answer; false if its value could not be sent, and the owner got an error instead."""
+        try:
+            content = _channel.dumps((int(kind), value, self._worn()))
+        except BaseException as error:  # noqa: BLE001 - pickling runs any code
+            self._refuse("result", f"{_describe(value)}: {type(error).__name__}: {error}")
+            return False
+        size = _channel.size(content)
+        if size > self._max_bytes:
+            self._refuse("result", f"{_describe(value)} takes {size:,} bytes, and max_transfer is {self._max_bytes:,}")
+            return False
+        self._send(content)
+        return True
+
+    def _refuse(self, what: Any, why: str) -> None:
+        self._fail(TransferRefused(self._name, what=what, why=why), None)
+
+    def _fail(self, error: BaseException, raised: BaseException | None) -> None:
+        text = None if raised is None else "".join(traceback.format_exception(raised))
+        sent = portable(error, self._name, plain=self._plain)
+        content = _channel.dumps((int(AnswerKind.ERROR), (sent, text), self._worn()))
+        size = _channel.size(content)
+        if size > self._max_bytes:
+            why = f"; the error takes {size:,} bytes, and max_transfer is {self._max_bytes:,}"
+            short = described(error, self._name, text_of(error)[:_SHORT] + why)
+            trace = None if text is None else text[-_SHORT:]
+            content = _channel.dumps((int(AnswerKind.ERROR), (short, trace), self._worn()))
+        self._send(content)
+
+
+def _describe(value: object) -> str:
+    kind = value.__class__  # what a guard's proxy of a lazy result stands for
+    hint = "; write a generator function, so that its items are streamed" if hasattr(kind, "__next__") else ""
+    return f"an object of type {kind.__module__}.{kind.__qualname__}{hint}"
+
+
+async def _next(items: Any) -> Any:
+    return await anext(items)
+
+
+def _close(items: Any, run: Callable[[Any], Any]) -> None:
+    with suppress(Exception):
+        if hasattr(items, "aclose"):
+            run(items.aclose())
+        else:
+            items.close()

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from modelguard import telemetry
 from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported, Reloading
 from modelguard.facts import _proc
-from modelguard.isolation import _launch, _supervisor, status
-from modelguard.isolation._launch import Files, Origin
+from modelguard.isolation import _supervisor, status
 from modelguard.isolation._molds import Mold, MoldOptions, SpawnedWorkers, molds
-from modelguard.isolation._supervisor import supervisor
+from modelguard.isolation._supervisor import Files, Origin, supervisor
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._options import GuardOptions, Loaded
@@ -56,20 +55,7 @@ _exit_registered = False
 
 
 class MoldGuard:
-    """Makes and replaces the molds of one function.
-
-    Args:
-        options: Of the isolated function.
-        source: The options of the guard that lends the model in the mold.
-        origin: The process that calls the function. Default: this one.
-        key: Of the pool's model that the molds load.
-        retries: Whether a load that has failed is tried again though nobody asks for it.
-        paused: Whether it is paused from the start.
-
-    Attributes:
-        guard: Its model is the current mold.
-        code: With ``origin``, the files of the first mold's modules; later molds must have the same.
-    """
+    """Makes and replaces the molds of one function."""
 
     def __init__(
         self,
@@ -104,7 +90,6 @@ class MoldGuard:
         hide(self.guard)
 
     def _made_of(self, source: GuardOptions[Any]) -> GuardOptions[Mold]:
-        """The options for molds that follow from those for the model in them."""
         return replace(
             source,
             load=self._load,
@@ -120,7 +105,6 @@ class MoldGuard:
 
     @property
     def current(self) -> Mold | None:
-        """The mold that takes calls; None if there is none."""
         generation = self.guard.engine.state.current
         mold: Mold | None = getattr(generation, "model", None)
         return mold
@@ -153,7 +137,7 @@ class MoldGuard:
             started, before = time.monotonic(), runtime.private()
             number = self.guard.engine.state.generations
             ended = mold.end_workers()
-            if not ended and mold.roster.presence == "present":  # a call has come
+            if not ended and mold.workers.presence == "present":  # a call has come
                 return
             if self.previous is not None:
                 ended += self.previous.end_workers()
@@ -172,13 +156,9 @@ class MoldGuard:
             self._ending_workers.release()
 
     def call_back_workers(self, limit: Timeout) -> None:
-        """Start the workers that have ended until the next call, and wait for the first. Blocks.
-
-        Raises:
-            Reloading: The time is over.
-        """
+        """Start the workers that have ended until the next call, and wait for the first. Blocks."""
         while (mold := self.current) is not None and mold.idle:
-            mold.roster.call_back()
+            mold.workers.call_back()
             if limit.left() == 0:
                 raise Reloading(self._options.name, waited=limit.waited())
             del mold  # a drained mold is released, and must not be alive then
@@ -189,19 +169,19 @@ class MoldGuard:
         self.guard.engine.set_paused(paused=paused)
         for mold in (self.current, self.previous):
             if mold is not None:
-                mold.roster.settle()
+                mold.workers.settle()
 
     def follow_pause(self, *, paused: bool) -> None:
         """:meth:`set_paused` where the owner of several reports it. Does not block."""
         self.guard.engine.state.set_paused(paused=paused)
         if self.current is not None:
-            self.current.roster.settle()
+            self.current.workers.settle()
 
     @property
     def postponed(self) -> Postponed | None:
         """What policies ask for and must wait: a new mold, or new workers."""
         molds, mold = self.guard.status().postponed, self.current
-        reasons = () if mold is None else mold.roster.postponed
+        reasons = () if mold is None else mold.workers.postponed
         if not reasons:
             return molds
         more = () if molds is None else molds.reasons
@@ -209,16 +189,11 @@ class MoldGuard:
 
     @property
     def previous(self) -> Mold | None:
-        """The mold that is kept for a rollback; None if there is none."""
         mold: Mold | None = getattr(self.guard.engine.state.previous, "model", None)
         return mold
 
     def rollback(self) -> None:
-        """Make the previous mold current again.
-
-        Raises:
-            NoPreviousModel: None is kept, or its processes have ended.
-        """
+        """Make the previous mold current again."""
         if self.previous is not None and self.previous.died is not None:
             fix = "Call reload() to load a model."
             raise NoPreviousModel(self._options.name, why="the processes of the one that was kept have ended", fix=fix)
@@ -234,7 +209,7 @@ class MoldGuard:
             atexit.register(status.refuse_calls)  # which comes first: the last one to be registered
             _exit_registered = True
         limit = self._source.load_timeout
-        origin = Origin(_launch.preparation(), _supervisor.levels()) if self._origin is None else self._origin
+        origin = Origin(_supervisor.preparation(), _supervisor.levels()) if self._origin is None else self._origin
         options = MoldOptions(
             instructions={
                 "owner": os.getpid(),
@@ -335,7 +310,7 @@ class _Workers:
     def ended(self) -> bool:
         molds = self._molds()
         mold = None if molds is None else molds.current
-        return mold is None or mold.roster.presence != "present"
+        return mold is None or mold.workers.presence != "present"
 
     def end(self, reasons: tuple[Reason, ...]) -> None:
         molds = self._molds()

@@ -15,15 +15,13 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
-from modelguard.errors import RemoteError
 from modelguard.isolation import _processes, _supervisor
-from modelguard.isolation._channel import Channel, pair
-from modelguard.isolation._crew import Crew
-from modelguard.isolation._launch import Instructions, Launched, launch
-from modelguard.isolation._roster import Roster, Worker
-from modelguard.isolation._supervisor import Supervisor
+from modelguard.isolation._channel import Channel, pair, with_remote_traceback
+from modelguard.isolation._mold_workers import MoldOrders, Worker, WorkerPlan, Workers
+from modelguard.isolation._supervisor import Instructions, Launched, Supervisor, launch
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import Backoff
+from modelguard.runtime import fork
 from modelguard.runtime.threads import WeakRegistry
 from modelguard.serving.breaker import Breaker
 from modelguard.telemetry import logger
@@ -31,13 +29,17 @@ from modelguard.telemetry import logger
 #: Seconds that a worker may take from its fork to its first call; the warm-up runs in it.
 _START = 60.0
 
+
 #: Seconds that a mold may take to end, its ``unload`` included, before it is killed.
 _END = 5.0
+
 
 #: Seconds between two looks whether the workers have ended.
 _POLL = 0.01
 
+
 _molds: WeakRegistry[Mold] = WeakRegistry()
+
 
 #: Goes by the options of a guard that a mold has found.
 Follow = Callable[["Mold", GuardOptions[Any], Mapping[Path, Any]], object]
@@ -55,7 +57,7 @@ class MoldOptions:
     load_timeout: float | None
 
 
-class Mold:
+class Mold(MoldOrders):
     """One mold and its workers.
 
     Args:
@@ -69,7 +71,7 @@ class Mold:
 
     Attributes:
         options: What it was made with.
-        roster: Its workers.
+        workers: Its workers.
         died: When it ended by itself, on the monotonic clock; None while it lives.
         code: The files of its modules, if it was asked for them.
         version: The version of its model, as the loader gave it.
@@ -101,7 +103,7 @@ class Mold:
         self._ending = False
         self._ended = threading.Event()
         self._running: dict[int, Worker] = {}  # until the mold has reported their ends
-        crew = Crew(
+        plan = WorkerPlan(
             options.workers,
             breaker=options.breaker,
             backoff=options.backoff,
@@ -109,16 +111,11 @@ class Mold:
             is_paused=is_paused,
         )
         name = options.instructions["name"]
-        self.roster = Roster(name, crew, self, generation=generation, max_queue=options.max_queue)
+        self.workers = Workers(name, plan, self, generation=generation, max_queue=options.max_queue)
         _molds.add(self)
 
     def load(self) -> None:
-        """Start it, and wait until all of its workers take calls.
-
-        Raises:
-            Exception: What the loader, the validation, the warm-up or the fork gate raised in it, or how it ended.
-            TimeoutError: ``load_timeout`` has passed.
-        """
+        """Start it, and wait until all of its workers take calls."""
         self._supervisor.call(self._begin)
         try:
             self._loaded.result(self.options.load_timeout)
@@ -131,22 +128,22 @@ class Mold:
         if not self.belongs_here:
             return
         self._ending = True
-        self.roster.close()
+        self.workers.close()
         self._supervisor.call(self._ask_to_end)
         if self.pids() and not self._ended.wait(_END):
             self._kill()
             self._ended.wait(_END)
-        self.roster.detach()
+        self.workers.detach()
         self._supervisor.flush(_END)
 
     @property
     def idle(self) -> bool:
         """Whether its workers have ended until the next call, or start for that call. A dead mold waits for none."""
-        return self.died is None and self.roster.presence != "present"
+        return self.died is None and self.workers.presence != "present"
 
     def end_workers(self) -> int:
         """End its workers until the next call, unless one has something to do. Blocks until they have; how many."""
-        numbers = self.roster.end_until_next_call()
+        numbers = self.workers.end_until_next_call()
         until = time.monotonic() + _END
         while numbers and any(number in self._running for number in numbers) and time.monotonic() < until:
             time.sleep(_POLL)
@@ -160,7 +157,6 @@ class Mold:
         self._kill()
 
     def wait_ended(self, seconds: float) -> None:
-        """Wait until it has ended, at most so many seconds."""
         self._ended.wait(max(0.0, seconds))
 
     def abandon(self) -> None:
@@ -186,14 +182,12 @@ class Mold:
         return None if self._launched is None else self._launched.process.pid
 
     def pids(self) -> list[int]:
-        """The processes of it and of its workers."""
         workers = [worker.pid for worker in list(self._running.values()) if worker.pid]
         return [] if self._launched is None or self._ended.is_set() else [self._launched.process.pid, *workers]
 
-    # What the roster asks for
+    # What the workers asks for
 
     def start_worker(self, number: int) -> None:
-        """Have a worker forked."""
         self._supervisor.call(lambda: self._start(number))
 
     def give_up(self) -> None:
@@ -202,8 +196,7 @@ class Mold:
         self._supervisor.call(lambda: self._die(how))
 
     def settle_later(self, seconds: float) -> None:
-        """Look again after a backoff."""
-        self._supervisor.later(seconds, self.roster.settle)
+        self._supervisor.later(seconds, self.workers.settle)
 
     # In the supervisor's thread
 
@@ -229,12 +222,14 @@ class Mold:
         try:
             ours, theirs = pair()
         except OSError as error:  # no descriptor is left
-            self.roster.not_started(number, str(error))
+            self.workers.not_started(number, str(error))
             return
         # A call waits for the first worker, so that one does not stand back.
-        awaited = self.roster.presence == "returning" and not any(map(self.roster.is_starting, self._running.values()))
+        awaited = self.workers.presence == "returning" and not any(
+            map(self.workers.is_starting, self._running.values())
+        )
         worker = self._running[number] = Worker(number, Channel(ours))
-        self.roster.add(worker)
+        self.workers.add(worker)
         self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
             beside_calls = not awaited and (self._loaded.done() or self.options.instructions["beside_calls"])
@@ -249,8 +244,8 @@ class Mold:
         except (EOFError, OSError):  # the mold reports how it ended
             worker.channel.close()
             return
-        self.roster.ready(worker)
-        if self.roster.is_complete and not self._loaded.done():
+        self.workers.ready(worker)
+        if self.workers.is_complete and not self._loaded.done():
             self._loaded.set_result(None)
 
     def _hear(self, control: Channel) -> None:
@@ -265,7 +260,7 @@ class Mold:
     def _heed(self, control: Channel, what: str, *details: Any) -> None:
         if what == "ready":
             _, self.code, self.version = details
-            self.roster.settle()
+            self.workers.settle()
         elif what == "found":
             self._found(*details)
         elif what == "failed":
@@ -280,7 +275,6 @@ class Mold:
             follow(self, options, files)
 
     def end_late_load(self) -> None:
-        """Its load takes too long."""
         if not self._loaded.done():
             self._fail(TimeoutError("the load did not end within load_timeout"))
 
@@ -294,9 +288,9 @@ class Mold:
         del self._running[number]
         self._supervisor.forget(worker.channel.fileno())  # it is closed next, and may be watched still
         if what == "exit":
-            self.roster.exited(worker, _processes.describe_exit(*details))
+            self.workers.exited(worker, _processes.describe_exit(*details))
         else:
-            self.roster.not_started(number, *details)
+            self.workers.not_started(number, *details)
 
     def _read_news(self) -> None:
         assert self._launched is not None  # noqa: S101 - for the checkers
@@ -324,7 +318,7 @@ class Mold:
 
     def end_late(self, worker: Worker) -> None:
         """End a worker that has not come up in time. If it was not even forked, the mold is what hangs."""
-        if not self.roster.is_starting(worker):
+        if not self.workers.is_starting(worker):
             return
         if worker.pid:
             worker.kill()
@@ -332,7 +326,7 @@ class Mold:
             self._die(f"it has not forked a worker within {_START:.0f} s")
 
     def _die(self, how: str) -> None:
-        self.roster.mold_ended(how)
+        self.workers.mold_ended(how)
         self._fail(RuntimeError(how))
         if not self._ending and self.died is None:
             self.died = time.monotonic()
@@ -357,27 +351,12 @@ def _check_started(worker: weakref.ref[Worker], mold: weakref.ref[Mold]) -> None
         its_mold.end_late(one)
 
 
-class RemoteTraceback(Exception):
-    """Where an error was raised in a worker. It is the ``__cause__`` of the error that the caller gets."""
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.args[0]}"""'
-
-
-def with_remote_traceback(error: BaseException, text: str | None) -> BaseException:
-    """Give an error that came from another process the traceback that it had there."""
-    if text is not None and (error.__cause__ is None or isinstance(error, RemoteError)):
-        error.__cause__ = RemoteTraceback(text)
-    return error
-
-
 def _after_fork_in_child() -> None:
     for mold in _molds:
         mold.abandon()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
 
 
 def molds() -> list[Mold]:
@@ -427,12 +406,12 @@ class SpawnedWorkers(Mold):
     # In the supervisor's thread
 
     def _begin(self) -> None:
-        self.roster.settle()
+        self.workers.settle()
 
     def _ask_to_end(self) -> None:
         """Workers that still load take no calls; the others read the end of their channels."""
         for launched, worker in list(self._launched_workers.values()):
-            if self.roster.is_starting(worker):
+            if self.workers.is_starting(worker):
                 _processes.kill_group(launched.process.pid)
         self._note_end()
 
@@ -445,14 +424,14 @@ class SpawnedWorkers(Mold):
                 launched = launch({**self.options.instructions, "forks": False})
                 launched.control.send(("serve", number), [theirs.fileno()])  # it is read after the load
         except OSError as error:
-            self.roster.not_started(number, str(error))
+            self.workers.not_started(number, str(error))
             return
         worker = Worker(number, Channel(ours))
         worker.pid = launched.process.pid
         with suppress(OSError, AttributeError):
             worker.pidfd = os.pidfd_open(worker.pid)  # a child that nobody has waited for, so it is this one
         self._launched_workers[number] = launched, worker
-        self.roster.add(worker)
+        self.workers.add(worker)
         self._supervisor.watch(launched.control.fileno(), lambda: self._hear_worker(number))
         self._supervisor.watch(launched.news.fileno(), lambda: self._read_worker(launched))
         self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
@@ -461,7 +440,7 @@ class SpawnedWorkers(Mold):
             self._supervisor.later(limit, lambda: self._end_late(worker))
 
     def _end_late(self, worker: Worker) -> None:
-        if self.roster.is_starting(worker):
+        if self.workers.is_starting(worker):
             worker.kill()
 
     def _hear_worker(self, number: int) -> None:
@@ -501,7 +480,7 @@ class SpawnedWorkers(Mold):
         launched.control.close()
         launched.news.close()
         del self._launched_workers[number]
-        self.roster.exited(worker, how)
+        self.workers.exited(worker, how)
         self._note_end()
 
     def _note_end(self) -> None:

@@ -1,10 +1,15 @@
-"""The options of an isolated function, checked where they are written."""
+"""The options of an isolated function, and where its mold finds the function and its model."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from pkgutil import resolve_name
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -13,7 +18,6 @@ from modelguard._function_kinds import FunctionKind, kind_of
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.facts._proc import MODEL_LIBRARIES
 from modelguard.isolation import _processes
-from modelguard.isolation._launch import Reference, Stub, check_importable, find_target, place_of, reference
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import engines
 from modelguard.lifecycle._options import GuardOptions, check_policy
@@ -26,6 +30,215 @@ from modelguard.lifecycle.replicas import ModelReplicas
 from modelguard.serving.breaker import Breaker
 from modelguard.telemetry import logger
 
+# How a fresh interpreter finds the function: by its module and name, after it was made like its owner.
+#
+# A function may be named instead of imported: a stub stands for it in the owner, which never imports its module.
+
+
+#: Module and qualified name.
+Reference = tuple[str, str]
+
+
+#: A parameter's name, the number of its kind, and whether it has a default.
+Parameter = tuple[str, int, bool]
+
+
+_IMPORT_FIX = "Move it to the top level of a module that can be imported, and isolate it there."
+
+
+#: What the annotation of a stub's result says of the function's kind, where ``def`` does not.
+_STREAMS: Mapping[str, FunctionKind] = {
+    "Iterator": "generator",
+    "Generator": "generator",
+    "AsyncIterator": "async generator",
+    "AsyncGenerator": "async generator",
+}
+
+
+class Stub(NamedTuple):
+    """A function that stands for one of a module that this process does not import."""
+
+    place: str
+    kind: FunctionKind
+    shown: str
+    parameters: tuple[Parameter, ...]
+    recycle_on: Any
+
+    def fits(self, parameters: tuple[Parameter, ...]) -> bool:
+        """Whether each call that the stub takes is one that these parameters take."""
+        own = len(self.parameters)
+        pairs = zip(self.parameters, parameters, strict=False)
+        return (
+            len(parameters) >= own
+            and all(one[:2] == other[:2] and one[2] <= other[2] for one, other in pairs)
+            and all(has_default for _, _, has_default in parameters[own:])
+        )
+
+
+def parameters_of(function: Any) -> tuple[Parameter, ...]:
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(
+        (one.name, int(one.kind), one.default is not one.empty or one.kind in any_number)
+        for one in inspect.signature(function).parameters.values()
+    )
+
+
+def place_of(function: Any) -> str:
+    """A function's name, file and line, as far as they are known."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', '?')}{where}"
+
+
+def reference(function: Any) -> Reference:
+    return function.__module__, function.__qualname__
+
+
+def check_importable(function: Any, *, stub: bool = False) -> None:
+    """Check that another interpreter can find the function. Nobody looks for a stub, which may stand anywhere."""
+    why, fix = "", _IMPORT_FIX
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    in_class = name is not None and "." in name and "<" not in name and not isinstance(function, staticmethod)
+    if isinstance(function, type) or not (callable(function) or isinstance(function, classmethod)):
+        why, fix = f"must be a function, not {_units.kind_of(function)}", "Decorate: def predict(model, text): ..."
+    elif isinstance(function, classmethod) or in_class:
+        why = "is a method, and a change of its object or class in a worker would be lost"
+        fix = "Isolate a function, and call it in the method; or a static method, with @staticmethod next to the def."
+    elif stub:
+        pass
+    elif module is None or name is None:
+        why = "has no module and name by which a worker process could import it"
+    elif "<lambda>" in name:
+        why = "is a lambda, which a worker process cannot import by name"
+    elif "<locals>" in name:
+        why = "is defined inside another function, where a worker process cannot import it"
+    elif module == "__main__" and not _has_main_file():
+        why = "is defined in a notebook or an interactive session, which a worker process cannot import"
+        fix = "Write it to a file, as with %%writefile predict.py, and import it from there."
+    elif module == "__main__" and _runs_as_package():
+        why = "is defined in the __main__.py of an archive, a folder or a package, which a worker process cannot import"
+        fix = "Move it to another module beside that, and import it in __main__.py."
+    if why:
+        raise InvalidOption("function", function, why=why, fix=fix)
+
+
+def _has_main_file() -> bool:
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))  # noqa: PTH110
+
+
+def _runs_as_package() -> bool:
+    """Whether the main module is a ``__main__.py``, which :mod:`multiprocessing` leaves alone: to import it runs it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name.rpartition(".")[2] == "__main__"
+
+
+# In the owner
+
+
+def stub_of(function: Any, target: Any, recycle_on: Any) -> tuple[Reference, Stub]:
+    """What stands for the function that ``target`` names, and where that is."""
+    module, _, name = target.partition(":") if isinstance(target, str) else ("", "", "")
+    why, fix = "", ""
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        why, fix = "must name a function of a module", "Write for example target='pipeline:entities'."
+    elif module in {function.__module__, "__main__"}:
+        why = "is in a module that this process imports"
+        fix = "Move it to a module of its own, which nothing here imports."
+    elif _is_missing(module):
+        why, fix = f"cannot be imported: there is no module {module}", "Correct the name, or sys.path."
+    elif not _is_empty(function):
+        why = f"is what runs, and {place_of(function)} has a body of its own, which never would"
+        fix = "Let the body be ... or raise NotImplementedError."
+    if why:
+        raise InvalidOption("target", target, why=why, fix=fix)
+    kind: FunctionKind = "coroutine" if inspect.iscoroutinefunction(function) else _kind_by_result(function)
+    shown = str(inspect.signature(function))
+    return (module, name), Stub(place_of(function), kind, shown, parameters_of(function), recycle_on)
+
+
+def _kind_by_result(function: Any) -> FunctionKind:
+    result = getattr(function, "__annotations__", {}).get("return")
+    text = result if isinstance(result, str) else getattr(result, "__name__", "")
+    return _STREAMS.get(text.partition("[")[0].rpartition(".")[2].strip(), "function")
+
+
+def _is_missing(module: str) -> bool:
+    """Whether there is certainly no such module. Imports nothing, its packages neither."""
+    path: Iterable[str] | None = None
+    if module in sys.modules:
+        return False
+    for name in accumulate(module.split("."), "{}.{}".format):
+        try:
+            specs = (finder.find_spec(name, path) for finder in sys.meta_path)  # type: ignore[arg-type]
+            spec = next((one for one in specs if one is not None), None)
+        except Exception:  # noqa: BLE001 - of a finder that needs the package imported; the mold will tell
+            return False
+        if spec is None:
+            return True
+        path = spec.submodule_search_locations
+        if path is None:
+            return name != module
+    return False
+
+
+def _is_empty(function: Any) -> bool:
+    """Whether the body of a function is ``...``, or what type checkers take for it, under a docstring or none."""
+    code, text = getattr(function, "__code__", None), getattr(function, "__doc__", None)
+    for body in ("...", "raise NotImplementedError", "raise NotImplementedError()"):
+        made: dict[str, Any] = {}
+        kind = "async def" if inspect.iscoroutinefunction(function) else "def"
+        exec(f"{kind} f():\n {text!r}\n {body}" if text else f"{kind} f():\n {body}", made)  # noqa: S102 - our own text
+        twin = made["f"].__code__
+        if code is not None and (code.co_code, code.co_consts) == (twin.co_code, twin.co_consts):
+            return bool(code.co_names == twin.co_names)
+    return False
+
+
+def find(where: Reference, is_isolated: Callable[[Any], bool]) -> Any:
+    """Import a function, and find the isolated one below other decorators."""
+    module, name = where
+    importlib.import_module(module)
+    found = _below(resolve_name(f"{module}:{name}"), is_isolated)
+    if found is None:
+        why = "is not isolated where a worker process imports it"
+        raise InvalidOption("function", f"{module}.{name}", why=why, fix="Decorate it where it is defined.")
+    return found
+
+
+def find_target(where: Reference, stub: Stub, is_isolated: Callable[[Any], bool]) -> Any:
+    """Import what a stub stands for; the isolated function below other decorators, if there is one."""
+    module, name = where
+    target, fix = ":".join(where), "Correct the name."
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # of something that it imports
+        why = f"cannot be imported: there is no module {error.name}; {stub.place} stands for it"
+        raise InvalidOption("target", target, why=why, fix=fix) from None
+    found = getattr(imported, name, None)
+    if not callable(found) or isinstance(found, type):
+        what = f"has no {name}" if found is None else f"has {_units.kind_of(found)} of this name, and no function"
+        why = f"is not there: {getattr(imported, '__file__', module)} {what}; {stub.place} stands for it"
+        raise InvalidOption("target", target, why=why, fix=fix)
+    if not stub.fits(parameters := parameters_of(found)):
+        why = f"does not fit: {stub.place} takes {stub.shown}, and {place_of(found)} takes {inspect.signature(found)}"
+        fix = "Let both have the same parameters."
+        if stub.fits(parameters[1:]):
+            fix = f"Decorate it with the guard of its model in {module}: so far nothing gives it its first argument."
+        raise InvalidOption("target", target, why=why, fix=fix)
+    return _below(found, is_isolated) or found
+
+
+def _below(found: Any, is_isolated: Callable[[Any], bool]) -> Any:
+    while found is not None and not is_isolated(found):
+        found = getattr(found, "__wrapped__", None)
+    return found
+
+
 #: How workers come into being: forked from a mold, or each as a fresh interpreter.
 StartMethod = Literal["fork", "spawn"]
 
@@ -36,8 +249,6 @@ ScopeName = Literal["process", "host"]
 
 @dataclass(frozen=True, kw_only=True)
 class IsolationOptions:
-    """Options of an isolated function, parsed. Times are seconds, sizes are bytes."""
-
     name: str
     function: Reference
     stub: Stub | None
@@ -68,11 +279,7 @@ def parse(
     version: str | None,
     name: str | None,
 ) -> IsolationOptions:
-    """Check and parse the options.
-
-    Raises:
-        InvalidOption: One of them is invalid.
-    """
+    """Check and parse the options."""
     if not isinstance(retry, bool):
         raise InvalidOption("retry", retry, why="must be True or False", fix="Write retry=True.")
     if start not in get_args(StartMethod):
@@ -112,22 +319,13 @@ def parse(
 
 
 def check_function(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
-    """Check that a function can be isolated.
-
-    Raises:
-        InvalidOption: It cannot be imported by name, or :func:`check_source` refuses it.
-    """
+    """Check that a function can be isolated."""
     check_importable(function)
     check_source(function, owner_of(function), recycle_on, start)
 
 
 def check_stub(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
-    """Check that a function can stand for another one.
-
-    Raises:
-        InvalidOption: It is a method, has a guard, or ``recycle_on`` is no policy that a process without its module can
-            read.
-    """
+    """Check that a function can stand for another one."""
     check_importable(function, stub=True)
     if owner_of(function) is not None:
         why = "stands for another one by target=, and takes no model"
@@ -141,18 +339,7 @@ def check_stub(function: Any, recycle_on: Policy | None, start: StartMethod) -> 
 
 
 def check_source(function: Any, owner: object, recycle_on: Policy | None, start: StartMethod) -> None:
-    """Check that a function fits what isolates it.
-
-    Args:
-        function: The function.
-        owner: Its guard, its pool or its replicas; None if it has none.
-        recycle_on: The option.
-        start: The option.
-
-    Raises:
-        InvalidOption: It is batched or isolated already, ``recycle_on`` does not fit it, or ``start="spawn"`` has no
-            mold to keep.
-    """
+    """Check that a function fits what isolates it."""
     if hasattr(function, "aio") and hasattr(function, "submit"):
         why = "is batched or isolated already"
         fix = "Put @batched(...) above @isolate(...), which belongs above the guard's decorator."
@@ -196,12 +383,7 @@ _told: set[str] = set()
 
 
 class Source(NamedTuple):
-    """What runs in a worker.
-
-    Attributes:
-        function: The function, as its callers see it.
-        guard: Lends it the model, and counts its calls.
-    """
+    """What runs in a worker."""
 
     function: Callable[..., Any]
     guard: ModelGuard[Any]
@@ -213,20 +395,13 @@ class Source(NamedTuple):
 
 
 class PoolSource(NamedTuple):
-    """What runs in the workers of a pool's keys.
-
-    Attributes:
-        function: The function, as its callers see it.
-        pooled: What its pool knows of it.
-        recycle_on: When a worker is replaced.
-    """
+    """What runs in the workers of a pool's keys."""
 
     function: Callable[..., Any]
     pooled: PooledFunction
     recycle_on: Policy | None
 
     def options_for(self, key: Any) -> GuardOptions[Any]:
-        """The options of the guard that lends the model of one key."""
         return replace(self.pooled.options_for(key), reload_on=self.recycle_on)
 
     def for_key(self, key: Any) -> Source:
@@ -246,7 +421,7 @@ class PoolSource(NamedTuple):
 
 
 class _NoModel:
-    """The model of functions that have none."""
+    pass
 
 
 def source_of(function: Any, name: str, kind: FunctionKind, recycle_on: Policy | None) -> Source | PoolSource:
@@ -263,18 +438,7 @@ def source_of(function: Any, name: str, kind: FunctionKind, recycle_on: Policy |
 
 
 def source_of_stub(where: Reference, stub: Stub, name: str, start: StartMethod) -> Source:
-    """In a mold: import what a stub stands for, and find its guard, which decorates it or which it uses.
-
-    Args:
-        where: What the stub's owner has named.
-        stub: The stub.
-        name: Of the isolated function.
-        start: How workers come into being.
-
-    Raises:
-        InvalidOption: There is no such function, it cannot be isolated, or the stub does not fit it.
-        BaseException: Whatever its module raises.
-    """
+    """In a mold: import what a stub stands for, and find its guard, which decorates it or which it uses."""
     found = find_target(where, stub, lambda one: hasattr(one, "isolated_function"))
     function = getattr(found, "isolated_function", found)
     kind, why, fix = kind_of(found), "", ""

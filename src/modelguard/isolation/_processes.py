@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from modelguard.errors import NotSupported
 from modelguard.facts import _memory, _proc
@@ -19,20 +19,30 @@ from modelguard.facts import _memory, _proc
 #: What ends this process unless it is handled. What it has started must not outlive it.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+
 _PR_SET_PDEATHSIG = 1
+
+
 _CAP_SYS_NICE = 23
+
 
 #: A thread that stands back gets a third of the CPU time of one that does not, where there is not enough. With less, a
 #: mold on a busy host would take minutes to load.
 _NICE = 5
+
+
 _LOWEST = 19
+
 
 #: A worker's ``oom_score_adj``, in thousandths of all memory: when memory runs out, the kernel kills a worker and
 #: neither the mold nor the server.
 _OOM_SCORE = 500
 
+
 #: That of a mold that loads beside calls, which have the old model: sooner than any worker.
 _OOM_SCORE_OF_LOADS = 1000
+
+
 _OOM_FILE = Path("/proc/self/oom_score_adj")
 
 
@@ -51,11 +61,7 @@ def _kernel_has_killed() -> bool:
 
 
 def check_supported() -> None:
-    """Check that this system can isolate, and note how many processes the kernel had to kill here before.
-
-    Raises:
-        NotSupported: It is not Linux.
-    """
+    """Check that this system can isolate, and note how many processes the kernel had to kill here before."""
     if not sys.platform.startswith("linux"):
         raise NotSupported("isolate", reason="it needs Linux (parent-death signals, descriptors over sockets, fork)")
     global _oom_kills
@@ -67,10 +73,6 @@ def die_with_parent(parent: int, number: int) -> None:
     """Receive a signal when the parent ends, however it ends. Exits at once if it has ended already.
 
     The kernel means the thread that started this process, so that must be one that lives as long as its process.
-
-    Args:
-        parent: The expected parent's process id.
-        number: The signal.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
@@ -124,7 +126,6 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """That of this process and this thread."""
     score = 0
     with suppress(OSError, ValueError):
         score = int(_OOM_FILE.read_text(encoding="ascii"))
@@ -132,7 +133,6 @@ def place() -> Place:
 
 
 def set_oom_score(score: int) -> None:
-    """Set :attr:`Place.oom_score`, if this process may."""
     with suppress(OSError):
         _OOM_FILE.write_text(str(score), encoding="ascii")
 
@@ -191,8 +191,11 @@ def coming_last() -> Iterator[None]:
         set_oom_score(before)
 
 
+def do_nothing(_number: int, _frame: object) -> None:
+    """A signal handler, where SIG_IGN would be inherited by programs that the model starts."""
+
+
 def send_kill(pidfd: int) -> None:
-    """End the process of a ``pidfd``, which cannot be mistaken for another one."""
     with suppress(ProcessLookupError, OSError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
@@ -243,13 +246,17 @@ def reap_group(group: int) -> None:
 
 Role = Literal["owner", "importing", "mold", "worker"]
 
+
 _role: Role = "owner"
+
+
 _target: object = None
+
+
 _here: Callable[..., Any] | None = None
 
 
 def current() -> Role:
-    """This process's role. ``"importing"``: a mold that imports the module of its function."""
     return _role
 
 
@@ -265,8 +272,20 @@ def here() -> Callable[..., Any]:
 
 
 def enter(role: Role, isolates: object = None, here: Callable[..., Any] | None = None) -> None:
-    """Set this process's role."""
     global _role, _target, _here
     _role = role
     _target = isolates if isolates is not None else _target
     _here = here if here is not None else _here
+
+
+def leave(status: int) -> NoReturn:
+    """End this process without the exit handlers that it has inherited."""
+    flush_output()
+    os._exit(status)
+
+
+def flush_output() -> None:
+    """Write what is still in this process's buffers, as far as it can be written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a program may have closed or replaced them
+            stream.flush()

@@ -1,7 +1,6 @@
-"""One thread per process that starts molds, waits for what they report, and keeps their timers.
+"""Start molds, wait for what they report, and keep their timers: one thread per process, which lives as long as that.
 
-It lives as long as the process, which the parent-death signal of the molds needs: the kernel sends that when the thread
-that started them ends.
+The parent-death signal of the molds needs it: the kernel sends that when the thread that started them ends.
 """
 
 from __future__ import annotations
@@ -14,15 +13,24 @@ import pickle
 import selectors
 import socket
 import struct
+import subprocess
+import sys
+import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing import spawn
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
 
 from modelguard import telemetry
-from modelguard.isolation._channel import send
+from modelguard.isolation._channel import Channel, pair, send
+from modelguard.isolation._options import Reference, Stub
+from modelguard.runtime import fork
+from modelguard.runtime.background import start_thread
 from modelguard.telemetry import Event, logger
 
 Work = Callable[[], object]
@@ -45,7 +53,6 @@ class Supervisor:
         self._count = itertools.count()
 
     def call(self, work: Work) -> None:
-        """Run ``work`` in the thread, after what was given to it before."""
         self._work.append(work)
         if not self._running:
             with self._lock:
@@ -57,7 +64,7 @@ class Supervisor:
     def _start(self, work: Work) -> None:
         self._running = True
         try:
-            threading.Thread(target=self._run, name="modelguard-isolation", daemon=True).start()
+            start_thread(self._run, "modelguard-isolation")
         except BaseException:  # the system gives no thread now; the next call tries again
             self._running = False
             with suppress(ValueError):
@@ -65,7 +72,6 @@ class Supervisor:
             raise
 
     def later(self, seconds: float, work: Work) -> None:
-        """Run ``work`` after so many seconds."""
         self.call(lambda: heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._count), work)))
 
     def flush(self, timeout: float) -> None:
@@ -118,11 +124,12 @@ class Supervisor:
 
 
 _supervisor: Supervisor | None = None
+
+
 _making = threading.RLock()  # reentrant, as above
 
 
 def supervisor() -> Supervisor:
-    """The supervisor of this process."""
     global _supervisor
     with _making:
         if _supervisor is None or _supervisor.pid != os.getpid():
@@ -141,8 +148,7 @@ def _after_fork_in_child() -> None:
     _making = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
 
 
 # Log records and events of the mold and its workers reach the owner, beside the calls.
@@ -151,16 +157,19 @@ if hasattr(os, "register_at_fork"):
 #: Bytes of one report; the socket's buffer takes several of them.
 _LONGEST = 60_000
 
+
 #: Seconds that a worker waits for room in the socket before it drops a report.
 _PATIENCE = 0.1
+
 
 #: Before each report: the process id of its sender.
 _SENDER = struct.Struct("<I")
 
+
 _receiver: Callable[[bytes], object] | None = None
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
+def report_pair() -> tuple[socket.socket, socket.socket]:
     """Make a socket pair that keeps reports apart, and lets several processes write to one end."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -173,11 +182,7 @@ def levels() -> dict[str, int]:
 
 
 class Reporter(logging.Handler):
-    """In a mold and its workers: sends records and events to the owner.
-
-    Args:
-        connected: The sending end. Never blocks for long: what finds no room is dropped.
-    """
+    """In a mold and its workers: sends records and events to the owner."""
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__()
@@ -209,7 +214,6 @@ class Reporter(logging.Handler):
             self._send({**plain, "msg": str(fields["msg"])[: _LONGEST // 8], "exc_text": None})
 
     def report_event(self, event: Event) -> None:
-        """Send an event. It is a hook."""
         self._send(event)
 
     def _send(self, report: object) -> bool:
@@ -224,7 +228,6 @@ class Reporter(logging.Handler):
 
 
 def sender(report: bytes) -> int:
-    """The process id of who sent a report."""
     return int(_SENDER.unpack_from(report)[0])
 
 
@@ -274,3 +277,248 @@ def replay(report: bytes) -> None:
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
         logger.handle(record)
+
+
+# Which code a mold runs: the files of its modules, so that nobody is served by the code of another time.
+
+
+#: Path to size in bytes and time of change in nanoseconds.
+Files = dict[str, tuple[int, int]]
+
+
+#: Files of this process's modules, as they were soon after their import.
+imported: Files = {}
+
+
+def files() -> Files:
+    """The files of the modules of this process that were found on ``sys.path``, without Python's own.
+
+    Others are generated while the program runs, and may change or disappear.
+    """
+    own = sysconfig.get_path("stdlib") + os.sep
+    places = tuple(os.path.abspath(one) + os.sep for one in sys.path if one is not None)  # noqa: PTH100 - "" is here
+    found: Files = {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if not isinstance(path, str) or not path.startswith(places):
+            continue
+        if path.startswith(own) and not path.startswith((own + "site-packages", own + "dist-packages")):
+            continue
+        stamp = _stamp(path)
+        if stamp is not None:
+            found[path] = stamp
+    return found
+
+
+def note_imported() -> None:
+    """Add the modules that have been imported since to :data:`imported`."""
+    for path, stamp in files().items():
+        imported.setdefault(path, stamp)
+
+
+def changed(known: Files, now: Files | None = None) -> str | None:
+    """The first of these files that is not as it was; None if there is none."""
+    now = now or {}
+    return next((path for path, was in known.items() if (now.get(path) or _stamp(path)) != was), None)
+
+
+def check_unchanged(known: Files | None) -> None:
+    path = None if known is None else changed(known)
+    if path is not None:
+        raise RuntimeError(f"{path} has changed since this server imported it; restart the server")
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)  # noqa: PTH116 - thousands of them
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+#: Of multiprocessing's data, what makes an interpreter resemble its owner; the rest concerns multiprocessing itself.
+_KEYS = ("dir", "init_main_from_name", "init_main_from_path", "orig_dir", "sys_argv", "sys_path")
+
+
+def preparation() -> dict[str, Any]:
+    """What :func:`become_like` needs: path, arguments and main module of this process, as ``multiprocessing`` sends."""
+    data: Mapping[str, Any] = spawn.get_preparation_data("modelguard")
+    chosen = {key: data[key] for key in _KEYS if key in data}
+    main = chosen.get("init_main_from_path")
+    if main is not None and _is_of_a_server(os.path.abspath(main)):  # noqa: PTH100
+        del chosen["init_main_from_path"]
+    return chosen
+
+
+def _is_of_a_server(main: str) -> bool:
+    """Whether the main script is a console script, or belongs to an installed program that runs one's functions.
+
+    There is nothing of the application in it. To import Ray's again would take a second.
+    """
+    if os.path.dirname(main) == sysconfig.get_path("scripts"):  # noqa: PTH120
+        return True
+    return main.endswith(os.path.join("ray", "_private", "workers", "default_worker.py"))  # noqa: PTH118
+
+
+# In the fresh interpreter
+
+
+def become_like(owner: Mapping[str, Any], *, main: bool) -> None:
+    """Take over path, arguments, working directory of the owner, and its main module if the function may be there."""
+    spawn.prepare({key: value for key, value in owner.items() if main or not key.startswith("init_main")})
+
+
+# What a new mold is told.
+
+
+class Instructions(TypedDict):
+    """What the owner sends to a new mold.
+
+    Attributes:
+        owner: Its process id.
+        preparation: How to resemble it.
+        function: Where the function is.
+        stub: What stands for it in the owner, if that does not import it.
+        key: Of the pool's model that it loads; None if its function has no pool.
+        levels: Of the owner's loggers.
+        name: The isolated function's name.
+        max_bytes: The largest answer of a worker.
+        beside_calls: Whether calls run while it loads.
+        forks: Whether it forks workers; if not, it becomes one itself.
+        code: What files its modules must have; None for any.
+        shared: Whether its owner serves callers of other processes, and knows nothing of their modules.
+    """
+
+    owner: int
+    preparation: dict[str, Any]
+    function: Reference
+    stub: Stub | None
+    key: Any
+    levels: dict[str, int]
+    name: str
+    max_bytes: int
+    beside_calls: bool
+    forks: bool
+    code: Files | None
+    shared: bool
+
+
+class Origin(NamedTuple):
+    """The process that calls an isolated function, which its molds resemble."""
+
+    preparation: dict[str, Any]
+    levels: dict[str, int]
+
+
+if sys.platform != "win32":
+    import fcntl
+
+
+#: Where this package is imported from: the fresh interpreter finds it there before it knows the owner's path.
+_PACKAGES = str(Path(__file__).parents[2])
+
+
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {packages!r}); from modelguard.isolation.{module} import main; main({numbers})"
+)
+
+
+#: The highest of the descriptors for input, output and errors.
+_STANDARD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A mold that has been started, and has not loaded yet."""
+
+    process: subprocess.Popen[bytes]
+    control: Channel
+    news: socket.socket
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the descriptors. Takes no lock."""
+        self.process.returncode = 0  # it is no child of this process, and must not warn when it is dropped
+        self.control.close()
+        self.news.close()
+
+
+def launch(instructions: Instructions) -> Launched:
+    """Start a mold. It dies with the calling thread, so that must be one that lives as long as this process."""
+    control, its_control = pair()
+    try:
+        news, its_news = report_pair()
+    except BaseException:
+        control.close()
+        its_control.close()
+        raise
+    try:
+        words = "mold", ".".join(instructions["function"])
+        process = start_interpreter("_mold", (its_control.fileno(), its_news.fileno()), *words, process_group=0)
+    except BaseException:
+        control.close()
+        news.close()
+        raise
+    finally:
+        its_control.close()
+        its_news.close()
+    channel = Channel(control)
+    channel.send(instructions)
+    return Launched(process, channel, news)
+
+
+def start_interpreter(
+    module: str,
+    fds: Sequence[int],
+    *words: str,
+    prints: bool = True,
+    process_group: int | None = None,
+    start_new_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter like this one, which runs the ``main`` of a module of this package.
+
+    Where this process has closed its own input or output, or something else has the number, the new one gets
+    ``/dev/null``: what it prints must not reach a descriptor of another purpose.
+
+    Args:
+        module: Its name.
+        fds: Descriptors that are passed on; ``main`` gets their numbers.
+        words: What lists of processes show.
+        prints: Whether it may print to this process's output; without, it does not hold that open either.
+        process_group: As for ``Popen``.
+        start_new_session: As for ``Popen``.
+
+    Raises:
+        OSError: No process or no descriptor is left.
+    """
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing
+    executable = os.fsdecode(spawn.get_executable() or sys.executable)
+    with ExitStack() as copies:
+        passed = [_above_standard(fd, copies) for fd in fds]
+        numbers = ", ".join(map(str, passed))
+        program = _PROGRAM.format(packages=_PACKAGES, module=module, numbers=numbers)
+        command = [executable, *flags, "-c", program, *words]
+        return subprocess.Popen(  # noqa: S603
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=None if prints and _is_inherited(1) else subprocess.DEVNULL,
+            stderr=None if prints and _is_inherited(2) else subprocess.DEVNULL,
+            pass_fds=passed,
+            process_group=process_group,
+            start_new_session=start_new_session,
+        )
+
+
+def _is_inherited(fd: int) -> bool:
+    try:
+        return os.get_inheritable(fd)
+    except OSError:  # it is closed
+        return False
+
+
+def _above_standard(fd: int, copies: ExitStack) -> int:
+    """The descriptor, or a copy that leaves room for input and output, where this process has closed its own."""
+    if fd > _STANDARD:
+        return fd
+    copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STANDARD + 1)
+    copies.callback(os.close, copy)
+    return copy

@@ -11,18 +11,15 @@ import weakref
 from asyncio import get_running_loop
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar, overload
 
 from modelguard import _public, _units
 from modelguard._entered import Entered
 from modelguard._function_kinds import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _processes, status
-from modelguard.isolation._calls import Arguments, Caller
-from modelguard.isolation._claims import Limits, Scope
-from modelguard.isolation._launch import stub_of
+from modelguard.isolation._calls import Arguments, Caller, Limits
 from modelguard.isolation._mold_guard import MoldGuard
-from modelguard.isolation._mold_scope import ProcessScope
 from modelguard.isolation._options import (
     IsolationOptions,
     PoolSource,
@@ -33,8 +30,10 @@ from modelguard.isolation._options import (
     check_stub,
     parse,
     source_of,
+    stub_of,
     warn_of_other_loaders,
 )
+from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle.policies import Policy
@@ -42,6 +41,9 @@ from modelguard.runtime import waiting
 from modelguard.serving import deadlines
 from modelguard.serving._shared_threads import SharedThread
 from modelguard.serving.breaker import Breaker
+
+if TYPE_CHECKING:
+    from modelguard.isolation._host_scope import HostScope
 
 __all__ = [
     "Isolated",
@@ -218,11 +220,7 @@ class Isolated(Entered, Generic[P, R_co]):
         return _processes.here()(*args, **kwargs)
 
     def _check_inside(self) -> None:
-        """Check that this is a worker of this function.
-
-        Raises:
-            WouldDeadlock, NotSupported: It is not.
-        """
+        """Check that this is a worker of this function."""
         if _processes.current() == "importing":
             why = "it is called while a mold imports the module"
             fix = "Put the calls of a script under: if __name__ == '__main__':"
@@ -432,10 +430,10 @@ def _close_after(step: Future[Any], opening: Future[Any]) -> Future[None]:
     return closed
 
 
-def _scope_of(options: IsolationOptions, source: Source | PoolSource, *, paused: bool) -> Scope:
+def _scope_of(
+    options: IsolationOptions, source: Source | PoolSource, *, paused: bool
+) -> ProcessScope | PoolScope | HostScope:
     if isinstance(source, PoolSource):
-        from modelguard.isolation._pool_scope import PoolScope
-
         return PoolScope(options, source, paused=paused)
     guard_options = source.guard.engine.guard.options
     if options.scope == "process":

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from modelguard import _public, _units
-from modelguard.isolation._crew import WorkerState
 from modelguard.lifecycle.status import PoolStatus, Postponed, State
+from modelguard.runtime import fork
 from modelguard.runtime.threads import WeakRegistry
 from modelguard.serving import _shared_threads
 
@@ -18,6 +17,9 @@ __all__ = [
     "IsolationStatus",
     "WorkerStatus",
 ]
+
+#: ``starting``: it is being forked or loads; ``retiring``: its call is its last one.
+WorkerState = Literal["starting", "idle", "busy", "retiring"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,38 +121,29 @@ class Registered(Protocol):
 
     def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
         """Make a new mold."""
-        ...
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
         """End the mold and its workers until the next call."""
-        ...
 
     def pause(self) -> None:
         """Let policies replace nothing."""
-        ...
 
     def resume(self) -> None:
         """Let them again."""
-        ...
 
     def refuse_calls(self) -> None:
         """This process exits: raise ``GuardClosed`` from now on."""
-        ...
 
     def renew_in_child(self) -> None:
         """Start again without molds: those of the parent answer the parent."""
 
 
 _functions: WeakRegistry[Registered] = WeakRegistry()
-_first = threading.Lock()  # taken by the first function, and never released
-_first_use = threading.Lock()  # the same, when processes are first started
+_first_use = threading.Lock()  # taken when processes are first started, and never released
 
 
 def add(function: Registered) -> None:
-    """Add an isolated function. The first one registers the hook for forks."""
     _functions.add(function)
-    if _first.acquire(blocking=False) and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_renew)
 
 
 def live() -> tuple[Registered, ...]:
@@ -174,6 +167,9 @@ def _renew() -> None:
     _shared_threads.renew_in_child()  # before a call needs one
     for function in live():
         function.renew_in_child()
+
+
+fork.at_fork(fork.Rank.ISOLATION, in_child=_renew)
 
 
 _public.set_module(globals())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from modelguard.frameworks._rolling import MetricFiles
+from modelguard.frameworks._workers import MetricFiles
 
 pytest.importorskip("prometheus_client", reason="needs prometheus-client")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from modelguard.frameworks._rolling import RETRY_AFTER, RollingReplacement, serves
+from modelguard.frameworks.gunicorn import RETRY_AFTER, RollingReplacement, serves
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from modelguard import Backoff, Breaker
-from modelguard.isolation._broker_connection import Connection
+from modelguard.isolation._broker import ClientConnection
 from modelguard.isolation._channel import Channel, pair
-from modelguard.isolation._crew import Crew
-from modelguard.isolation._roster import Roster, Worker
+from modelguard.isolation._mold_workers import Worker, WorkerPlan, Workers
 from modelguard.telemetry import Reason
 
 #: Workers that may have calls at a time, calls that may wait, connections.
@@ -53,8 +52,8 @@ class Mold:
     """Starts workers that are sockets."""
 
     def __init__(self) -> None:
-        crew = Crew(SIZE, breaker=Breaker(failures=1000), backoff=Backoff(1e-9, 1e-9), spare=1)
-        self.roster = Roster("f", crew, self, generation=1, max_queue=QUEUE)
+        crew = WorkerPlan(SIZE, breaker=Breaker(failures=1000), backoff=Backoff(1e-9, 1e-9), spare=1)
+        self.workers = Workers("f", crew, self, generation=1, max_queue=QUEUE)
         self.crew = crew
         self.starting: list[Worker] = []
         self.ends: dict[int, socket.socket] = {}
@@ -64,7 +63,7 @@ class Mold:
         ours, theirs = pair()
         worker = Worker(number, Channel(ours))
         self.ends[number] = theirs
-        self.roster.add(worker)
+        self.workers.add(worker)
         self.starting.append(worker)
 
     def give_up(self) -> None:
@@ -79,7 +78,7 @@ class Mold:
 
     def close(self) -> None:
         """Close all sockets."""
-        self.roster.close()
+        self.workers.close()
         for end in self.ends.values():
             end.close()
         for worker in self.starting:
@@ -118,16 +117,16 @@ class Broker:
         self.supervisor = Supervisor()
         self.has_ended = 0
 
-    def admit(self, _connection: Connection, _token: bytes) -> None:
+    def admit(self, _connection: ClientConnection, _token: bytes) -> None:
         """Take everybody."""
 
     def waits(self) -> None:
         """Look at no connection again: there is one mold."""
 
-    def granted(self, _connection: Connection, _worker: Worker) -> None:
+    def granted(self, _connection: ClientConnection, _worker: Worker) -> None:
         """Note nothing."""
 
-    def ended(self, _connection: Connection) -> None:
+    def ended(self, _connection: ClientConnection) -> None:
         """Count."""
         self.has_ended += 1
 
@@ -138,7 +137,7 @@ class Client:
     def __init__(self, broker: Broker, token: bytes) -> None:
         ours, theirs = pair()
         self.channel = Channel(ours)
-        self.connection = Connection(Channel(theirs), broker, os.getpid())  # type: ignore[arg-type]
+        self.connection = ClientConnection(Channel(theirs), broker, os.getpid())  # type: ignore[arg-type]
         self.state = "idle"
         self.say("call", token)
 
@@ -164,7 +163,7 @@ class Connections(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.broker = Broker()
-        self.broker.mold.roster.settle()
+        self.broker.mold.workers.settle()
         self.clients = [Client(self.broker, bytes([number % 3])) for number in range(CLIENTS)]
         self.come_up()
 
@@ -209,22 +208,22 @@ class Connections(RuleBasedStateMachine):
     @rule(number=st.integers(0, 9))
     def end_worker(self, number: int) -> None:
         """An idle worker that is killed."""
-        idle = [worker for worker, state, *_ in self.broker.mold.roster.listed() if state == "idle"]
+        idle = [worker for worker, state, *_ in self.broker.mold.workers.listed() if state == "idle"]
         if idle:
-            self.broker.mold.roster.exited(idle[number % len(idle)], "SIGKILL")
+            self.broker.mold.workers.exited(idle[number % len(idle)], "SIGKILL")
 
     @rule()
     def come_up(self) -> None:
         """Workers that were started take calls."""
         starting, self.broker.mold.starting = self.broker.mold.starting, []
         for worker in starting:
-            self.broker.mold.roster.ready(worker)
+            self.broker.mold.workers.ready(worker)
 
     @invariant()
     def nothing_is_kept(self) -> None:
         """Leases, workers and places in the queue belong to calls under way, and no call waits for an idle worker."""
         self.broker.supervisor.run()
-        self.broker.mold.roster.settle()
+        self.broker.mold.workers.settle()
         for client in self.clients:
             client.listen()
         states = [client.state for client in self.clients]
@@ -249,9 +248,9 @@ def test_a_connection_of_no_client_gets_no_worker() -> None:
     """Whoever does not say whose it is, or says nonsense, is hung up on, and nobody else notices."""
     for message in (("take",), ("leave",), ("release", (), True), ("nonsense",), (), 5):
         broker = Broker()
-        broker.mold.roster.settle()
+        broker.mold.workers.settle()
         ours, theirs = pair()
-        channel, connection = Channel(ours), Connection(Channel(theirs), broker, os.getpid())  # type: ignore[arg-type]
+        channel, connection = Channel(ours), ClientConnection(Channel(theirs), broker, os.getpid())  # type: ignore[arg-type]
         channel.send(message)
         connection.heed()
         with pytest.raises(EOFError):

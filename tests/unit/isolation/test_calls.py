@@ -8,11 +8,9 @@ import pytest
 
 from modelguard import isolate
 from modelguard.errors import WorkerCrashed
-from modelguard.isolation._calls import _RESENDS, Caller
-from modelguard.isolation._channel import Channel, pair
-from modelguard.isolation._claims import Limits
+from modelguard.isolation._calls import _RESENDS, Caller, Limits
+from modelguard.isolation._channel import AnswerKind, Channel, pair
 from modelguard.isolation._options import IsolationOptions
-from modelguard.isolation._worker import AnswerKind
 from modelguard.telemetry import Reason
 
 

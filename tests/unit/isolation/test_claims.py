@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull, Reloading
-from modelguard.isolation._claims import Claim, Claims, Limits, ThreadClaim
+from modelguard.isolation._calls import Claim, Claims, Limits, ThreadClaim
 
 PATIENCE = 10.0
 

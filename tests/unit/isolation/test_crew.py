@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from modelguard import Backoff, Breaker
-from modelguard.isolation._crew import FAILED_STARTS, Crew, End, Order, ReplaceMold, Start
+from modelguard.isolation._mold_workers import FAILED_STARTS, End, Order, ReplaceMold, Start, WorkerPlan
 
 
-def crew_of(size: int, **breaker: int) -> Crew:
+def crew_of(size: int, **breaker: int) -> WorkerPlan:
     """A crew whose backoff waits 1, 2, 4, ... seconds without jitter of note."""
-    return Crew(size, breaker=Breaker(**breaker), backoff=Backoff(1, 60))
+    return WorkerPlan(size, breaker=Breaker(**breaker), backoff=Backoff(1, 60))
 
 
-def running(size: int, **breaker: int) -> Crew:
+def running(size: int, **breaker: int) -> WorkerPlan:
     """A crew whose workers are all idle."""
     crew = crew_of(size, **breaker)
     for order in crew.settle(0.0):
@@ -77,9 +77,9 @@ class TestCalls:
 
 
 class TestSpare:
-    def spared(self) -> Crew:
+    def spared(self) -> WorkerPlan:
         """Two calls at a time, and one worker more."""
-        crew = Crew(2, spare=1, breaker=Breaker(), backoff=Backoff(1, 60))
+        crew = WorkerPlan(2, spare=1, breaker=Breaker(), backoff=Backoff(1, 60))
         for order in crew.settle(0.0):
             assert isinstance(order, Start)
             crew.started(order.number)
@@ -314,7 +314,7 @@ class CrewMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.paused = False
-        self.crew = Crew(
+        self.crew = WorkerPlan(
             self.SIZE,
             spare=self.SPARE,
             breaker=Breaker(failures=4, cooldown=5, max_cooldown=20),

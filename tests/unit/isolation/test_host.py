@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from modelguard import Backoff, Breaker, guard, isolate
 from modelguard.errors import LoadFailed, NotSupported
-from modelguard.isolation import _launch
-from modelguard.isolation._channel import Folder, check_peer
-from modelguard.isolation._claims import Waiter, WaitingLine
-from modelguard.isolation._host_identity import NAME, identity_of, packed, prefix_of, unpacked
-from modelguard.isolation._molds import RemoteTraceback
+from modelguard.isolation import _supervisor
+from modelguard.isolation._channel import RemoteTraceback
+from modelguard.isolation._host import NAME, Folder, check_peer, identity_of, packed, prefix_of, unpacked
+from modelguard.isolation._mold_workers import Waiter, WaitingLine
 from modelguard.isolation._options import IsolationOptions, parse
 
 
@@ -86,17 +85,17 @@ class TestCode:
         path.write_text("one = 1")
         stamp = path.stat()
         known = {str(path): (stamp.st_size, stamp.st_mtime_ns)}
-        assert _launch.changed(known) is None
+        assert _supervisor.changed(known) is None
         path.write_text("one = 11")
-        assert str(path) == _launch.changed(known)
+        assert str(path) == _supervisor.changed(known)
         with pytest.raises(RuntimeError, match=r"helper\.py has changed.*restart"):
-            _launch.check_unchanged(known)
+            _supervisor.check_unchanged(known)
         path.unlink()
-        assert str(path) == _launch.changed(known)
+        assert str(path) == _supervisor.changed(known)
 
     def test_pythons_own_modules_and_generated_ones_do_not_count(self) -> None:
         """Only files found on sys.path, and of these not the standard library."""
-        found = _launch.files()
+        found = _supervisor.files()
         assert pytest.__file__ in found
         assert os.__file__ not in found
 

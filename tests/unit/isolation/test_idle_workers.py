@@ -30,17 +30,17 @@ class Mold(Process):
         self.go_on = threading.Event()
         self.go_on.set()
         self.called_back = 0
-        self.roster.call_back = self.call_back
+        self.workers.call_back = self.call_back
 
     def end_workers(self) -> int:
         assert self.go_on.wait(60)
-        self.idle, self.roster.presence, self.roster.is_ready = True, "ended", False
+        self.idle, self.workers.presence, self.workers.is_ready = True, "ended", False
         return 3
 
     def call_back(self) -> None:
         self.called_back += 1
         if self.called_back > 2:
-            self.idle, self.roster.presence, self.roster.is_ready = False, "present", True
+            self.idle, self.workers.presence, self.workers.is_ready = False, "present", True
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def test_a_report_that_was_read_already_does_not_block_the_supervisor(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The end of a call replays all reports; the same turn of the thread finds their socket empty, and goes on."""
-    ours, theirs = _supervisor.pair()
+    ours, theirs = _supervisor.report_pair()
     supervisor = Supervisor()
     _supervisor.Reporter(theirs).emit(record("one"))
     _supervisor.replay_all(ours)

@@ -17,9 +17,7 @@ from tests.unit.lifecycle.world import until
 from modelguard import TTL, Backoff, Breaker, Isolated, guard, isolate, pool, telemetry
 from modelguard.errors import GuardClosed, InvalidOption, NotSupported
 from modelguard.isolation import _mold_guard
-from modelguard.isolation._claims import Waiter
-from modelguard.isolation._crew import Crew, End, Start
-from modelguard.isolation._roster import Roster, Worker
+from modelguard.isolation._mold_workers import End, Start, Waiter, Worker, WorkerPlan, Workers
 from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry import GuardPaused, GuardResumed, Reason, ReloadPostponed
 
@@ -40,9 +38,9 @@ class Switch:
         return self.on
 
 
-def running(paused: Callable[[], bool], *, size: int = 2, spare: int = 1) -> Crew:
+def running(paused: Callable[[], bool], *, size: int = 2, spare: int = 1) -> WorkerPlan:
     """A crew whose workers are all idle."""
-    crew = Crew(
+    crew = WorkerPlan(
         size,
         spare=spare,
         breaker=Breaker(),
@@ -55,7 +53,7 @@ def running(paused: Callable[[], bool], *, size: int = 2, spare: int = 1) -> Cre
     return crew
 
 
-def call(crew: Crew, *, worn: bool = False) -> int:
+def call(crew: WorkerPlan, *, worn: bool = False) -> int:
     """One call, and what its end brings about."""
     member = crew.take()
     assert member is not None
@@ -103,7 +101,7 @@ class TestWorkers:
         assert 3 == len(crew.members)
 
 
-def taken(roster: Roster) -> Worker:
+def taken(roster: Workers) -> Worker:
     """An idle worker, taken for a call."""
     worker = roster.request(Waiter())
     assert worker is not None
@@ -117,21 +115,21 @@ class TestRoster:
         mold = FakeMold(3)
         mold.add_all()
         for worker in mold.made.values():
-            mold.roster.ready(worker)
+            mold.workers.ready(worker)
         mold.paused = True
         return mold
 
-    def wear(self, roster: Roster, *reasons: Reason) -> int:
+    def wear(self, roster: Workers, *reasons: Reason) -> int:
         worker = taken(roster)
         roster.release(worker, worn=reasons)
         return worker.pid
 
     def test_each_policy_is_reported_once(self, mold: FakeMold, seen: list[telemetry.Event]) -> None:
         """With the worker that would be replaced; not again for another worker, and not for each call."""
-        first = self.wear(mold.roster, USES)
+        first = self.wear(mold.workers, USES)
         for _ in range(3):
-            self.wear(mold.roster, USES)
-        self.wear(mold.roster, LIMIT)
+            self.wear(mold.workers, USES)
+        self.wear(mold.workers, LIMIT)
         told = of(ReloadPostponed, seen)
         assert [((USES,), "paused", None, 3, first), ((LIMIT,), "paused", None, 3, first)] == [
             (event.reasons, event.cause, event.seconds, event.generation, event.worker) for event in told
@@ -139,24 +137,24 @@ class TestRoster:
 
     def test_what_waits_is_known_until_it_is_done(self, mold: FakeMold) -> None:
         """Until the worker has ended, or ``resume()``."""
-        self.wear(mold.roster, USES)
-        assert (USES,) == mold.roster.postponed
+        self.wear(mold.workers, USES)
+        assert (USES,) == mold.workers.postponed
         mold.paused = False
-        mold.roster.settle()
+        mold.workers.settle()
         mold.paused = True
-        assert () == mold.roster.postponed
+        assert () == mold.workers.postponed
 
     def test_a_worker_that_has_died_waits_no_more(self, mold: FakeMold) -> None:
         """What would have been replaced is gone."""
-        worker = taken(mold.roster)
-        mold.roster.release(worker, worn=(USES,))
-        mold.roster.exited(worker, "SIGKILL")
-        assert () == mold.roster.postponed
+        worker = taken(mold.workers)
+        mold.workers.release(worker, worn=(USES,))
+        mold.workers.exited(worker, "SIGKILL")
+        assert () == mold.workers.postponed
 
     def test_nothing_is_reported_without_a_pause(self, mold: FakeMold, seen: list[telemetry.Event]) -> None:
         """The worker is replaced instead."""
         mold.paused = False
-        self.wear(mold.roster, USES)
+        self.wear(mold.workers, USES)
         assert [] == of(ReloadPostponed, seen)
         assert ["recycled"] == [event.cause for event in of(telemetry.WorkerEnded, seen)]
 
@@ -179,7 +177,7 @@ class Process:
         self.born = time.monotonic()
         self.settled = 0
         self.pid, self.heir, self.idle = 1, None, False
-        self.roster = SimpleNamespace(
+        self.workers = SimpleNamespace(
             settle=self.settle,
             postponed=(),
             listed=list,
@@ -340,7 +338,7 @@ class TestMolds:
         """Workers and molds in one answer."""
         isolated.pause()
         (mold,) = Process.made
-        mold.roster.postponed = (USES,)
+        mold.workers.postponed = (USES,)
         assert Postponed(reasons=(USES,), cause="paused", seconds=None) == isolated.status().postponed
 
     def test_a_forked_child_is_paused_too(self, isolated: Isolated[Any, Any]) -> None:

@@ -11,10 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from modelguard import Backoff, Breaker, telemetry
 from modelguard.errors import CircuitOpen
-from modelguard.isolation import _roster
-from modelguard.isolation._claims import Waiter
-from modelguard.isolation._crew import Crew
-from modelguard.isolation._roster import MoldGone, Roster, Worker
+from modelguard.isolation import _mold_workers
+from modelguard.isolation._mold_workers import MoldGone, Waiter, Worker, WorkerPlan, Workers
 
 SIZE = 2
 
@@ -52,13 +50,13 @@ class FakeMold:
         self.generation = generation
         self.paused = False
         breaker = Breaker(failures=4, cooldown=5, max_cooldown=20)
-        crew = Crew(SIZE, spare=1, breaker=breaker, backoff=Backoff(1, 60), is_paused=lambda: self.paused)
-        self.roster = Roster("f", crew, self, generation=generation, max_queue=10)
+        crew = WorkerPlan(SIZE, spare=1, breaker=breaker, backoff=Backoff(1, 60), is_paused=lambda: self.paused)
+        self.workers = Workers("f", crew, self, generation=generation, max_queue=10)
         self.made: dict[int, Worker] = {}
         self.starting: set[int] = set()
         self.gave_up = False
         self.closed = False
-        self.roster.settle()
+        self.workers.settle()
 
     def start_worker(self, number: int) -> None:
         assert not self.closed
@@ -76,9 +74,9 @@ class FakeMold:
 
     def add_all(self) -> None:
         """What the supervisor does in its own thread: a worker is known before it comes up."""
-        known = {worker.number for worker, *_ in self.roster.listed()}
+        known = {worker.number for worker, *_ in self.workers.listed()}
         for number in self.starting - known:
-            self.roster.add(self.made[number])
+            self.workers.add(self.made[number])
 
     def alive(self) -> list[Worker]:
         """The workers whose channel is open."""
@@ -91,7 +89,7 @@ class RosterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = FakeTime()
-        self.patching = patch.object(_roster, "time", self.clock)
+        self.patching = patch.object(_mold_workers, "time", self.clock)
         self.patching.start()
         self.ended: list[telemetry.WorkerEnded] = []
         self.remove = telemetry.add_hook(self.note)
@@ -101,11 +99,11 @@ class RosterMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for mold in self.molds:
-            mold.roster.close()
+            mold.workers.close()
         for mold, worker in self.calls:
-            mold.roster.release(worker, worn=())
+            mold.workers.release(worker, worn=())
         for mold in self.molds:
-            assert [] == [one for one, state, *_ in mold.roster.listed() if state != "starting"]
+            assert [] == [one for one, state, *_ in mold.workers.listed() if state != "starting"]
             assert [] == [one for one in mold.alive() if one.number not in mold.starting]
         self.remove()
         self.patching.stop()
@@ -126,7 +124,7 @@ class RosterMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.now += seconds
         for mold in self.molds:
-            mold.roster.settle()
+            mold.workers.settle()
         self.settle()
 
     @precondition(lambda self: any(mold.starting for mold in self.molds))
@@ -137,11 +135,11 @@ class RosterMachine(RuleBasedStateMachine):
         mold.starting.discard(number)
         worker = mold.made[number]
         if comes_up:
-            mold.roster.ready(worker)
+            mold.workers.ready(worker)
         elif pick % 2:
-            mold.roster.not_started(number, "no memory")
+            mold.workers.not_started(number, "no memory")
         else:
-            mold.roster.exited(worker, "SIGKILL")
+            mold.workers.exited(worker, "SIGKILL")
         self.settle()
 
     @rule(pick=st.integers(0, 10))
@@ -150,14 +148,14 @@ class RosterMachine(RuleBasedStateMachine):
         mold = self.molds[pick] if pick < len(self.molds) else self.current
         try:
             waiter = Waiter[Worker]()
-            worker = mold.roster.request(waiter)
+            worker = mold.workers.request(waiter)
         except MoldGone:
             assert mold.closed
         except CircuitOpen:
             assert not mold.closed
         else:
             if worker is None:
-                assert mold.roster.withdraw(waiter)
+                assert mold.workers.withdraw(waiter)
                 return
             assert not mold.closed
             assert worker not in [taken for _, taken in self.calls]
@@ -172,11 +170,11 @@ class RosterMachine(RuleBasedStateMachine):
     def call_ends(self, outcome: str, pick: int) -> None:
         mold, worker = self.calls.pop(pick % len(self.calls))
         if outcome in {"answer", "worn"}:
-            mold.roster.release(worker, worn=(WORN,) if outcome == "worn" else ())
+            mold.workers.release(worker, worn=(WORN,) if outcome == "worn" else ())
         else:
             worker.has_exited("SIGSEGV")
-            mold.roster.lose(worker, outcome)  # type: ignore[arg-type]
-            mold.roster.exited(worker, "SIGSEGV")  # the mold reports it too
+            mold.workers.lose(worker, outcome)  # type: ignore[arg-type]
+            mold.workers.exited(worker, "SIGSEGV")  # the mold reports it too
             assert worker not in mold.alive()
         self.settle()
 
@@ -184,36 +182,36 @@ class RosterMachine(RuleBasedStateMachine):
     def pause_or_resume(self) -> None:
         mold = self.current
         mold.paused = not mold.paused
-        mold.roster.settle()
+        mold.workers.settle()
         self.settle()
 
     @rule(pick=st.integers(0, 10))
     def idle_worker_dies(self, pick: int) -> None:
         mold = self.current
-        idle = [worker for worker, state, *_ in mold.roster.listed() if state == "idle"]
+        idle = [worker for worker, state, *_ in mold.workers.listed() if state == "idle"]
         if idle:
-            mold.roster.exited(idle[pick % len(idle)], "SIGKILL")
+            mold.workers.exited(idle[pick % len(idle)], "SIGKILL")
             self.settle()
 
     @rule()
     def nobody_calls(self) -> None:
         """All workers end, and with cause ``idle``; or none does, because one has something to do."""
         mold = self.current
-        before = {worker.number: state for worker, state, *_ in mold.roster.listed()}
-        told = mold.roster.counts["idle"]
-        numbers = mold.roster.end_until_next_call()
+        before = {worker.number: state for worker, state, *_ in mold.workers.listed()}
+        told = mold.workers.counts["idle"]
+        numbers = mold.workers.end_until_next_call()
         if numbers is None:
-            assert told == mold.roster.counts["idle"]
+            assert told == mold.workers.counts["idle"]
             return
         assert {"idle"} >= set(before.values())
         assert (sorted(before), [], told + len(before)) == (
             sorted(numbers),
-            mold.roster.listed(),
-            mold.roster.counts["idle"],
+            mold.workers.listed(),
+            mold.workers.counts["idle"],
         )
-        mold.roster.settle()
+        mold.workers.settle()
         mold.add_all()
-        assert ([], "ended") == (mold.roster.listed(), mold.roster.presence)
+        assert ([], "ended") == (mold.workers.listed(), mold.workers.presence)
 
     @precondition(lambda self: len(self.molds) < 4)
     @rule(dies=st.booleans())
@@ -222,16 +220,16 @@ class RosterMachine(RuleBasedStateMachine):
         old = self.current
         old.closed = True
         if dies:
-            old.roster.mold_ended("SIGKILL")
+            old.workers.mold_ended("SIGKILL")
             for number in old.starting:  # the supervisor reads the end of their channels
                 old.made[number].channel.close()
             old.starting.clear()
             lost, self.calls = [one for one in self.calls if one[0] is old], [c for c in self.calls if c[0] is not old]
             for mold, worker in lost:
                 assert worker.exit is not None
-                mold.roster.lose(worker, "crashed")
+                mold.workers.lose(worker, "crashed")
         else:
-            old.roster.close()
+            old.workers.close()
         self.molds.append(FakeMold(len(self.molds) + 1))
         self.settle()
 
@@ -239,19 +237,19 @@ class RosterMachine(RuleBasedStateMachine):
     def as_many_calls_as_workers(self) -> None:
         for mold in self.molds:
             assert sum(one is mold for one, _ in self.calls) <= SIZE
-            assert len(mold.roster.listed()) <= SIZE + 1
+            assert len(mold.workers.listed()) <= SIZE + 1
 
     @invariant()
     def every_end_is_told_once(self) -> None:
         told = [event.worker for event in self.ended if event.worker]
         assert len(set(told)) == len(told)
-        assert len(self.ended) == sum(sum(mold.roster.counts.values()) for mold in self.molds)
+        assert len(self.ended) == sum(sum(mold.workers.counts.values()) for mold in self.molds)
 
     @invariant()
     def what_is_open_is_known(self) -> None:
         """A worker that is neither listed nor in a call has its channel closed: no process is forgotten."""
         for mold in self.molds:
-            listed = {worker for worker, *_ in mold.roster.listed()}
+            listed = {worker for worker, *_ in mold.workers.listed()}
             in_calls = {worker for one, worker in self.calls if one is mold}
             starting = {mold.made[number] for number in mold.starting}
             assert set(mold.alive()) <= listed | in_calls | starting

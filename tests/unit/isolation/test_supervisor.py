@@ -12,7 +12,7 @@ import pytest
 
 from modelguard.isolation import _processes, _supervisor
 from modelguard.isolation._channel import Channel
-from modelguard.isolation._roster import Worker
+from modelguard.isolation._mold_workers import Worker
 from modelguard.isolation._supervisor import Supervisor
 
 PATIENCE = 10.0

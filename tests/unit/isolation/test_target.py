@@ -14,8 +14,8 @@ from tests.unit.isolation import test_options
 from modelguard import TTL, Changed, Uses, guard, isolate
 from modelguard.errors import InvalidOption
 from modelguard.isolation import status
-from modelguard.isolation._host_identity import identity_of
-from modelguard.isolation._launch import parameters_of, stub_of
+from modelguard.isolation._host import identity_of
+from modelguard.isolation._options import parameters_of, stub_of
 
 
 def empty(text: str) -> list[str]: ...

@@ -1,25 +1,34 @@
-"""What processes must have in common to share the molds of an isolated function, and under which name they meet."""
+"""What processes must have in common to share the molds of an isolated function, and where they meet."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import os
 import re
+import socket
+import stat
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, Never
+from types import TracebackType
+from typing import Any, Literal, Never, Self
 
-from modelguard.errors import InvalidOption
-from modelguard.isolation import _launch, _supervisor
-from modelguard.isolation._launch import Files, Origin
-from modelguard.isolation._molds import RemoteTraceback
+from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts._proc import peer
+from modelguard.isolation import _options, _supervisor
+from modelguard.isolation._channel import RemoteTraceback
 from modelguard.isolation._options import IsolationOptions
+from modelguard.isolation._supervisor import Files, Origin
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle.policies import Changed
+from modelguard.runtime import fork
 
 # What a process and the broker of its isolated function say to each other.
 
@@ -36,6 +45,7 @@ Request = Literal[
     "join", "call", "take", "withdraw", "release", "lose", "load", "reload", "unload", "pause", "status", "leave"
 ]
 
+
 #: What the broker answers:
 #:
 #: * ``welcome`` (its pid) and ``unwelcome`` (refusal, text) to ``join``.
@@ -43,12 +53,15 @@ Request = Literal[
 #: * ``ended`` (how) to ``lose``, ``done`` (value) to the others, ``failed`` (error, cause, text) to all of them.
 Answer = Literal["welcome", "unwelcome", "loading", "waiting", "granted", "withdrawn", "ended", "done", "failed"]
 
+
 #: Why a broker does not take a client. ``identity``: the names are equal by accident; ``code``: a file is not as
 #: it was for the process that has started it, or for its mold.
 Refusal = Literal["identity", "code"]
 
+
 #: How a message on a client's socket for reports starts: with what follows.
 REPORT, STATE = b"r", b"s"
+
 
 #: What must be equal for processes to share molds: words for people, and values.
 Identity = dict[str, str]
@@ -56,19 +69,7 @@ Identity = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerOrders:
-    """What a new broker is told by the process that starts it.
-
-    Attributes:
-        starter: That process's id.
-        folder: Where it listens.
-        socket: The socket's name there.
-        identity: What its clients must have in common.
-        code: The files of that process's modules, which its molds must find unchanged.
-        options: Of the isolated function.
-        source: Of the guard that lends the model in the molds.
-        origin: What the molds resemble.
-        paused: Whether the function is paused, as after the end of a broker that was.
-    """
+    """What a new broker is told by the process that starts it."""
 
     starter: int
     folder: str
@@ -89,7 +90,6 @@ def packed(error: BaseException) -> tuple[BaseException, BaseException | None, s
 
 
 def unpacked(error: BaseException, cause: BaseException | None, text: str | None) -> BaseException:
-    """Undo :func:`packed`."""
     if cause is not None and text is not None:
         cause.__cause__ = RemoteTraceback(text)
     error.__cause__ = cause
@@ -99,25 +99,17 @@ def unpacked(error: BaseException, cause: BaseException | None, text: str | None
 #: Characters of the digest in a name.
 _DIGEST = 24
 
+
 #: The names of sockets: a digest of the identity, and a number.
 NAME = re.compile(rf"[0-9a-f]{{{_DIGEST}}}\.[0-9]+")
 
+
 #: Where each function was decorated: working directory and ``sys.path``.
-_places: dict[_launch.Reference, tuple[str, str]] = {}
+_places: dict[_options.Reference, tuple[str, str]] = {}
 
 
 def check_shareable(source: GuardOptions[Any], option: str = "scope", value: str = "host") -> None:
-    """Check that a broker, or an owner, that does not import the application can decide when a mold is replaced.
-
-    Args:
-        source: Of the guard.
-        option: Of ``isolate``, because of which it is not imported.
-        value: Of that option.
-
-    Raises:
-        InvalidOption: A policy that asks for new weights is a class of the application's own, or has a function of its
-            own; or the guard keeps its previous model.
-    """
+    """Check that a broker, or an owner, that does not import the application can decide when a mold is replaced."""
     if source.swap.keep_previous and option == "scope":
         why = "cannot be used with keep_previous=True: the broker keeps no previous mold"
         raise InvalidOption("scope", "host", why=why, fix="Leave keep_previous out, or write scope='process'.")
@@ -142,7 +134,7 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
     module, name = options.function
     if options.function not in _places:
         _places[options.function] = os.getcwd(), repr(sys.path)  # noqa: PTH109 - as text
-        _launch.note_imported()
+        _supervisor.note_imported()
     folder, path = _places[options.function]
     return {
         "function": f"{module}.{name}",
@@ -174,16 +166,15 @@ def orders_for(
     *,
     paused: bool,
 ) -> BrokerOrders:
-    """Make the orders of a broker that this process starts."""
     return BrokerOrders(
         starter=os.getpid(),
         folder=str(folder.absolute()),
         socket=socket,
         identity=identity,
-        code=_launch.imported,
+        code=_supervisor.imported,
         options=_without_code(options),
         source=for_broker(source),
-        origin=Origin(_launch.preparation(), _supervisor.levels()),
+        origin=Origin(_supervisor.preparation(), _supervisor.levels()),
         paused=paused,
     )
 
@@ -216,3 +207,183 @@ def for_broker(source: GuardOptions[Any]) -> GuardOptions[Any]:
 
 def _never_called() -> Never:
     raise AssertionError("it has no model")
+
+
+# Where the processes of one user meet: sockets in a private folder, and a lock on it.
+#
+# The lock is ``flock`` on the folder itself, so there is no lock file to leave behind: the kernel releases it when the
+# last process that holds it dies. A socket whose process is gone refuses connections, and the next election removes it.
+
+
+if sys.platform != "win32":
+    import fcntl
+
+
+#: Seconds between two attempts at the lock.
+_LOCK_POLL = 0.01
+
+
+#: Connections that wait to be accepted.
+_BACKLOG = 512
+
+
+#: Descriptors with which this process may hold the lock, for the children that it forks meanwhile.
+_held: set[int] = set()
+
+
+class ForeignPeer(Exception):
+    """The other end of a connection belongs to another user."""
+
+
+class Folder:
+    """The private folder, held open: what is checked once stays what it was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = -1
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            found = os.fstat(self._fd)
+        except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE}:
+                raise
+            raise _unusable(f"the folder {path} cannot be used: {error.strerror}") from error
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            self.close()
+            whose = f"it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}"
+            raise _unusable(f"the folder {path} is not private: {whose}, but it must be this user's, with mode 700")
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def names(self, prefix: str) -> list[str]:
+        """The sockets in it whose names start like this, in their order."""
+        found = os.listdir(self._fd)  # noqa: PTH208 - of the open folder
+        return sorted(name for name in found if name.startswith(prefix))
+
+    def connect(self, name: str, timeout: float) -> socket.socket | None:
+        """Connect to the process that listens there; None if there is none."""
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _connect(connected, self._address(name), time.monotonic() + timeout)
+            check_peer(connected)
+        except (FileNotFoundError, ConnectionRefusedError):
+            connected.close()
+            return None
+        except BaseException:
+            connected.close()
+            raise
+        return connected
+
+    def listen(self, name: str) -> socket.socket:
+        """Take the name, and accept connections. The caller holds the lock."""
+        self.remove(name)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.bind(self._address(name))
+            listening.listen(_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+        return listening
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._fd)
+
+    @contextmanager
+    def locked(self, give_up: Callable[[], bool]) -> Iterator[int | None]:
+        """Hold the lock for the block.
+
+        Args:
+            give_up: Asked while another process holds it.
+
+        Yields:
+            A descriptor that holds the lock, also in a process that inherits it; None after giving up.
+        """
+        lock = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _held.add(lock)
+        try:
+            while not _lock(lock):
+                if give_up():
+                    yield None
+                    return
+                time.sleep(_LOCK_POLL)
+            yield lock
+        finally:
+            _held.discard(lock)
+            os.close(lock)
+
+    def _address(self, name: str) -> str:
+        # By the open folder: nobody can exchange it in between, and a long path does not matter.
+        return f"/proc/self/fd/{self._fd}/{name}"
+
+
+def _connect(connecting: socket.socket, address: str, until: float) -> None:
+    """Connect, and wait for room among the connections that are to be accepted.
+
+    By looking: Python's own timeout does not wait for that, and a wait in the kernel that a signal interrupts leaves a
+    socket without a peer.
+    """
+    connecting.setblocking(False)  # noqa: FBT003 - its only parameter
+    while True:
+        try:
+            connecting.connect(address)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_LOCK_POLL)
+        else:
+            connecting.setblocking(True)  # noqa: FBT003 - its only parameter
+            return
+
+
+def check_peer(connected: socket.socket) -> int:
+    """Check that the other end belongs to this process's user; returns its process id."""
+    pid, user = peer(connected)
+    if user != os.geteuid():
+        raise ForeignPeer(f"process {pid} of user {user}")
+    return pid
+
+
+def unlock(lock: int) -> None:
+    """Release the lock for all processes that have inherited its descriptor."""
+    fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise _unusable(f"the private folder cannot be locked: {error.strerror}") from error
+    return True
+
+
+def _unusable(reason: str) -> NotSupported:
+    return NotSupported('scope="host"', reason=f"{reason}. MODELGUARD_RUNTIME_DIR names another folder")
+
+
+def _after_fork_in_child() -> None:
+    for lock in list(_held):
+        with suppress(OSError):
+            os.close(lock)
+    _held.clear()
+
+
+fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)

@@ -1,30 +1,35 @@
-"""What the scopes whose molds belong to this process have in common: how a call gets a worker of a mold."""
+"""The scopes whose molds belong to this process, and how a call gets a worker of a mold."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from modelguard import _units
-from modelguard.errors import DeadlineExceeded, ModelGuardError, Reloading
+from modelguard.errors import DeadlineExceeded, ModelGuardError, NotSupported, Overloaded, Reloading
+from modelguard.isolation._calls import Claim, Claims, Limits, Place, Taken, ThreadClaim, aside
 from modelguard.isolation._channel import Channel
-from modelguard.isolation._claims import Claim, Claims, Limits, Taken, ThreadClaim, Waiter, aside
-from modelguard.isolation._crew import Presence
 from modelguard.isolation._mold_guard import MoldGuard
+from modelguard.isolation._mold_workers import MoldGone, Presence, Waiter, Worker
 from modelguard.isolation._molds import Mold
-from modelguard.isolation._options import IsolationOptions
-from modelguard.isolation._roster import MoldGone, Worker
+from modelguard.isolation._options import IsolationOptions, PoolSource
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
+from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation, Outcome
+from modelguard.lifecycle._leases import Lease
+from modelguard.lifecycle._pool_engine import PoolEngine
+from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle._waiting import raise_outcome
-from modelguard.lifecycle.status import State
+from modelguard.lifecycle.status import Postponed, State
 from modelguard.runtime import waiting
+from modelguard.runtime.threads import WeakRegistry
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import Reason, WorkerEndCause
 
@@ -33,35 +38,25 @@ _LOOK = 0.02
 
 
 class Loan(Protocol):
-    """A lease on a mold."""
+    @property
+    def engine(self) -> Engine[Mold]: ...
 
     @property
-    def engine(self) -> Engine[Mold]:
-        """Of the guard whose model the mold is."""
-        ...
+    def generation(self) -> Generation[Mold] | None: ...
 
     @property
-    def generation(self) -> Generation[Mold] | None:
-        """The mold's."""
-        ...
-
-    @property
-    def model(self) -> Mold:
-        """The mold."""
-        ...
+    def model(self) -> Mold: ...
 
     def end(self, *, failed: bool) -> None:
-        """Return it."""
+        pass
 
 
 class _Taken:
-    """A worker, and a lease on its mold."""
-
-    __slots__ = ("_loan", "_roster", "_worker", "channel")
+    __slots__ = ("_loan", "_worker", "_workers", "channel")
 
     def __init__(self, loan: Loan, worker: Worker) -> None:
         self._loan = loan
-        self._roster = loan.model.roster
+        self._workers = loan.model.workers
         self._worker = worker
         self.channel: Channel = worker.channel
 
@@ -70,44 +65,42 @@ class _Taken:
         return self._worker.pid
 
     def release(self, *, worn: tuple[Reason, ...]) -> None:
-        self._roster.release(self._worker, worn=worn)
+        self._workers.release(self._worker, worn=worn)
 
     def put_back(self) -> None:
-        self._roster.release(self._worker, worn=(), counts=False)
+        self._workers.release(self._worker, worn=(), counts=False)
         self.leave()
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        return self._roster.lose(self._worker, cause, blame=blame)
+        return self._workers.lose(self._worker, cause, blame=blame)
 
     def leave(self) -> None:
         self._loan.end(failed=False)
 
 
-class _InLine(Waiter[Worker]):
+class _InLine(Place, Waiter[Worker]):
     """In line for a worker of a mold, with a lease on it."""
-
-    loading = False
 
     def __init__(self, scope: MoldScope, claim: Claim, loan: Loan) -> None:
         super().__init__(arrived=claim.limits.arrived, admitted=claim.admitted)
         self._scope = scope
         self._claim = claim
         self._loan = loan
-        self._roster = loan.model.roster
+        self._workers = loan.model.workers
 
     @property
     def over(self) -> bool:
         return self._scope.has_replaced(self._loan, self._claim.key)
 
     def leave(self) -> bool:
-        if not self._roster.withdraw(self):
+        if not self._workers.withdraw(self):
             return False
         self._loan.end(failed=False)
         return True
 
     def join(self) -> bool:
         """Take a free worker, or a place in the line; returns whether it is a place."""
-        worker = self._roster.request(self)
+        worker = self._workers.request(self)
         if worker is not None:
             self._grant(worker)
         return worker is None
@@ -123,7 +116,7 @@ class _InLine(Waiter[Worker]):
     def _grant(self, worker: Worker) -> None:
         taken = _Taken(self._loan, worker)
         if not self._claim.grant(taken):
-            supervisor().call(taken.put_back)  # not under the roster's lock
+            supervisor().call(taken.put_back)  # not under the lock of the workers
 
     def _fail(self, error: Exception | None) -> None:
         assert error is not None  # noqa: S101 - for the checkers
@@ -131,11 +124,7 @@ class _InLine(Waiter[Worker]):
         self._claim.fail(error)
 
 
-class _Stranded:
-    """At a mold that has ended, until another one takes its place."""
-
-    loading = False
-
+class _Stranded(Place):
     def __init__(self, generation: Generation[Mold] | None) -> None:
         self._generation = generation
 
@@ -143,20 +132,9 @@ class _Stranded:
     def over(self) -> bool:
         return self._generation is None or self._generation.retired
 
-    def leave(self) -> bool:
-        return True
-
 
 class MoldScope:
-    """Hands out workers of molds. See :class:`~modelguard.isolation.status.Scope`.
-
-    Args:
-        options: Of the function.
-        wait_timeout: Tells how many seconds a call waits for the next mold at most.
-
-    Attributes:
-        claims: The calls that wait.
-    """
+    """Hands out workers of molds."""
 
     def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
         self._name = options.name
@@ -198,7 +176,7 @@ class MoldScope:
         """Take a worker if that needs no waiting: most calls do without a claim."""
         worker = None
         try:
-            worker = loan.model.roster.take_now()
+            worker = loan.model.workers.take_now()
         except MoldGone:
             pass
         finally:
@@ -207,7 +185,6 @@ class MoldScope:
         return None if worker is None else _Taken(loan, worker)
 
     def request(self, claim: Claim) -> None:
-        """Take a worker for a call that does not block."""
         try:
             self._advance(claim)
         except Exception as error:  # noqa: BLE001 - it is the call's
@@ -299,11 +276,8 @@ class _Loan:
         self.engine.leave(self.generation, failed=failed)
 
 
-class _Loading:
-    """Waits for a load."""
-
+class _Loading(Place):
     loading = True
-    over = False
 
     def __init__(self, engine: Engine[Mold], future: Future[Outcome]) -> None:
         self._engine = engine
@@ -315,17 +289,18 @@ class _Loading:
 
 
 class ProcessScope(MoldScope):
-    """Molds of this process. See :class:`~modelguard.isolation.status.Scope`.
-
-    Args:
-        options: Of the function.
-        molds: Makes and replaces them.
-    """
+    """Molds of this process."""
 
     def __init__(self, options: IsolationOptions, molds: MoldGuard) -> None:
         self._molds = molds
         self._engine = molds.guard.engine
         super().__init__(options, lambda: self._engine.guard.options.wait_timeout)
+        guard = molds.guard
+        self.reload, self.areload = guard.reload, guard.areload
+        self.unload, self.aunload = guard.unload, guard.aunload
+        self.close, self.aclose, self.reopen = guard.close, guard.aclose, self._engine.reopen
+        self.rollback, self.set_paused = molds.rollback, molds.set_paused
+        self.end_at_once, self.abandon = molds.end_at_once, molds.abandon
 
     def _lend(self, key: Any) -> Loan | None:
         del key
@@ -365,19 +340,15 @@ class ProcessScope(MoldScope):
         mold = self._molds.current
         if mold is None:
             return self._molds.guard.ready
-        return mold.roster.is_ready or (mold.idle and self._engine.guard.options.ready_when_idle)
+        return mold.workers.is_ready or (mold.idle and self._engine.guard.options.ready_when_idle)
 
     @property
     def version(self) -> str | None:
-        """The version of the model in the current mold."""
         return self._molds.guard.version
 
     def status(self, queued: int) -> IsolationStatus:
-        """State, processes and counts."""
         molds, mold = self._molds.guard.status(), self._molds.current
-        now = time.monotonic()
-        listed = [] if mold is None else mold.roster.listed()
-        counts: dict[Any, int] = {} if mold is None else dict(mold.roster.counts)
+        counts: dict[Any, int] = {} if mold is None else dict(mold.workers.counts)
         return IsolationStatus(
             name=self._name,
             state=_state(molds.state, mold),
@@ -385,10 +356,7 @@ class ProcessScope(MoldScope):
             generation=molds.generation,
             age=molds.age,
             mold=None if mold is None or mold.died is not None else mold.pid,
-            workers=tuple(
-                WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
-                for one, state, worn, calls in listed
-            ),
+            workers=_workers_of([] if mold is None else [mold]),
             in_flight=molds.in_flight,
             queued=queued,
             reloads=molds.reloads,
@@ -404,18 +372,12 @@ class ProcessScope(MoldScope):
             postponed=self._molds.postponed,
         )
 
-    def rollback(self) -> None:
-        """Make the previous mold current again."""
-        self._molds.rollback()
-
     def load(self, timeout: _units.Duration | None) -> None:
-        """Start the mold, and workers."""
         limit = Timeout(timeout)
         self._molds.guard.load(timeout)
         self._molds.call_back_workers(limit)
 
     async def aload(self, timeout: _units.Duration | None) -> None:
-        """Start the mold, and workers."""
         limit = Timeout(timeout)
         await self._molds.guard.aload(timeout)
         mold = self._molds.current
@@ -425,52 +387,19 @@ class ProcessScope(MoldScope):
 
     @property
     def paused(self) -> bool:
-        """Whether policies are held back."""
         return self._engine.state.paused
 
-    def set_paused(self, *, paused: bool) -> None:
-        """Hold back what policies ask for, or no longer."""
-        self._molds.set_paused(paused=paused)
-
-    def unload(self, timeout: _units.Duration | None) -> None:
-        """End the mold and its workers until the next call."""
-        self._molds.guard.unload(timeout)
-
-    async def aunload(self, timeout: _units.Duration | None) -> None:
-        """End the mold and its workers until the next call."""
-        await self._molds.guard.aunload(timeout)
-
-    def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
-        """Make a new mold."""
-        self._molds.guard.reload(wait=wait, timeout=timeout)
-
-    async def areload(self, timeout: _units.Duration | None) -> None:
-        """Make a new mold."""
-        await self._molds.guard.areload(timeout)
-
-    def close(self) -> None:
-        """End all processes."""
-        self._molds.guard.close()
-
-    async def aclose(self) -> None:
-        """End all processes."""
-        await self._molds.guard.aclose()
-
-    def reopen(self) -> None:
-        """Admit calls again."""
-        self._engine.reopen()
-
     def refuse_calls(self) -> None:
-        """Raise ``GuardClosed`` from now on."""
         self._engine.state.close()
 
-    def end_at_once(self) -> None:
-        """Kill all processes."""
-        self._molds.end_at_once()
 
-    def abandon(self) -> None:
-        """Leave the parent's processes alone."""
-        self._molds.abandon()
+def _workers_of(molds: Iterable[Mold]) -> tuple[WorkerStatus, ...]:
+    now = time.monotonic()
+    return tuple(
+        WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
+        for mold in molds
+        for one, state, worn, calls in mold.workers.listed()
+    )
 
 
 def _state(of_guard: State, mold: Mold | None) -> State:
@@ -478,4 +407,171 @@ def _state(of_guard: State, mold: Mold | None) -> State:
     if mold is None or mold.died is not None or of_guard not in {"ready", "degraded"}:
         return of_guard
     states: dict[Presence, State] = {"present": of_guard, "ended": "idle", "returning": "loading"}
-    return states[mold.roster.presence]
+    return states[mold.workers.presence]
+
+
+class _Fetching(Place):
+    """Waits for the model of a key. If it leaves, the load goes on."""
+
+    loading = True
+
+
+class PoolScope(MoldScope):
+    """Molds by key."""
+
+    def __init__(self, options: IsolationOptions, source: PoolSource, *, paused: bool = False) -> None:
+        super().__init__(options, lambda: source.pooled.options.wait_timeout)
+        self._options = options
+        self._source = source
+        self._guards: WeakRegistry[MoldGuard] = WeakRegistry()
+        self._closed = False
+        self._pool = self._new_pool(paused=paused)
+
+    def _new_pool(self, *, paused: bool) -> PoolEngine[Any, Mold]:
+        bounds = self._source.pooled.options._replace(name=self._options.name)
+        pool: PoolEngine[Any, Mold] = PoolEngine(self._engine_of, bounds, runtime.default())
+        pool.paused = paused
+        return pool
+
+    def _engine_of(self, key: Any, _world: runtime.Runtime) -> Engine[Mold]:
+        options = replace(self._options, name=f"{self._options.name}[{key!r}]")
+        molds = MoldGuard(options, self._source.options_for(key), key=key, retries=False)
+        self._guards.add(molds)
+        molds.follow_pause(paused=self._pool.paused)  # last, so that no pause is missed
+        return molds.guard.engine
+
+    def _lend(self, key: Any) -> Loan | None:
+        return self._pool.take_now(key)
+
+    def _wait_for_load(self, claim: Claim) -> bool:
+        again = isinstance(claim.place, _Fetching)
+        self.claims.admit(claim)
+        future, own = self._pool.fetch(claim.key)
+        if not again:
+            # Who begins a load waits for as long as that takes.
+            claim.until = math.inf if own else time.monotonic() + self._wait_timeout()
+        claim.place = _Fetching()
+        claim.wait(self.claims, claim.until, partial(self._pool.why_full, claim.key))
+        future.add_done_callback(partial(self._fetched, claim, own))
+        return True
+
+    def _fetched(self, claim: Claim, own: bool, future: Future[Lease[Mold]]) -> None:  # noqa: FBT001 - by position
+        error = future.exception()
+        if own and error is None:
+            self._line_up_fetched(claim, future.result())
+        elif claim.ended:
+            return
+        elif error is None or (isinstance(error, Overloaded) and not own and time.monotonic() < claim.until):
+            self._go_on(claim)
+        else:
+            aside(partial(claim.fail, afresh(error) if isinstance(error, ModelGuardError) else error))
+
+    def _line_up_fetched(self, claim: Claim, lease: Lease[Mold]) -> None:
+        if claim.ended:
+            lease.end(failed=False)
+            return
+        try:
+            self._line_up(claim, lease)
+        except Exception as error:  # noqa: BLE001 - it is the call's
+            aside(partial(claim.fail, error))
+
+    def has_replaced(self, loan: Loan, key: Any) -> bool:
+        """Whether new calls with the key get another mold. Those that wait when the function is closed are served."""
+        generation = loan.generation
+        if generation is None or self._closed:
+            return False
+        return generation.retired or not self._pool.still_lends(key, loan.engine)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes calls: the mold of a key is made when one needs it."""
+        return not self._closed
+
+    @property
+    def version(self) -> None:
+        """Each key has a model of its own; the pool's status has their versions."""
+        return None
+
+    def status(self, queued: int) -> IsolationStatus:
+        pool = self._pool.status()
+        molds = [mold for one in list(self._guards) if (mold := one.current) is not None]
+        counts = [mold.workers.counts for mold in molds]
+        return IsolationStatus(
+            name=self._options.name,
+            state="closed" if self._closed else "ready" if pool.models else "idle" if pool.idle else "new",
+            ready=self.ready,
+            workers=_workers_of(molds),
+            in_flight=pool.in_flight,
+            queued=queued,
+            recycled=sum(one["recycled"] for one in counts),
+            crashed=sum(one["crashed"] for one in counts),
+            timed_out=sum(one["timeout"] for one in counts),
+            pool=pool,
+            paused=pool.paused,
+            postponed=_of_all(mold.workers.postponed for mold in molds),
+        )
+
+    def rollback(self) -> NoReturn:
+        """There is no one model to go back to."""
+        raise NotSupported(
+            f"{self._options.name}: rollback", reason="each key of a pool has a mold of its own, and none is kept"
+        )
+
+    def load(self, timeout: _units.Duration | None) -> None:
+        pass
+
+    async def aload(self, timeout: _units.Duration | None) -> None:
+        pass
+
+    def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
+        """Make new molds, each for the next call with its key, so there is nothing to wait for."""
+        del wait, timeout
+        self._pool.reload(())
+
+    async def areload(self, timeout: _units.Duration | None) -> None:
+        self.reload(wait=True, timeout=timeout)
+
+    @property
+    def paused(self) -> bool:
+        return self._pool.paused
+
+    def set_paused(self, *, paused: bool) -> None:
+        """Hold back what the pool's options and ``recycle_on`` ask for, or no longer."""
+        self._pool.set_paused(paused=paused)
+        for molds in list(self._guards):
+            molds.follow_pause(paused=paused)
+
+    def unload(self, timeout: _units.Duration | None) -> None:
+        self._pool.unload((), Timeout(timeout))
+
+    async def aunload(self, timeout: _units.Duration | None) -> None:
+        await self._pool.aunload((), Timeout(timeout))
+
+    def close(self) -> None:
+        self._closed = True
+        self._pool.close()
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await self._pool.aclose()
+
+    def reopen(self) -> None:
+        if self._closed:
+            self._closed, self._pool = False, self._new_pool(paused=self.paused)
+
+    def refuse_calls(self) -> None:
+        self._closed = True
+        self._pool.refuse_calls()
+
+    def end_at_once(self) -> None:
+        for molds in list(self._guards):
+            molds.end_at_once()
+
+    def abandon(self) -> None:
+        for molds in list(self._guards):
+            molds.abandon()
+
+
+def _of_all(reasons: Iterable[tuple[Reason, ...]]) -> Postponed | None:
+    waiting = tuple(dict.fromkeys(reason for some in reasons for reason in some))
+    return Postponed(reasons=waiting, cause="paused", seconds=None) if waiting else None

@@ -1,0 +1,718 @@
+"""The workers of one mold: who gets which, who waits, which is replaced, and when a new one may start."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar, get_args
+
+from modelguard import telemetry
+from modelguard.errors import CircuitOpen, QueueFull
+from modelguard.isolation import _processes
+from modelguard.isolation._channel import Channel
+from modelguard.isolation.status import WorkerState
+from modelguard.lifecycle._policy import Backoff
+from modelguard.serving.breaker import Breaker, Circuit
+from modelguard.telemetry import Event, Reason, WorkerEndCause
+
+#: Whether there are workers. ``ended``: none until the next call; ``returning``: that call waits for the first of them.
+Presence = Literal["present", "ended", "returning"]
+
+
+#: A mold is replaced when so many of its workers in a row have not come up.
+FAILED_STARTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceMold:
+    """Make a new mold: this one gives no working workers."""
+
+
+Order = Start | End | ReplaceMold
+
+
+@dataclass(slots=True)
+class PlannedWorker:
+    """One worker."""
+
+    number: int
+    state: WorkerState = "starting"
+    worn: bool = False
+    probe: bool = False
+    calls: int = 0
+
+
+class WorkerPlan:
+    """Decides over workers.
+
+    A worn worker takes calls until another one can take its place, and replacements start one at a time, so capacity
+    never falls below ``size``. A spare worker waits for that, so a worn or dead worker is replaced without a delay.
+    After several deaths in a row, a new worker starts after a backoff, and then the breaker opens. While the function
+    is paused, worn workers stay, and only those that have ended are replaced. All workers can be ended until the next
+    call.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        breaker: Breaker,
+        backoff: Backoff,
+        spare: int = 0,
+        is_paused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._size = size
+        self._spare = spare
+        self._is_paused = is_paused
+        self._busy = 0
+        self._backoff = backoff
+        self._idle: list[PlannedWorker] = []
+        self._last = 0
+        self._failed_starts = 0
+        self._asked = False
+        self._closed = False
+        self.presence: Presence = "present"
+        self.circuit = Circuit(breaker)
+        self.members: dict[int, PlannedWorker] = {}
+        self.failures = 0
+        self.start_at = 0.0
+
+    # What there is
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker can take calls, now or after the call that it runs."""
+        usable = any(member.state in {"idle", "busy"} for member in self.members.values())
+        return usable and not self._closed and self.circuit.state == "closed"
+
+    @property
+    def complete(self) -> bool:
+        """Whether as many workers have come up as may have calls at a time."""
+        return sum(member.state != "starting" for member in self.members.values()) >= self._size
+
+    @property
+    def troubled(self) -> bool:
+        """Whether the breaker is not closed."""
+        return self.circuit.state != "closed"
+
+    @property
+    def paused(self) -> bool:
+        """Whether worn workers must stay."""
+        return self._is_paused()
+
+    def refusal(self, now: float) -> float | None:
+        """Seconds after which a caller should try again if the breaker refuses calls now; else None."""
+        return self.circuit.retry_after(now)
+
+    # What is asked for
+
+    def settle(self, now: float) -> list[Order]:
+        """Start the workers that are missing and end those that have been replaced, as far as it is time for it."""
+        if self._closed or self._asked or self.presence == "ended":
+            return []
+        return [*self._end_replaced(), *self._start_missing(now)]
+
+    def take(self) -> PlannedWorker | None:
+        """Take an idle worker for a call, the one that was used last: its caches are warm. None if there is none."""
+        if not self._idle or self._busy >= self._size:
+            return None
+        member = self._idle.pop()
+        self._busy += 1
+        member.state = "busy"
+        if self.circuit.state != "closed":
+            member.probe = self.circuit.admitted()
+        return member
+
+    def end_until_next_call(self) -> list[End] | None:
+        """End all workers, and start none until :meth:`call_back`. None, and nothing ends, unless all are idle."""
+        members = tuple(self.members.values())
+        if self._closed or self._asked or any(member.state != "idle" for member in members):
+            return None
+        self.presence = "ended"
+        return list(self._end(members))
+
+    def call_back(self) -> None:
+        if self.presence == "ended":
+            self.presence = "returning"
+
+    def close(self) -> list[Order]:
+        """Start no more workers, and end those that are idle; the others end after their calls."""
+        self._closed = True
+        return list(self._end(tuple(self.members.values())))
+
+    # What happened
+
+    def started(self, number: int) -> bool:
+        """A worker is ready for calls. Returns whether it is to be ended instead."""
+        member = self.members.get(number)
+        if member is None or self._closed:
+            self.members.pop(number, None)
+            return True
+        self._failed_starts = 0
+        self.presence = "present"
+        member.state = "idle"
+        self._idle.append(member)
+        return False
+
+    def answered(self, number: int, *, worn: bool, counts: bool = True) -> bool:
+        """A worker has ended its call, and can take another one. Returns whether it is to be ended instead.
+
+        Args:
+            number: The worker.
+            worn: Whether it asked for its replacement.
+            counts: Whether this shows that the model works; an abandoned call does not.
+        """
+        member = self.members.get(number)
+        if member is None:
+            return True
+        self._busy -= 1
+        member.calls += 1
+        member.worn = member.worn or worn
+        if counts:
+            self.failures = 0
+            if member.probe or self.circuit.failures:
+                self.circuit.succeeded(probe=member.probe)
+        elif member.probe:
+            self.circuit.probe_inconclusive()
+        member.probe = False
+        if member.state == "retiring" or self._closed:
+            del self.members[number]
+            return True
+        member.state = "idle"
+        self._idle.append(member)
+        return False
+
+    def lost(self, number: int, now: float, *, draw: float, blame: bool = True) -> None:
+        """A worker has ended by itself, or was killed at its deadline.
+
+        Args:
+            number: The worker.
+            now: Seconds on a monotonic clock.
+            draw: A random number in [0, 1), for the backoff.
+            blame: Whether this counts as a failure; a worker that was ended because its caller is gone does not.
+        """
+        member = self.members.pop(number, None)
+        if member is None:
+            return
+        if member.state == "idle":
+            self._idle.remove(member)
+        if member.state == "starting":
+            self._failed_starts += 1
+            self.presence = "present"
+        if member.state in {"busy", "retiring"}:
+            self._busy -= 1
+        if not blame:
+            if member.probe:
+                self.circuit.probe_inconclusive()
+            return
+        self.failures += 1
+        if self.failures > 1:
+            self.start_at = now + self._backoff.seconds(self.failures - 1, draw)
+        if member.state in {"busy", "retiring"}:
+            self.circuit.failed(now, probe=member.probe)
+
+    # Decisions
+
+    def _start_missing(self, now: float) -> Iterator[Order]:
+        if self._failed_starts >= FAILED_STARTS:
+            self._asked = True
+            yield ReplaceMold()
+            return
+        members = self.members.values()
+        to_replace = [] if self.paused else [member for member in members if member.worn]
+        # While workers keep dying, one is enough: for the probe.
+        wanted = self._size + self._spare if self.circuit.state == "closed" else 1
+        # Never more than one above the size, so a worn worker's last call may delay the start of the next spare one.
+        staying = len(members) - len(to_replace)
+        missing = min(wanted - staying, self._size + 1 - len(members))
+        if missing <= 0 or now < self.start_at:
+            return
+        if to_replace:
+            missing = 0 if any(member.state == "starting" for member in members) else 1
+        for _ in range(missing):
+            self._last += 1
+            self.members[self._last] = PlannedWorker(self._last)
+            yield Start(self._last)
+
+    def _end_replaced(self) -> Iterator[Order]:
+        if self.paused:
+            return
+        up = [member for member in self.members.values() if member.state in {"idle", "busy"}]
+        excess = len(up) - self._size
+        if excess > 0:
+            yield from self._end([member for member in up if member.worn][:excess])
+
+    def _end(self, members: list[PlannedWorker] | tuple[PlannedWorker, ...]) -> Iterator[End]:
+        for member in members:
+            if member.state == "busy":
+                member.state = "retiring"
+            elif member.state == "idle":
+                self._idle.remove(member)
+                del self.members[member.number]
+                yield End(member.number)
+
+
+# Calls that wait for a worker, in the order in which they get one.
+
+
+W = TypeVar("W")
+
+
+class Waiter(Generic[W]):
+    """A call that waits for a worker."""
+
+    def __init__(self, client: Hashable = None, *, arrived: float = math.inf, admitted: bool = False) -> None:
+        self.client = client
+        self.arrived = arrived
+        self.admitted = admitted
+        self.worker: W | None = None
+        self.error: Exception | None = None
+
+    def wake(self) -> None:
+        """It has its worker, or its error. Called under the lock of the workers, so it must not block."""
+        raise NotImplementedError
+
+
+class WaitingLine(Generic[W]):
+    """Clients take turns, each with its oldest call: one with many calls does not hold up one with few.
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._by_client: OrderedDict[Hashable, deque[Waiter[W]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        # Counted anew: an exception from a signal handler may come between two steps.
+        return sum(map(len, self._by_client.values()))
+
+    def __iter__(self) -> Iterator[Waiter[W]]:
+        for waiters in self._by_client.values():
+            yield from waiters
+
+    def append(self, waiter: Waiter[W]) -> None:
+        """Add a call behind those of its client that were made before."""
+        waiters = self._by_client.setdefault(waiter.client, deque())
+        at = len(waiters)
+        while at and waiters[at - 1].arrived > waiter.arrived:
+            at -= 1
+        waiters.insert(at, waiter)
+
+    def popleft(self) -> Waiter[W]:
+        """Take the call whose turn it is. Its client is the last one from now on."""
+        client, waiters = self._by_client.popitem(last=False)
+        waiter = waiters.popleft()
+        if waiters:
+            self._by_client[client] = waiters
+        return waiter
+
+    def remove(self, waiter: Waiter[W]) -> bool:
+        waiters = self._by_client.get(waiter.client)
+        if waiters is None or waiter not in waiters:
+            return False
+        waiters.remove(waiter)
+        if not waiters:
+            del self._by_client[waiter.client]
+        return True
+
+
+# One worker process, as its owner sees it.
+
+
+#: Seconds that a call waits for the mold's report of how its worker ended.
+_REPORT = 1.0
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self, number: int, channel: Channel) -> None:
+        self.number = number
+        self.channel = channel
+        self.pid = 0
+        self.pidfd: int | None = None
+        self.born = time.monotonic()
+        self.exit: str | None = None
+        self._exited = threading.Event()
+        # Held while the descriptor is used: the next one that is opened gets its number, and may be another process's.
+        # Reentrant: the garbage collector may end a dropped stream, and with it this process, at any point.
+        self._lock = threading.RLock()
+
+    def kill(self) -> None:
+        with self._lock:
+            if self.pidfd is not None:
+                _processes.send_kill(self.pidfd)
+            elif self.pid and self.exit is None:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+
+    def has_exited(self, how: str) -> None:
+        with self._lock:
+            self.exit = self.exit or how
+            pidfd, self.pidfd = self.pidfd, None
+            if pidfd is not None:
+                os.close(pidfd)
+        self._exited.set()
+
+    def how_it_ended(self) -> str:
+        """Wait shortly for the report of how it ended."""
+        self._exited.wait(_REPORT)
+        return self.exit or "unknown"
+
+
+# What the workers of a mold's workers asks of the mold.
+
+
+class MoldOrders:
+    """What the workers ask of their mold, none of which blocks; by itself that of a mold that has ended."""
+
+    def start_worker(self, number: int) -> None:
+        pass
+
+    def give_up(self) -> None:
+        """No worker of this mold comes up: make another mold."""
+
+    def settle_later(self, seconds: float) -> None:
+        """Call :meth:`Workers.settle` after so many seconds."""
+
+
+#: Seconds of ``retry_after`` where no rate is known.
+RETRY_AFTER = 1.0
+
+
+class MoldGone(Exception):
+    """The mold has ended, and with it all of its workers."""
+
+
+class Workers:
+    """Hands out workers. Thread-safe."""
+
+    def __init__(self, name: str, plan: WorkerPlan, mold: MoldOrders, *, generation: int, max_queue: int) -> None:
+        self._name = name
+        self._plan = plan
+        self._mold = mold
+        self._generation = generation
+        self._max_queue = max_queue
+        # Reentrant: the garbage collector may close a dropped generator at any point, also under this lock.
+        self._lock = threading.RLock()
+        self._workers: dict[int, Worker] = {}
+        self._waiters = WaitingLine[Worker]()
+        self._gone = False
+        self._events: list[Event] = []
+        self._postponed: dict[int, tuple[Reason, ...]] = {}
+        self._reported: set[Reason] = set()
+        self.counts: dict[WorkerEndCause, int] = dict.fromkeys(get_args(WorkerEndCause), 0)
+
+    # Calls
+
+    def take_now(self) -> Worker | None:
+        """Take a free worker, if there is one and nobody waits for it. Does not block.
+
+        Raises:
+            MoldGone: Ask the next mold.
+            CircuitOpen: There is no worker for this call.
+        """
+        with self._lock:
+            if self._gone or self._plan.troubled:
+                self._raise_if_refusing()
+            member = None if self._waiters else self._plan.take()
+            return None if member is None else self._workers[member.number]
+
+    def request(self, waiter: Waiter[Worker]) -> Worker | None:
+        """Take a free worker, or have ``waiter`` woken when there is one. Does not block."""
+        with self._lock:
+            worker = self.take_now()
+            if worker is not None:
+                return worker
+            if len(self._waiters) >= self._max_queue and not waiter.admitted:
+                raise QueueFull(self._name, queued=len(self._waiters), retry_after=RETRY_AFTER)
+            self._waiters.append(waiter)
+            if self._plan.presence == "ended":
+                self._call_back()
+            return None
+
+    def withdraw(self, waiter: Waiter[Worker]) -> bool:
+        """Stop waiting; false if ``waiter`` has its worker or its error already."""
+        with self._lock:
+            return self._waiters.remove(waiter)
+
+    def release(self, worker: Worker, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
+        """Give a worker back after its call."""
+        with self._lock:
+            plan = self._plan
+            troubled = plan.troubled
+            if worn and plan.paused:
+                self._postpone(worker, worn)
+            ended = plan.answered(worker.number, worn=bool(worn), counts=counts)
+            if ended:
+                self._dismiss(worker)
+            if troubled and plan.circuit.state == "closed":
+                self._events.append(telemetry.CircuitClosed(guard=self._name))
+            if worn or ended or troubled:
+                self._act(plan.settle(time.monotonic()))
+            if self._waiters:
+                self._hand_over()
+        if self._events:
+            self._emit_all()
+
+    def lose(self, worker: Worker, cause: WorkerEndCause, *, blame: bool = True) -> str:
+        """Record that a worker has ended in its call, or end it; returns how it ended, for people."""
+        if cause != "crashed":
+            worker.kill()
+        how = worker.how_it_ended() if cause == "crashed" else cause
+        self._remove(worker.number, worker, cause, how, blame=blame and cause != "cancelled")
+        worker.channel.close()
+        return how
+
+    # Reports of the mold
+
+    def add(self, worker: Worker) -> None:
+        with self._lock:
+            self._workers[worker.number] = worker
+
+    def ready(self, worker: Worker) -> None:
+        with self._lock:
+            if self._plan.started(worker.number):
+                self._workers.pop(worker.number, None)
+                worker.channel.close()
+                return
+            seconds = time.monotonic() - worker.born
+            self._events.append(
+                telemetry.WorkerStarted(
+                    guard=self._name, generation=self._generation, worker=worker.pid, seconds=seconds
+                )
+            )
+            self._act(self._plan.settle(time.monotonic()))
+            self._hand_over()
+        self._emit_all()
+
+    def not_started(self, number: int, how: str) -> None:
+        worker = self._workers.get(number)
+        if worker is not None:
+            worker.has_exited(how)
+            worker.channel.close()
+        self._remove(number, worker, "crashed", how, blame=True)
+
+    def exited(self, worker: Worker, how: str) -> None:
+        """A worker's process has ended. If it runs a call, its caller finds out by itself."""
+        worker.channel.hang_up()  # a program that the model has started may hold the other end open
+        worker.has_exited(how)
+        with self._lock:  # one look: no call may take it in between
+            member = self._plan.members.get(worker.number)
+            if member is None or member.state not in {"starting", "idle"}:
+                return
+            delay = self._take_out(worker.number, worker, "crashed", how, blame=True)
+            worker.channel.close()
+        self._emit_all(then_settle_in=delay)
+
+    def mold_ended(self, how: str) -> None:
+        """The mold has ended. Its workers end with it."""
+        with self._lock:
+            self._gone = True
+            waiters, self._waiters = list(self._waiters), WaitingLine[Worker]()
+            workers = list(self._workers.values())
+            for order in self._plan.close():
+                if isinstance(order, End):
+                    self._workers.pop(order.number).channel.close()
+        for waiter in waiters:
+            waiter.error = MoldGone()
+            waiter.wake()
+        for worker in workers:
+            worker.has_exited(how)
+
+    def end_until_next_call(self) -> list[int] | None:
+        """End all workers until the next call; their numbers. None, and nothing ends, if one has something to do."""
+        with self._lock:
+            if self._gone or self._waiters or self._plan.presence != "present":
+                return None
+            orders = self._plan.end_until_next_call()
+            if orders is None:
+                return None
+            self._act(orders)
+        self._emit_all()
+        return [order.number for order in orders]
+
+    def call_back(self) -> None:
+        with self._lock:
+            if self._plan.presence == "ended":
+                self._call_back()
+
+    def close(self) -> None:
+        with self._lock:
+            self._gone = True
+            self._act(self._plan.close())
+        self._emit_all()
+
+    def settle(self) -> None:
+        """Do what has become due; also what a pause has held back until now."""
+        with self._lock:
+            if not self._plan.paused:
+                self._postponed.clear()
+            self._act(self._plan.settle(time.monotonic()))
+            self._hand_over()
+        self._emit_all()
+
+    def detach(self) -> None:
+        """The mold has been ended: refer to it no more."""
+        self._mold = MoldOrders()
+
+    # What there is
+
+    @property
+    def is_ready(self) -> bool:
+        with self._lock:
+            return self._plan.ready and not self._gone
+
+    @property
+    def presence(self) -> Presence:
+        """Whether there are workers, or there will be for the next call."""
+        return self._plan.presence
+
+    @property
+    def is_complete(self) -> bool:
+        with self._lock:
+            return self._plan.complete
+
+    def is_starting(self, worker: Worker) -> bool:
+        with self._lock:
+            member = self._plan.members.get(worker.number)
+            return member is not None and member.state == "starting"
+
+    @property
+    def postponed(self) -> tuple[Reason, ...]:
+        """Why workers are to be replaced that must stay, because the function is paused."""
+        with self._lock:
+            if not self._plan.paused:
+                return ()
+            waiting = [reasons for number, reasons in self._postponed.items() if number in self._workers]
+            return tuple(dict.fromkeys(reason for reasons in waiting for reason in reasons))
+
+    def listed(self) -> list[tuple[Worker, WorkerState, bool, int]]:
+        with self._lock:
+            members = [(self._workers.get(one.number), one) for one in self._plan.members.values()]
+            return [(worker, one.state, one.worn, one.calls) for worker, one in members if worker is not None]
+
+    # Under the lock
+
+    def _call_back(self) -> None:
+        now = time.monotonic()
+        self._plan.call_back()
+        self._act(self._plan.settle(now))
+        if self._plan.start_at > now:
+            self._mold.settle_later(self._plan.start_at - now)
+
+    def _postpone(self, worker: Worker, reasons: tuple[Reason, ...]) -> None:
+        """Remember why a worker is to be replaced, and report each reason once."""
+        self._postponed[worker.number] = reasons
+        fresh = tuple(reason for reason in reasons if reason not in self._reported)
+        if fresh:
+            self._reported.update(fresh)
+            self._events.append(
+                telemetry.ReloadPostponed(
+                    guard=self._name,
+                    generation=self._generation,
+                    reasons=fresh,
+                    cause="paused",
+                    seconds=None,
+                    worker=worker.pid,
+                )
+            )
+
+    def _raise_if_refusing(self) -> None:
+        if self._gone:
+            raise MoldGone
+        left = self._plan.refusal(time.monotonic())
+        if left is not None:
+            raise CircuitOpen(self._name, failures=self._plan.circuit.failures, retry_after=left)
+
+    def _hand_over(self) -> None:
+        while self._waiters:
+            left = self._plan.refusal(time.monotonic()) if self._plan.troubled else None
+            member = None if left is not None else self._plan.take()
+            if left is None and member is None:
+                return
+            waiter = self._waiters.popleft()
+            if left is not None:
+                waiter.error = CircuitOpen(self._name, failures=self._plan.circuit.failures, retry_after=left)
+            else:
+                assert member is not None  # noqa: S101 - for the checkers
+                waiter.worker = self._workers[member.number]
+            waiter.wake()
+
+    def _act(self, orders: Iterable[Order]) -> None:
+        for order in orders:
+            if isinstance(order, Start):
+                self._mold.start_worker(order.number)
+            elif isinstance(order, End):
+                self._dismiss(self._workers[order.number])
+            else:
+                self._mold.give_up()
+
+    def _dismiss(self, worker: Worker) -> None:
+        """Let an idle worker end: it reads the end of its channel."""
+        cause: WorkerEndCause = "idle" if self._plan.presence == "ended" else "recycled"
+        if self._gone:
+            cause = "closed"
+        self._workers.pop(worker.number, None)
+        worker.channel.close()
+        self._count(worker, cause, "")
+
+    def _take_out(self, number: int, worker: Worker | None, cause: WorkerEndCause, how: str, *, blame: bool) -> float:
+        """Forget a worker that has ended, and start others; returns after how many seconds to look again."""
+        now = time.monotonic()
+        was_open = self._plan.circuit.state == "open"
+        if self._workers.pop(number, None) is not None and worker is not None:
+            self._count(worker, cause, how)
+        self._plan.lost(number, now, draw=random.random(), blame=blame)  # noqa: S311 - jitter
+        circuit = self._plan.circuit
+        if circuit.state == "open" and not was_open:
+            retry = circuit.retry_after(now) or 0.0
+            self._events.append(
+                telemetry.CircuitOpened(guard=self._name, failures=circuit.failures, retry_after=retry, error=how)
+            )
+        self._act(self._plan.settle(now))
+        self._hand_over()
+        return self._plan.start_at - now
+
+    def _count(self, worker: Worker, cause: WorkerEndCause, how: str) -> None:
+        self.counts[cause] += 1
+        age = time.monotonic() - worker.born
+        self._events.append(
+            telemetry.WorkerEnded(
+                guard=self._name, generation=self._generation, worker=worker.pid, cause=cause, detail=how, age=age
+            )
+        )
+
+    # Outside of it
+
+    def _remove(self, number: int, worker: Worker | None, cause: WorkerEndCause, how: str, *, blame: bool) -> None:
+        with self._lock:
+            delay = self._take_out(number, worker, cause, how, blame=blame)
+        self._emit_all(then_settle_in=delay)
+
+    def _emit_all(self, then_settle_in: float = 0.0) -> None:
+        """Emit what has happened: hooks never run while the lock is held."""
+        with self._lock:
+            events, self._events = self._events, []
+        for event in events:
+            telemetry.emit(event)
+        if then_settle_in > 0:
+            self._mold.settle_later(then_settle_in)
