@@ -35,6 +35,7 @@ class _Descriptor(io.FileIO):
 
 @contextmanager
 def safely() -> Iterator[None]:
+    """Streams that a test or a program has put in place stay."""
     # So that no file gets the number of a closed one, and is written to. A program that is executed finds it closed.
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - standard error
         pass
@@ -79,6 +80,7 @@ def fail(command: str, why: object, status: int = USAGE) -> int:
 
 
 def whole_number(option: str, text: str, example: int) -> int:
+    """Read a number; argparse would print an error of several lines."""
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
         why = "must be a whole number of at least 1"
         raise InvalidOption(option, text, why=why, fix=f"Write {option} {example}.")

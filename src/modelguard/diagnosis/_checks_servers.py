@@ -172,6 +172,7 @@ def _restarts_on_changes(facts: Facts) -> Evidence | None:
     "that is stopped is killed after graceful_timeout, with the calls that wait.",
 )
 def _loads_too_long(facts: Facts) -> Evidence | None:
+    """A call that waits for a load keeps a sync worker from giving its sign of life, and a stop from being graceful."""
     server = facts.server
     guards = [guard for process in facts.serving if process.inside for guard in process.inside.guards if guard.policy]
     if server is None or server.kind != "gunicorn" or not guards:

@@ -1,7 +1,5 @@
 """What was measured of a function's growth, and the report of it."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Processes that a test starts: ``modelguard_env``, and ``assert_shared_after_fork``, which forks a reader."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
