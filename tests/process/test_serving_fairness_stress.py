@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import batched
+from modelguard import Weight, batched
 from modelguard.errors import DeadlineExceeded, Overloaded
 from modelguard.serving import caller
 
@@ -102,8 +102,8 @@ def test_polite_callers_are_always_served(padded: bool) -> None:  # noqa: FBT001
         del lane
         return compute(items)
 
-    weights = {"weight": lambda item: 1 + item[1] % 50, "padded": True} if padded else {}
-    f = batched(max_size=8, max_queue=64, threads=2, **weights)(run)  # type: ignore[arg-type]
+    weight = Weight(of=lambda item: 1 + item[1] % 50, padded=True) if padded else None
+    f = batched(max_size=8, max_queue=64, threads=2, weight=weight)(run)
     over, crowd, courtesy = threading.Event(), Results(), Results()
     made: list[int] = []
     threads = [
