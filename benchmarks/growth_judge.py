@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import _common
 from _growth_series import HEALTHY, LEAKING, MB, Series, series
 
-from modelguard.facts._growth import judge
+from modelguard.facts._growth_judge import judge
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,7 +24,7 @@ from modelguard.diagnosis import _redact
 from modelguard.environment import _allocator_problems
 from modelguard.errors import ModelGuardError
 from modelguard.facts import _proc
-from modelguard.facts._growth import judge
+from modelguard.facts._growth_judge import judge
 from modelguard.facts._proc import MemoryMapping
 
 NAMES = ("open files", "threads", "child processes")

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from modelguard import _units
-from modelguard.diagnosis import _growth, _redact
+from modelguard.diagnosis import _growth_causes, _redact
 from modelguard.diagnosis._counts import Growing
-from modelguard.diagnosis._growth import (
+from modelguard.diagnosis._growth_causes import (
     SOLVES,
     Cause,
     CauseName,
@@ -31,7 +31,7 @@ from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._target import Progress, Said, command, follow
 from modelguard.environment import _allocator, _allocator_files, _launcher, _presets
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
-from modelguard.facts._growth import FEWEST, LEAST, Judgement, judge
+from modelguard.facts._growth_judge import FEWEST, LEAST, Judgement, judge
 
 #: Seconds that a function is driven and tested, unless told otherwise.
 SECONDS = 30.0
@@ -550,22 +550,22 @@ class _Rounds:
         """What came of it; None if there is nothing to say."""
         if not self._nothing:
             return None if not left_out or found else Trials(calls, None, left_out=tuple(left_out))
-        nothing = _growth.trial(_NOTHING, (), [(each, each) for each in self._nothing])
+        nothing = _growth_causes.trial(_NOTHING, (), [(each, each) for each in self._nothing])
         failed = [
             f"{candidate.name}: {tried.stopped}"
             for candidate in found
             if not (tried := self._tried[candidate.name]).rounds and tried.stopped
         ]
         made = [
-            _growth.trial(candidate.name, candidate.lines, tried.rounds, tried.stopped)
+            _growth_causes.trial(candidate.name, candidate.lines, tried.rounds, tried.stopped)
             for candidate in found
             if (tried := self._tried[candidate.name]).rounds
         ]
         if self._interrupted:
             failed.append("the other rounds: they were interrupted")
-        names = _growth.front(nothing, made)
+        names = _growth_causes.front(nothing, made)
         made = [dataclasses.replace(one, front=one.name in names) for one in made]
-        best = _growth.recommend(nothing, made)
+        best = _growth_causes.recommend(nothing, made)
         return Trials(calls, nothing, tuple(made), best, (*left_out, *failed), contains=not mends)
 
 

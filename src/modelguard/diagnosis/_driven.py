@@ -22,7 +22,7 @@ from modelguard.diagnosis._target import Arguments, Say, Target
 from modelguard.environment import _allocator, _allocator_problems
 from modelguard.errors import ModelGuardError
 from modelguard.facts import _memory, _proc
-from modelguard.facts._growth import Verdict, judge
+from modelguard.facts._growth_judge import Verdict, judge
 from modelguard.isolation.isolate import Isolated, isolate
 from modelguard.lifecycle._options import Swap
 from modelguard.lifecycle._wrappers import owner_of

@@ -24,13 +24,13 @@ from modelguard.diagnosis._facts_process import (
     process_number,
     readable,
 )
-from modelguard.diagnosis._growth import GrowthReport, Measured, Unit, attribute, notes_on
+from modelguard.diagnosis._growth_causes import GrowthReport, Measured, Unit, attribute, notes_on
 from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._target import Progress
 from modelguard.environment import _allocator
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 from modelguard.facts import _memory, _proc
-from modelguard.facts._growth import FEWEST, Verdict, judge
+from modelguard.facts._growth_judge import FEWEST, Verdict, judge
 from modelguard.isolation import _processes
 from modelguard.lifecycle import runtime
 from modelguard.runtime import fork

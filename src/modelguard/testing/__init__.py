@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from modelguard.testing._children import Env, Finished, assert_shared_after_fork
     from modelguard.testing._clock import Clock
-    from modelguard.testing._growth import assert_no_growth
     from modelguard.testing._loader import Loader, Model
+    from modelguard.testing._no_growth import assert_no_growth
 
 __all__ = ["Clock", "Env", "Finished", "Loader", "Model", "assert_no_growth", "assert_shared_after_fork"]
 

@@ -100,7 +100,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if mark is None:
         return (yield)
     from modelguard import _units
-    from modelguard.testing._growth import settled_memory
+    from modelguard.testing._no_growth import settled_memory
 
     limit = _units.size(mark.args[0], "modelguard_memory")
     before = settled_memory()
@@ -116,7 +116,7 @@ def _faults(item: pytest.Item) -> list[str]:
     marks = list(item.iter_markers("modelguard_memory"))
     if not marks:
         return []
-    from modelguard.testing._growth import fault
+    from modelguard.testing._no_growth import fault
 
     found = [fault(mark.args, mark.kwargs) for mark in marks]
     return [why for why in found if why is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from modelguard.diagnosis import _growth_page
-from modelguard.diagnosis._growth import Cause, GrowthReport, Measured, attribute, notes_on
+from modelguard.diagnosis._growth_causes import Cause, GrowthReport, Measured, attribute, notes_on
 from modelguard.diagnosis._holders import Held
 
 MB = 10**6

@@ -10,7 +10,7 @@ import pytest
 
 from modelguard.diagnosis import _growth_page
 from modelguard.diagnosis._diagnose import Declared, calls_of_a_run, candidates, seconds_needed, try_remedies
-from modelguard.diagnosis._growth import (
+from modelguard.diagnosis._growth_causes import (
     Cause,
     CauseName,
     GrowthReport,

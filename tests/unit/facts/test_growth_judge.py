@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from modelguard.facts._growth import judge
+from modelguard.facts._growth_judge import judge
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))  # as for the scripts there
 growth_series = pytest.importorskip("_growth_series")

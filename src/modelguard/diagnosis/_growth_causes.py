@@ -10,7 +10,7 @@ from modelguard import _units
 from modelguard._units import format_bytes
 from modelguard.diagnosis._counts import Growing
 from modelguard.diagnosis._holders import Held
-from modelguard.facts._growth import LEAST, Judgement, Verdict, judge
+from modelguard.facts._growth_judge import LEAST, Judgement, Verdict, judge
 
 # What remedies have done to growth, CPU time and latency, and which of them to use.
 

@@ -23,7 +23,7 @@ from modelguard import _units
 from modelguard.environment import _allocator
 from modelguard.errors import InvalidOption, ModelGuardWarning, NotSupported
 from modelguard.facts import _memory
-from modelguard.facts._growth import Judgement, judge
+from modelguard.facts._growth_judge import Judgement, judge
 from modelguard.lifecycle import runtime
 
 # Caches with an upper limit, which grow until they are full and then stop: ``functools.lru_cache`` and cachetools.
