@@ -24,7 +24,7 @@ _LATER = {
     "Finished": "_children",
     "Loader": "_loader",
     "Model": "_loader",
-    "assert_no_growth": "_growth",
+    "assert_no_growth": "_no_growth",
     "assert_shared_after_fork": "_children",
 }
 
