@@ -40,7 +40,6 @@ from modelguard.telemetry.reasons import Reason
 
 T = TypeVar("T")
 
-
 _YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
 
@@ -139,10 +138,8 @@ def _number(text: str) -> float | str:
 #: Seconds between the parent's checks for new weights.
 _CHECK_INTERVAL = 1.0
 
-
 #: Seconds that the fork of a worker waits for running loads.
 _LOAD_TIMEOUT = 60.0
-
 
 #: Seconds to wait for the replacement of a worker that has left: after that it has failed, or there is none.
 _REPLACE_TIMEOUT = 60.0
@@ -311,7 +308,6 @@ class SharedState:
 
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-
 
 #: What is added up over all processes, dead ones included. Gauges are values of their own process.
 _SUMMED = ("counter", "histogram", "summary")

@@ -54,7 +54,6 @@ from modelguard.telemetry import Event, Reason, WorkerEndCause, logger
 #: Seconds between looks for the next mold after one has died.
 _POLL = 0.005
 
-
 #: Seconds for the rest of a message that has begun, and for room for an answer: both are there at once, unless the
 #: client is no client. Everybody waits meanwhile.
 _PATIENCE = 1.0
@@ -362,31 +361,24 @@ class ClientConnection:
 #: busy host.
 _GRACE = 3.0
 
-
 #: Seconds that it waits for its first client, which has started it, while that process lives.
 _FIRST = 30.0
 
-
 #: Seconds between two attempts to report its state to a client that does not read, or to accept one.
 _AGAIN = 0.5
-
 
 #: Seconds beyond ``timeout`` that a client may keep a worker: one that is stopped, or whose GIL is held, must not hold
 #: up the others.
 _OVERTIME = 5.0
 
-
 #: Seconds between two looks at that, and at the process that has started it.
 _LOOK = 1.0
-
 
 #: Seconds between two looks whether a mold that calls wait at has been replaced.
 _FOLLOW = 0.05
 
-
 #: Seconds that its end waits for the lock, which a stopped process may hold; its own socket it may remove anyway.
 _LOCK = 5.0
-
 
 #: Descriptors that it may have: each thread of each client that has called takes one.
 _DESCRIPTORS = 65_536

@@ -331,24 +331,30 @@ class GivesWorkers(Protocol):
         ...
 
 
+def take_blocking(scope: GivesWorkers, limits: Limits, key: Any) -> Taken:
+    """Take a worker by a claim whose thread waits for it."""
+    claim = ThreadClaim(limits, key)
+    try:
+        scope.request(claim)
+        return claim.result()
+    except BaseException:
+        claim.abandon()
+        raise
+
+
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
 _RESENDS = 8
-
 
 #: Seconds that a worker has for a message at least, whatever is left until the caller's deadline. Ending it costs more,
 #: and a short answer that is late by less than this is an answer.
 _LEAST = 0.01
 
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
-
 #: Compared with each answer, and plain numbers compare faster.
 _RESULT, _ERROR, _ITEM = int(AnswerKind.RESULT), int(AnswerKind.ERROR), int(AnswerKind.ITEM)
-
 
 #: Errors of a function that would end the iteration, the generator or the task of its caller instead of reaching it.
 _SIGNALS = (StopIteration, GeneratorExit, CancelledError, concurrent.futures.CancelledError)

@@ -43,7 +43,6 @@ from modelguard.telemetry import logger
 #: Seconds for a broker that has hung up to end.
 _EXIT = 1.0
 
-
 #: Brokers that this process has started, until they have been waited for.
 _started: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -109,15 +108,12 @@ if hasattr(os, "register_at_fork"):
 #: Seconds in which a broker accepts a connection or a client. It does nothing that takes long.
 _ANSWER = 5.0
 
-
 #: Connections that are kept for the next calls. Each call that waits has one.
 _MOST_IDLE = 64
-
 
 #: Seconds after the end of a broker at which its processes have mostly ended too, and can be collected; and the longest
 #: wait for those that have not. Each wait is three times the one before.
 _REAP = 1.0
-
 
 _REAP_SLOWEST = 27.0
 
@@ -310,10 +306,8 @@ def _wait_until_gone(pid: int, seconds: float) -> None:
 #: The same, where an event loop may wait.
 _SOON = 0.5
 
-
 #: Seconds for finding or starting a broker: on a busy host, a fresh interpreter takes some.
 _LONGEST = 30.0
-
 
 #: Seconds between two attempts.
 _ELECTION_POLL = 0.02

@@ -292,7 +292,6 @@ def _on_ending(action: Callable[[int, FrameType | None], None] | signal.Handlers
 #: Seconds between two looks at what policies read besides the calls themselves, such as memory.
 _LOOK = 0.05
 
-
 #: Characters of the text and of the traceback of an error that is larger than ``max_transfer``: enough for a person.
 _SHORT = 2000
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 from modelguard import _units
 from modelguard._threads import WeakRegistry
 from modelguard.errors import DeadlineExceeded, ModelGuardError, NotSupported, Overloaded, Reloading
-from modelguard.isolation._calls import Claim, Claims, Limits, Place, Taken, ThreadClaim, aside
+from modelguard.isolation._calls import Claim, Claims, Limits, Place, Taken, aside, take_blocking
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._mold_workers import MoldGone, Presence, Waiter, Worker
@@ -162,13 +162,7 @@ class MoldScope:
         loan = self._lend(key)
         if loan is not None and (taken := self._take_now(loan)) is not None:
             return taken
-        claim = ThreadClaim(limits, key)
-        try:
-            self.request(claim)
-            return claim.result()
-        except BaseException:
-            claim.abandon()
-            raise
+        return take_blocking(self, limits, key)
 
     def _take_now(self, loan: Loan) -> Taken | None:
         """Take a worker if that needs no waiting: most calls do without a claim."""

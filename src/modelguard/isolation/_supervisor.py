@@ -123,7 +123,6 @@ class Supervisor:
 
 _supervisor: Supervisor | None = None
 
-
 _making = threading.RLock()  # reentrant, as above
 
 
@@ -156,14 +155,11 @@ if hasattr(os, "register_at_fork"):
 #: Bytes of one report; the socket's buffer takes several of them.
 _LONGEST = 60_000
 
-
 #: Seconds that a worker waits for room in the socket before it drops a report.
 _PATIENCE = 0.1
 
-
 #: Before each report: the process id of its sender.
 _SENDER = struct.Struct("<I")
-
 
 _receiver: Callable[[bytes], object] | None = None
 
@@ -283,7 +279,6 @@ def replay(report: bytes) -> None:
 
 #: Path to size in bytes and time of change in nanoseconds.
 Files = dict[str, tuple[int, int]]
-
 
 #: Files of this process's modules, as they were soon after their import.
 imported: Files = {}
@@ -416,11 +411,9 @@ if sys.platform != "win32":
 #: Where this package is imported from: the fresh interpreter finds it there before it knows the owner's path.
 _PACKAGES = str(Path(__file__).parents[2])
 
-
 _PROGRAM = (
     "import sys; sys.path.insert(0, {packages!r}); from modelguard.isolation.{module} import main; main({numbers})"
 )
-
 
 #: The highest of the descriptors for input, output and errors.
 _STANDARD = 2
