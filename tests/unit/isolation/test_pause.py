@@ -108,7 +108,7 @@ def taken(workers: Workers) -> Worker:
     return worker
 
 
-class TestWorkers:
+class TestWorkersOfAMold:
     @pytest.fixture
     def mold(self) -> FakeMold:
         """A paused mold whose workers are idle."""
