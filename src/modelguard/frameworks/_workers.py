@@ -230,7 +230,6 @@ class Workers:
     # In a worker
 
     def begin(self) -> None:
-        """Repair and warm up this worker after the fork, and allow the next worker to leave."""
         prefork.in_child()
         self._started = self._clock()
         self._shared.worker_started()
@@ -284,7 +283,6 @@ class SharedState:
             return True
 
     def worker_started(self) -> None:
-        """Allow the next worker to leave."""
         with self._locked():
             self._LEFT_AT.pack_into(self._bytes, self._VERSION.size, 0.0)
 

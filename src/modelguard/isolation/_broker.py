@@ -121,7 +121,6 @@ class ClientConnection:
         self._handlers[kind](*details)
 
     def answer(self, kind: Answer, *details: Any) -> None:
-        """Send an answer. From any thread, while nothing else is sent."""
         try:
             self._say((kind, *details))
         except OSError:  # its end of file is read next
@@ -344,7 +343,6 @@ class ClientConnection:
         threading.Thread(target=self._do, args=(work,), name=name, daemon=True).start()
 
     def _do(self, work: Callable[[], object]) -> None:
-        """Do something, and answer when it is done. From any thread."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - it is the client's
@@ -499,7 +497,6 @@ class _Broker:
         self.supervisor.watch(accepted.fileno(), connection.heed)
 
     def join(self, connection: ClientConnection, token: bytes, identity: Identity, code: _supervisor.Files) -> None:
-        """Take a client, if it is one of the same code."""
         reports = socket.socket(fileno=connection.channel.take_fd())
         different = [word for word, value in self._orders.identity.items() if identity.get(word) != value]
         path = None if self._molds.code is None else _supervisor.changed(self._molds.code, code)
@@ -526,7 +523,6 @@ class _Broker:
         return last
 
     def ended(self, connection: ClientConnection) -> None:
-        """A connection has ended; maybe with its process."""
         self._connections.discard(connection)
         client = self._clients.get(connection.token)
         if client is None:
@@ -620,7 +616,6 @@ class _Broker:
             self.waits()
 
     def _report(self) -> None:
-        """Hand on what molds and workers report, and report what happens here."""
         ours, theirs = _supervisor.report_pair()
         ours.setblocking(False)  # noqa: FBT003 - its only parameter
         reporter = _supervisor.Reporter(theirs)
@@ -651,7 +646,6 @@ class _Broker:
         self.supervisor.call(self._tell_state)
 
     def _tell_state(self) -> None:
-        """Tell the clients whether a worker can answer, which processes there are, and whether it is paused."""
         mold = self._molds.current
         pids = [] if mold is None else mold.pids()
         state = pickle.dumps((self.scope.ready, pids, self.scope.version, self.scope.paused))

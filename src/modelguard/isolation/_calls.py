@@ -48,8 +48,6 @@ class Limits(NamedTuple):
 
 
 class Taken(Protocol):
-    """A worker that one call has for itself."""
-
     @property
     def channel(self) -> Channel: ...
 
@@ -137,7 +135,6 @@ class Claim:
             self._leave()
 
     def grant(self, taken: Taken) -> bool:
-        """Give it a worker; false if it has ended meanwhile."""
         if not self._end():
             return False
         self.taken = taken
@@ -155,7 +152,6 @@ class Claim:
     # For the caller
 
     def withdraw(self) -> bool:
-        """Ask no more; false if it has ended."""
         if not self._end():
             return False
         self.then = None
@@ -201,8 +197,6 @@ class Claim:
 
 
 class ThreadClaim(Claim):
-    """The claim of a thread that blocks."""
-
     __slots__ = ("_woken",)
 
     def __init__(self, limits: Limits, key: object) -> None:
@@ -221,7 +215,6 @@ class ThreadClaim(Claim):
             self._woken.put(None)
 
     def result(self) -> Taken:
-        """Block until it has ended."""
         while self.taken is None and self.error is None:
             self._sleep()
         if self.error is not None:
@@ -332,7 +325,6 @@ class GivesWorkers(Protocol):
 
 
 def take_blocking(scope: GivesWorkers, limits: Limits, key: Any) -> Taken:
-    """Take a worker by a claim whose thread waits for it."""
     claim = ThreadClaim(limits, key)
     try:
         scope.request(claim)
@@ -369,8 +361,6 @@ class _NeverRead(Exception):
 
 
 class _Call:
-    """One call, and how often it may yet be sent anew."""
-
     __slots__ = ("arguments", "awaited", "begun", "content", "key", "limits", "resends", "trace", "tries")
 
     def __init__(self, arguments: Arguments, limits: Limits, key: Any, tries: int) -> None:

@@ -48,7 +48,6 @@ _OUTSIDE_FROM = 4096
 
 
 def dumps(value: object) -> Content:
-    """Pickle ``value``."""
     outside: Buffers = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
@@ -261,11 +260,9 @@ class Channel:
     # Sending
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send a message, and copies of some descriptors with it."""
         self.send_pickled(*dumps(message), fds)
 
     def send_pickled(self, body: bytes, buffers: Buffers, fds: Sequence[int] = ()) -> None:
-        """Send a message that :func:`._pickling.dumps` has made."""
         if not buffers and len(body) < SHARED_FROM:
             self._write(_HEADER.pack(len(body), 0, len(fds), 0) + body, fds)
             return
@@ -284,7 +281,6 @@ class Channel:
             os.close(shared)
 
     def _write(self, content: bytes | memoryview, fds: Sequence[int] = ()) -> None:
-        """Write all of it, the descriptors with its first byte."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         while (sent := send(self._socket, content, self._until, rights)) < len(content):
             content, rights = memoryview(content)[sent:], []

@@ -64,8 +64,6 @@ Identity = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerOrders:
-    """What a new broker is told by the process that starts it."""
-
     starter: int
     folder: str
     socket: str
@@ -146,7 +144,6 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
 
 
 def prefix_of(identity: Identity) -> str:
-    """How the names of the sockets start under which processes of this identity meet."""
     return f"{hashlib.sha256(repr(sorted(identity.items())).encode()).hexdigest()[:_DIGEST]}."
 
 
@@ -353,7 +350,6 @@ def check_peer(connected: socket.socket) -> int:
 
 
 def unlock(lock: int) -> None:
-    """Release the lock for all processes that have inherited its descriptor."""
     fcntl.flock(lock, fcntl.LOCK_UN)
 
 

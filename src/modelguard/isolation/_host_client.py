@@ -52,7 +52,6 @@ class NotStarted(Exception):
 
 
 def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
-    """Start a broker and wait until it listens."""
     ours, theirs = pair()
     channel = Channel(ours)
     try:
@@ -119,7 +118,7 @@ _REAP_SLOWEST = 27.0
 
 
 class BrokerGone(Exception):
-    """The broker has ended, or ends."""
+    pass
 
 
 class Membership:
@@ -161,7 +160,6 @@ class Membership:
         return None
 
     def connection(self) -> Channel:
-        """A connection that no other call uses."""
         idle = self.idle_connection()
         if idle is not None:
             return idle
@@ -193,7 +191,6 @@ class Membership:
             raise BrokerGone from error
 
     def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
-        """Ask something, and wait for the answer."""
         channel = self.connection()
         self.say(channel, what, *details, limit=limit)
         try:

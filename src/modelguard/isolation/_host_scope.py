@@ -47,8 +47,6 @@ _AGAIN = 0.05
 
 
 class GrantedWorker:
-    """A worker that the broker has granted to one call of this process."""
-
     __slots__ = ("_connection", "_running", "channel", "pid")
 
     def __init__(self, running: list[None], connection: Connection, channel: Channel, pid: int) -> None:
@@ -95,7 +93,6 @@ class Connection:
 
     @property
     def has_unread(self) -> bool:
-        """Whether there is more to hear at once."""
         return self._channel.has_unread
 
     def await_answer(self, until: float) -> bool:
@@ -121,7 +118,6 @@ class Connection:
         self._channel.close()
 
     def granted(self) -> Channel:
-        """The channel to the worker that was granted."""
         return Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=self._channel.take_fd()))
 
     def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
@@ -157,11 +153,7 @@ class Asking(Place):
         self._gone_since: float | None = None
 
     def begin(self, *, blocking: bool = False) -> None:
-        """Ask, if the broker is known; else find it first, in a thread.
-
-        Args:
-            blocking: Whether this is the thread of the call, which has nothing else to do than to wait for the answer.
-        """
+        """Ask, if the broker is known; else find it first, in a thread."""
         if self.claim.ended:
             return
         try:
@@ -255,7 +247,6 @@ class Asking(Place):
         return connection
 
     def broker_gone(self) -> None:
-        """Ask the next broker. From any thread."""
         now = time.monotonic()
         self._gone_since = now if self._gone_since is None else self._gone_since
         if now - self._gone_since > self._scope.wait_timeout:
@@ -278,8 +269,6 @@ _END = 15.0
 
 
 class HostScope:
-    """Molds of this host."""
-
     def __init__(self, options: IsolationOptions, source: GuardOptions[Any], *, paused: bool = False) -> None:
         check_shareable(source)
         identity_of(options, source)  # now, as in all processes that import the module
@@ -315,14 +304,7 @@ class HostScope:
             claim.fail(error)
 
     def connection(self, *, wait: bool) -> Connection | None:
-        """A connection that no other call uses, if the broker is known.
-
-        Args:
-            wait: Whether to make one; else None where there is none yet.
-
-        Raises:
-            BrokerGone: It has ended.
-        """
+        """A connection that no other call uses, if the broker is known."""
         membership = self._membership
         if membership is None or membership.gone or self._ended.is_set():
             return None
@@ -366,7 +348,6 @@ class HostScope:
                 one.broker_gone()
 
     def _wait_for_next(self, since: float | None) -> float:
-        """After the end of a broker: wait a moment, and not for ever."""
         now = time.monotonic()
         since = now if since is None else since
         if now - since > self.wait_timeout:
@@ -471,7 +452,6 @@ class HostScope:
 
     @property
     def version(self) -> str | None:
-        """The version of the model in the broker's current mold, as far as it was heard."""
         membership = self._membership
         return None if membership is None else membership.version
 
@@ -611,6 +591,5 @@ class HostScope:
             membership.leave(0.0)
 
     def abandon(self) -> None:
-        """Leave the parent's connections alone."""
         if self._membership is not None:
             self._membership.abandon()

@@ -76,8 +76,6 @@ def _end_with_parent() -> None:
 
 
 class _Mold:
-    """Forks workers."""
-
     def __init__(
         self, control: Channel, instructions: Instructions, reporter: _supervisor.Reporter, place: _processes.Place
     ) -> None:
@@ -114,7 +112,6 @@ class _Mold:
             self._guard.load()
 
     def _find(self, instructions: Instructions) -> tuple[object, Source]:
-        """What is isolated here, below ``@isolate``, and what runs in the workers."""
         where = instructions["function"]
         if self._stub is not None:
             self._kind: FunctionKind = self._stub.kind
@@ -297,8 +294,6 @@ _SHORT = 2000
 
 
 class Serving:
-    """Answers calls on one channel."""
-
     def __init__(
         self,
         name: str,

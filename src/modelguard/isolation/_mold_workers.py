@@ -42,7 +42,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class ReplaceMold:
-    """Make a new mold: this one gives no working workers."""
+    pass
 
 
 Order = Start | End | ReplaceMold
@@ -50,8 +50,6 @@ Order = Start | End | ReplaceMold
 
 @dataclass(slots=True)
 class PlannedWorker:
-    """One worker."""
-
     number: int
     state: WorkerState = "starting"
     worn: bool = False

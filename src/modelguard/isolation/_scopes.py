@@ -77,8 +77,6 @@ class _Taken:
 
 
 class _InLine(Place, Waiter[Worker]):
-    """In line for a worker of a mold, with a lease on it."""
-
     def __init__(self, scope: MoldScope, claim: Claim, loan: Loan) -> None:
         super().__init__(arrived=claim.limits.arrived, admitted=claim.admitted)
         self._scope = scope
@@ -132,8 +130,6 @@ class _Stranded(Place):
 
 
 class MoldScope:
-    """Hands out workers of molds."""
-
     def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
         self._name = options.name
         self._timeout = math.inf if options.timeout is None else options.timeout
@@ -158,7 +154,6 @@ class MoldScope:
     # Calls
 
     def take(self, limits: Limits, key: Any = None) -> Taken:
-        """Take a worker, and with it a lease on its mold. Blocks."""
         loan = self._lend(key)
         if loan is not None and (taken := self._take_now(loan)) is not None:
             return taken
@@ -281,8 +276,6 @@ class _Loading(Place):
 
 
 class ProcessScope(MoldScope):
-    """Molds of this process."""
-
     def __init__(self, options: IsolationOptions, molds: MoldGuard) -> None:
         self._molds = molds
         self._engine = molds.guard.engine
@@ -409,8 +402,6 @@ class _Fetching(Place):
 
 
 class PoolScope(MoldScope):
-    """Molds by key."""
-
     def __init__(self, options: IsolationOptions, source: PoolSource, *, paused: bool = False) -> None:
         super().__init__(options, lambda: source.pooled.options.wait_timeout)
         self._options = options

@@ -177,14 +177,11 @@ def levels() -> dict[str, int]:
 
 
 class Reporter(logging.Handler):
-    """In a mold and its workers: sends records and events to the owner."""
-
     def __init__(self, connected: socket.socket) -> None:
         super().__init__()
         self._socket = connected
 
     def install(self, wanted: dict[str, int]) -> None:
-        """Become the only handler of records and events, with the owner's levels."""
         for name, level in wanted.items():
             logging.getLogger(name or None).setLevel(level)
         logging.captureWarnings(capture=True)
@@ -398,8 +395,6 @@ class Instructions(TypedDict):
 
 
 class Origin(NamedTuple):
-    """The process that calls an isolated function, which its molds resemble."""
-
     preparation: dict[str, Any]
     levels: dict[str, int]
 
@@ -421,8 +416,6 @@ _STANDARD = 2
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A mold that has been started, and has not loaded yet."""
-
     process: subprocess.Popen[bytes]
     control: Channel
     news: socket.socket
