@@ -293,7 +293,7 @@ def test_a_fork_while_other_threads_call_leaves_a_child_that_runs(tmp_path: Path
         held, over = threading.Event(), threading.Event()
 
         def hold():
-            with molds()[0].roster._lock:
+            with molds()[0].workers._lock:
                 held.set()
                 over.wait(60)
 

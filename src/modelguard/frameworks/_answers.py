@@ -56,8 +56,6 @@ ANSWERED = (Overloaded, LoadFailed, GuardClosed, DeadlineExceeded, ItemTooHeavy,
 
 
 class Ready(Protocol):
-    """Something that a readiness probe can check: a guard, a batched or an isolated function."""
-
     @property
     def name(self) -> str: ...
 
@@ -67,8 +65,6 @@ class Ready(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A response."""
-
     status: int
     headers: tuple[tuple[str, str], ...]
     body: bytes
@@ -213,7 +209,6 @@ def problem(status: int, detail: str, headers: tuple[tuple[str, str], ...] = ())
 def json_answer(
     status: int, content: object, headers: tuple[tuple[str, str], ...] = (), *, media_type: str = "application/json"
 ) -> Answer:
-    """Make an answer of JSON, which no cache keeps."""
     body = json.dumps(content).encode()
     own = (("content-type", media_type), ("content-length", str(len(body))), ("cache-control", "no-store"))
     return Answer(int(status), (*own, *headers), body)

@@ -158,7 +158,6 @@ class Molds:
         return list(self._server.WORKERS) if changed else []
 
     def _fork_mold(self) -> None:
-        """Fork one mold for all who have asked by now."""
         with self._lock:
             if self._made is not None or not self._asked:
                 return
@@ -256,7 +255,6 @@ class Molds:
         self._reload(self._guards[0])
 
     def spawn(self) -> int:
-        """Have gunicorn make a worker, which the current mold forks; 0 if that fails."""
         hook = self._server.cfg.pre_fork
         try:
             return self._run_gunicorns(partial(hook, self._server), self._order)

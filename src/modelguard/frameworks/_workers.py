@@ -41,7 +41,6 @@ from modelguard.telemetry.reasons import Reason
 
 T = TypeVar("T")
 
-
 _YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
 
@@ -140,10 +139,8 @@ def _number(text: str) -> float | str:
 #: Seconds between the parent's checks for new weights.
 _CHECK_INTERVAL = 1.0
 
-
 #: Seconds that the fork of a worker waits for running loads.
 _LOAD_TIMEOUT = 60.0
-
 
 #: Seconds to wait for the replacement of a worker that has left: after that it has failed, or there is none.
 _REPLACE_TIMEOUT = 60.0
@@ -237,7 +234,6 @@ class Workers:
     # In a worker
 
     def begin(self) -> None:
-        """Repair and warm up this worker after the fork, and allow the next worker to leave."""
         prefork.in_child()
         self._started = self._clock()
         self._shared.worker_started()
@@ -291,7 +287,6 @@ class SharedState:
             return True
 
     def worker_started(self) -> None:
-        """Allow the next worker to leave."""
         with self._locked():
             self._LEFT_AT.pack_into(self._bytes, self._VERSION.size, 0.0)
 
@@ -315,7 +310,6 @@ class SharedState:
 
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-
 
 #: What is added up over all processes, dead ones included. Gauges are values of their own process.
 _SUMMED = ("counter", "histogram", "summary")

@@ -40,8 +40,6 @@ _SCHEME = "bearer"
 
 
 class _Hidden:
-    """Stands for a secret in messages."""
-
     def __repr__(self) -> str:
         return "..."
 

@@ -43,7 +43,6 @@ __all__ = [
     "exception_handlers",
 ]
 
-
 # An ASGI connection's client: its messages, shared between the application and a task that watches for its end.
 
 

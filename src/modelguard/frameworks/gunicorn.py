@@ -60,26 +60,20 @@ __all__ = ["child_exit", "control_socket_disable", "on_starting", "post_fork", "
 #: The master must import the application; otherwise there is nothing to share.
 preload_app = True
 
-
 #: gunicorn's control server is a thread with an event loop in the master, which forks all the time: a lock that the
 #: thread holds during a fork would stay locked in the worker.
 control_socket_disable = True
 
-
 #: The number of bytes that POSIX guarantees a pipe writes at once.
 _MESSAGE = 512
-
 
 #: Seconds that the fork of a worker waits for running loads.
 _LOAD_TIMEOUT = 60.0
 
-
 #: gunicorn's own worker classes without ASGI.
 _WSGI_ONLY = ("sync", "gthread", "gevent", "eventlet", "tornado")
 
-
 _options = PreforkOptions.read(os.environ)
-
 
 _master: _Master | None = None
 
@@ -293,7 +287,6 @@ class _Master:
 #: Seconds until a failed replacement is tried again: long enough to cause no load, and short enough to recover soon.
 RETRY_AFTER = 60.0
 
-
 #: Permissions of a temporary file as ``tempfile.mkstemp`` makes it.
 _NEW_FILE = 0o600
 
@@ -398,16 +391,12 @@ def serves(worker: Any, now: float) -> bool:
 
 Message = MutableMapping[str, Any]
 
-
 Receive = Callable[[], Awaitable[Message]]
-
 
 Send = Callable[[Message], Awaitable[None]]
 
-
 #: Seconds between checks whether all connections are closed.
 _CLOSING_POLL = 0.05
-
 
 #: Seconds for a connection's last response, beyond gunicorn's own timeout of an idle connection.
 _MARGIN = 0.2

@@ -320,7 +320,6 @@ class Replica:
             raise RuntimeError(f"replica {self._name} must be replaced: {', '.join(map(str, reasons))}")
 
     async def _release_lock(self) -> None:
-        """Allow the next replica to be replaced."""
         try:
             await asyncio.to_thread(self._replacement.release)
         except Exception:  # noqa: BLE001 - it can serve; the next replacement waits for replace_timeout
@@ -393,7 +392,6 @@ def _response(answer: Answer) -> Any:
 
 
 def _model(function: Any) -> ModelGuard[Any] | Isolated[..., Any]:
-    """What lends the model of a batched function, and replaces it."""
     below = function.__wrapped__
     return below if isinstance(below, Isolated) else guard_of(below)
 
@@ -429,7 +427,6 @@ def _reference(function: Any) -> str:
 
 
 def _capacity(limits: Limits) -> int:
-    """The number of items that fit into the queue and the batches together."""
     return limits.max_queue + limits.threads * limits.max_size
 
 

@@ -200,7 +200,6 @@ class _Body:
         self.begun = False
 
     def begin(self, app: App, environ: dict[str, Any]) -> Iterable[bytes]:
-        """Call the application, and read up to the first bytes."""
         with on_behalf_of(self._request, *self._caller):
             self._result = app(environ, self._note_start)
             if _is_ready(self._result, environ):

@@ -54,7 +54,6 @@ from modelguard.telemetry import Event, Reason, WorkerEndCause, logger
 #: Seconds between looks for the next mold after one has died.
 _POLL = 0.005
 
-
 #: Seconds for the rest of a message that has begun, and for room for an answer: both are there at once, unless the
 #: client is no client. Everybody waits meanwhile.
 _PATIENCE = 1.0
@@ -122,7 +121,6 @@ class ClientConnection:
         self._handlers[kind](*details)
 
     def answer(self, kind: Answer, *details: Any) -> None:
-        """Send an answer. From any thread, while nothing else is sent."""
         try:
             self._say((kind, *details))
         except OSError:  # its end of file is read next
@@ -345,7 +343,6 @@ class ClientConnection:
         start_thread(functools.partial(self._do, work), name)
 
     def _do(self, work: Callable[[], object]) -> None:
-        """Do something, and answer when it is done. From any thread."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - it is the client's
@@ -362,31 +359,24 @@ class ClientConnection:
 #: busy host.
 _GRACE = 3.0
 
-
 #: Seconds that it waits for its first client, which has started it, while that process lives.
 _FIRST = 30.0
 
-
 #: Seconds between two attempts to report its state to a client that does not read, or to accept one.
 _AGAIN = 0.5
-
 
 #: Seconds beyond ``timeout`` that a client may keep a worker: one that is stopped, or whose GIL is held, must not hold
 #: up the others.
 _OVERTIME = 5.0
 
-
 #: Seconds between two looks at that, and at the process that has started it.
 _LOOK = 1.0
-
 
 #: Seconds between two looks whether a mold that calls wait at has been replaced.
 _FOLLOW = 0.05
 
-
 #: Seconds that its end waits for the lock, which a stopped process may hold; its own socket it may remove anyway.
 _LOCK = 5.0
-
 
 #: Descriptors that it may have: each thread of each client that has called takes one.
 _DESCRIPTORS = 65_536
@@ -507,7 +497,6 @@ class _Broker:
         self.supervisor.watch(accepted.fileno(), connection.heed)
 
     def join(self, connection: ClientConnection, token: bytes, identity: Identity, code: _supervisor.Files) -> None:
-        """Take a client, if it is one of the same code."""
         reports = socket.socket(fileno=connection.channel.take_fd())
         different = [word for word, value in self._orders.identity.items() if identity.get(word) != value]
         path = None if self._molds.code is None else _supervisor.changed(self._molds.code, code)
@@ -534,7 +523,6 @@ class _Broker:
         return last
 
     def ended(self, connection: ClientConnection) -> None:
-        """A connection has ended; maybe with its process."""
         self._connections.discard(connection)
         client = self._clients.get(connection.token)
         if client is None:
@@ -628,7 +616,6 @@ class _Broker:
             self.waits()
 
     def _report(self) -> None:
-        """Hand on what molds and workers report, and report what happens here."""
         ours, theirs = _supervisor.report_pair()
         ours.setblocking(False)  # noqa: FBT003 - its only parameter
         reporter = _supervisor.Reporter(theirs)
@@ -659,7 +646,6 @@ class _Broker:
         self.supervisor.call(self._tell_state)
 
     def _tell_state(self) -> None:
-        """Tell the clients whether a worker can answer, which processes there are, and whether it is paused."""
         mold = self._molds.current
         pids = [] if mold is None else mold.pids()
         state = pickle.dumps((self.scope.ready, pids, self.scope.version, self.scope.paused))

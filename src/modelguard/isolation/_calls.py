@@ -48,8 +48,6 @@ class Limits(NamedTuple):
 
 
 class Taken(Protocol):
-    """A worker that one call has for itself."""
-
     @property
     def channel(self) -> Channel: ...
 
@@ -137,7 +135,6 @@ class Claim:
             self._leave()
 
     def grant(self, taken: Taken) -> bool:
-        """Give it a worker; false if it has ended meanwhile."""
         if not self._end():
             return False
         self.taken = taken
@@ -155,7 +152,6 @@ class Claim:
     # For the caller
 
     def withdraw(self) -> bool:
-        """Ask no more; false if it has ended."""
         if not self._end():
             return False
         self.then = None
@@ -201,8 +197,6 @@ class Claim:
 
 
 class ThreadClaim(Claim):
-    """The claim of a thread that blocks."""
-
     __slots__ = ("_woken",)
 
     def __init__(self, limits: Limits, key: object) -> None:
@@ -221,7 +215,6 @@ class ThreadClaim(Claim):
             self._woken.put(None)
 
     def result(self) -> Taken:
-        """Block until it has ended."""
         while self.taken is None and self.error is None:
             self._sleep()
         if self.error is not None:
@@ -331,24 +324,29 @@ class GivesWorkers(Protocol):
         ...
 
 
+def take_blocking(scope: GivesWorkers, limits: Limits, key: Any) -> Taken:
+    claim = ThreadClaim(limits, key)
+    try:
+        scope.request(claim)
+        return claim.result()
+    except BaseException:
+        claim.abandon()
+        raise
+
+
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
 _RESENDS = 8
-
 
 #: Seconds that a worker has for a message at least, whatever is left until the caller's deadline. Ending it costs more,
 #: and a short answer that is late by less than this is an answer.
 _LEAST = 0.01
 
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
-
 #: Compared with each answer, and plain numbers compare faster.
 _RESULT, _ERROR, _ITEM = int(AnswerKind.RESULT), int(AnswerKind.ERROR), int(AnswerKind.ITEM)
-
 
 #: Errors of a function that would end the iteration, the generator or the task of its caller instead of reaching it.
 _SIGNALS = (StopIteration, GeneratorExit, CancelledError, concurrent.futures.CancelledError)
@@ -363,8 +361,6 @@ class _NeverRead(Exception):
 
 
 class _Call:
-    """One call, and how often it may yet be sent anew."""
-
     __slots__ = ("arguments", "awaited", "begun", "content", "key", "limits", "resends", "trace", "tries")
 
     def __init__(self, arguments: Arguments, limits: Limits, key: Any, tries: int) -> None:

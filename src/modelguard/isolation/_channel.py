@@ -35,24 +35,19 @@ from modelguard.errors import LoadFailed, RemoteError
 #: Readable memory: the content of arrays, in the order in which the pickle refers to them.
 Buffers = list[memoryview]
 
-
 #: A pickle, and the buffers that it refers to.
 Content = tuple[bytes, Buffers]
-
 
 #: Undoes :func:`dumps`.
 Loads = Callable[[Any, Sequence[Any]], Any]
 
-
 _PROTOCOL = 5
-
 
 #: Bytes. Smaller buffers are copied into the pickle, which costs less than handling them apart.
 _OUTSIDE_FROM = 4096
 
 
 def dumps(value: object) -> Content:
-    """Pickle ``value``."""
     outside: Buffers = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
@@ -134,46 +129,35 @@ def _rebuild_tensor(buffer: Any, dtype: str, shape: Sequence[int]) -> Any:
 #: memory.
 _HEADER = struct.Struct("<QIHH")
 
-
 _SIZE = struct.Struct("<Q")
-
 
 #: Bytes. Larger content goes through shared memory. There and back on 2 cores, through the socket and through memory:
 #: 128 KiB 0.13 and 0.15 ms, 256 KiB 0.22 to 0.34 and 0.22, 6 MB 16 to 25 and 8 to 10.
 SHARED_FROM = 256 * 1024
 
-
 #: Bytes read at a time, which holds most messages; and the room for descriptors that may come with them.
 _CHUNK = 65_536
 
-
 _MOST_FDS = 32
 
-
 _FDS_SPACE = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
-
 
 #: How everything is sent: without a wait in the kernel, whose limit a signal restarts, and so that the end of the other
 #: side is an error. By SIGPIPE it would end a program that has set the default.
 AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
 
-
 #: Seconds after the end of its time at which a wait must have ended. If it ends later, this process has not run, as
 #: when a machine was stopped or a container frozen; and the other one probably has not either.
 _STOPPED = 1.0
 
-
 #: Milliseconds of one wait. The kernel takes at most 2**31 - 1.
 _LONGEST_WAIT = 1e9
-
 
 #: Descriptors are received so that no program inherits them.
 _NOT_INHERITED = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
-
 #: From Python 3.13 on, a mapping need not keep a descriptor.
 _WITHOUT_FD: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-
 
 #: Offsets in shared memory are multiples of this, which suits arrays of every type.
 _ALIGNMENT = 64
@@ -243,6 +227,15 @@ class Channel:
         """Whether a part of a message has been read already, which ``select`` would not report."""
         return bool(self._rest)
 
+    def await_message(self, until: float) -> bool:
+        """Wait until a message, or the end of file, can be received; false if the time is over."""
+        try:
+            if not self._rest:
+                wait(self._socket, select.POLLIN, until)
+        except BlockingIOError:
+            return False
+        return True
+
     def close(self) -> None:
         """Close it; the other side reads an end of file. Closing twice does nothing."""
         self._socket.close()
@@ -267,11 +260,9 @@ class Channel:
     # Sending
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send a message, and copies of some descriptors with it."""
         self.send_pickled(*dumps(message), fds)
 
     def send_pickled(self, body: bytes, buffers: Buffers, fds: Sequence[int] = ()) -> None:
-        """Send a message that :func:`._pickling.dumps` has made."""
         if not buffers and len(body) < SHARED_FROM:
             self._write(_HEADER.pack(len(body), 0, len(fds), 0) + body, fds)
             return
@@ -290,7 +281,6 @@ class Channel:
             os.close(shared)
 
     def _write(self, content: bytes | memoryview, fds: Sequence[int] = ()) -> None:
-        """Write all of it, the descriptors with its first byte."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         while (sent := send(self._socket, content, self._until, rights)) < len(content):
             content, rights = memoryview(content)[sent:], []

@@ -45,7 +45,6 @@ Request = Literal[
     "join", "call", "take", "withdraw", "release", "lose", "load", "reload", "unload", "pause", "status", "leave"
 ]
 
-
 #: What the broker answers:
 #:
 #: * ``welcome`` (its pid) and ``unwelcome`` (refusal, text) to ``join``.
@@ -53,15 +52,12 @@ Request = Literal[
 #: * ``ended`` (how) to ``lose``, ``done`` (value) to the others, ``failed`` (error, cause, text) to all of them.
 Answer = Literal["welcome", "unwelcome", "loading", "waiting", "granted", "withdrawn", "ended", "done", "failed"]
 
-
 #: Why a broker does not take a client. ``identity``: the names are equal by accident; ``code``: a file is not as
 #: it was for the process that has started it, or for its mold.
 Refusal = Literal["identity", "code"]
 
-
 #: How a message on a client's socket for reports starts: with what follows.
 REPORT, STATE = b"r", b"s"
-
 
 #: What must be equal for processes to share molds: words for people, and values.
 Identity = dict[str, str]
@@ -69,8 +65,6 @@ Identity = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerOrders:
-    """What a new broker is told by the process that starts it."""
-
     starter: int
     folder: str
     socket: str
@@ -99,10 +93,8 @@ def unpacked(error: BaseException, cause: BaseException | None, text: str | None
 #: Characters of the digest in a name.
 _DIGEST = 24
 
-
 #: The names of sockets: a digest of the identity, and a number.
 NAME = re.compile(rf"[0-9a-f]{{{_DIGEST}}}\.[0-9]+")
-
 
 #: Where each function was decorated: working directory and ``sys.path``.
 _places: dict[_options.Reference, tuple[str, str]] = {}
@@ -153,7 +145,6 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
 
 
 def prefix_of(identity: Identity) -> str:
-    """How the names of the sockets start under which processes of this identity meet."""
     return f"{hashlib.sha256(repr(sorted(identity.items())).encode()).hexdigest()[:_DIGEST]}."
 
 
@@ -222,10 +213,8 @@ if sys.platform != "win32":
 #: Seconds between two attempts at the lock.
 _LOCK_POLL = 0.01
 
-
 #: Connections that wait to be accepted.
 _BACKLOG = 512
-
 
 #: Descriptors with which this process may hold the lock, for the children that it forks meanwhile.
 _held: set[int] = set()
@@ -361,7 +350,6 @@ def check_peer(connected: socket.socket) -> int:
 
 
 def unlock(lock: int) -> None:
-    """Release the lock for all processes that have inherited its descriptor."""
     fcntl.flock(lock, fcntl.LOCK_UN)
 
 

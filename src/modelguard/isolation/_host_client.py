@@ -44,7 +44,6 @@ from modelguard.telemetry import logger
 #: Seconds for a broker that has hung up to end.
 _EXIT = 1.0
 
-
 #: Brokers that this process has started, until they have been waited for.
 _started: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -54,7 +53,6 @@ class NotStarted(Exception):
 
 
 def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
-    """Start a broker and wait until it listens."""
     ours, theirs = pair()
     channel = Channel(ours)
     try:
@@ -109,21 +107,18 @@ fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
 #: Seconds in which a broker accepts a connection or a client. It does nothing that takes long.
 _ANSWER = 5.0
 
-
 #: Connections that are kept for the next calls. Each call that waits has one.
 _MOST_IDLE = 64
-
 
 #: Seconds after the end of a broker at which its processes have mostly ended too, and can be collected; and the longest
 #: wait for those that have not. Each wait is three times the one before.
 _REAP = 1.0
 
-
 _REAP_SLOWEST = 27.0
 
 
 class BrokerGone(Exception):
-    """The broker has ended, or ends."""
+    pass
 
 
 class Membership:
@@ -165,7 +160,6 @@ class Membership:
         return None
 
     def connection(self) -> Channel:
-        """A connection that no other call uses."""
         idle = self.idle_connection()
         if idle is not None:
             return idle
@@ -197,7 +191,6 @@ class Membership:
             raise BrokerGone from error
 
     def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
-        """Ask something, and wait for the answer."""
         channel = self.connection()
         self.say(channel, what, *details, limit=limit)
         try:
@@ -310,10 +303,8 @@ def _wait_until_gone(pid: int, seconds: float) -> None:
 #: The same, where an event loop may wait.
 _SOON = 0.5
 
-
 #: Seconds for finding or starting a broker: on a busy host, a fresh interpreter takes some.
 _LONGEST = 30.0
-
 
 #: Seconds between two attempts.
 _ELECTION_POLL = 0.02

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from modelguard import _units, telemetry
 from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
 from modelguard.isolation import _processes, status
-from modelguard.isolation._calls import Claim, Claims, Limits, Place, ThreadClaim, aside
+from modelguard.isolation._calls import Claim, Claims, Limits, Place, Taken, ThreadClaim, aside, take_blocking
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import (
     check_shareable,
@@ -42,18 +42,11 @@ from modelguard.telemetry import Reason, WorkerEndCause, logger
 #: Seconds in which a broker answers whatever it need not wait for.
 ANSWER = 1.0
 
-
-#: The same for a call whose time is over already.
-_LATE = 0.25
-
-
 #: Seconds between two attempts after a broker has ended.
 _AGAIN = 0.05
 
 
 class GrantedWorker:
-    """A worker that the broker has granted to one call of this process."""
-
     __slots__ = ("_connection", "_running", "channel", "pid")
 
     def __init__(self, running: list[None], connection: Connection, channel: Channel, pid: int) -> None:
@@ -100,8 +93,11 @@ class Connection:
 
     @property
     def has_unread(self) -> bool:
-        """Whether there is more to hear at once."""
         return self._channel.has_unread
+
+    def await_answer(self, until: float) -> bool:
+        """Wait until there is something to hear; false if the time is over."""
+        return self._channel.await_message(until)
 
     def ask(self) -> None:
         self._membership.say(self._channel, "take", limit=ANSWER)
@@ -110,9 +106,9 @@ class Connection:
         self._channel.set_timeout(ANSWER)
         return self._channel.receive()
 
-    def withdraw(self, limit: float = ANSWER) -> None:
-        """Ask no more, within so many seconds. The answer says whether a worker was granted in this moment."""
-        self._channel.set_timeout(limit)
+    def withdraw(self) -> None:
+        """Ask no more. The answer says whether a worker was granted in this moment."""
+        self._channel.set_timeout(ANSWER)
         self._channel.send(("withdraw",))
 
     def give_back(self) -> None:
@@ -121,48 +117,8 @@ class Connection:
     def close(self) -> None:
         self._channel.close()
 
-    def granted(self, pid: int) -> tuple[Channel, int]:
-        worker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=self._channel.take_fd())
-        return Channel(worker), pid
-
-    def take(self, patience: float, limits: Limits) -> tuple[Channel, int] | None:
-        """Wait for a worker; None if the time is over."""
-        until = min(limits.until, time.monotonic() + patience)
-        self._membership.say(self._channel, "take", limit=left(until))
-        try:
-            while True:
-                try:
-                    kind, *details = self._channel.receive()
-                except BlockingIOError:
-                    kind, *details = self._withdraw()
-                if kind == "granted":
-                    return self.granted(*details)
-                if kind == "loading":
-                    until = limits.until
-                elif kind == "waiting":
-                    until = min(limits.until, time.monotonic() + patience)
-                else:
-                    self.give_back()
-                    if kind == "failed":
-                        raise unpacked(*details)
-                    return None
-                self._channel.set_timeout(left(until))
-        except (EOFError, OSError) as error:
-            if isinstance(error, (EOFError, ConnectionError, BlockingIOError)):
-                self._channel.close()
-                raise BrokerGone from error
-            raise
-        except (KeyboardInterrupt, SystemExit, Unreadable):  # its worker ends with the connection
-            self._channel.close()
-            raise
-
-    def _withdraw(self) -> Any:
-        """The time is over. If a worker was granted in this moment, that is the answer."""
-        self.withdraw(_LATE)
-        while True:
-            answer = self._channel.receive()
-            if answer[0] not in {"loading", "waiting"}:
-                return answer
+    def granted(self) -> Channel:
+        return Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=self._channel.take_fd()))
 
     def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
         try:
@@ -183,33 +139,56 @@ class Connection:
 
 
 class Asking(Place):
-    """A claim that waits for the broker's answer, which the supervisor's thread reads."""
+    """A claim that waits for the broker's answer.
+
+    The supervisor's thread reads it; or that of the call, if it blocks and the broker is known, as for most calls.
+    """
 
     def __init__(self, claim: Claim, scope: HostScope) -> None:
         self.claim = claim
         self.loading = True
         self._scope = scope
         self._connection: Connection | None = None
+        self._watched = False
         self._gone_since: float | None = None
 
-    def begin(self) -> None:
-        """Ask, if that takes no time; else find the broker first, in a thread. Does not block."""
+    def begin(self, *, blocking: bool = False) -> None:
+        """Ask, if the broker is known; else find it first, in a thread."""
         if self.claim.ended:
             return
-        connection = self._scope.idle_connection()
+        try:
+            connection = self._scope.connection(wait=blocking)
+        except BrokerGone:
+            self.broker_gone()
+            return
         if connection is None:
             self._scope.seek(self)
         else:
-            self.ask(connection)
+            self.ask(connection, blocking=blocking)
 
-    def ask(self, connection: Connection) -> None:
+    def ask(self, connection: Connection, *, blocking: bool = False) -> None:
         try:
             connection.ask()
         except BrokerGone:
             self.broker_gone()
             return
         self._wait(self._scope.timeout)
-        supervisor().call(lambda: self._listen(connection))
+        if blocking:
+            self._listen_here(connection)
+        else:
+            supervisor().call(lambda: self._listen(connection))
+
+    def _listen_here(self, connection: Connection) -> None:
+        self._connection = connection
+        try:
+            while self._connection is connection and connection.await_answer(self.claim.until):
+                self._heed()
+        except BaseException:  # from a signal handler; its worker ends with the connection
+            self._connection = None
+            connection.close()
+            raise
+        if self._connection is connection:  # its time is over, and somebody has to hear whether it was taken back
+            supervisor().call(lambda: self._listen(connection))
 
     def leave(self) -> bool:
         """Take the question back; a worker that is granted in this moment goes back too."""
@@ -223,10 +202,10 @@ class Asking(Place):
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(self._scope.claims.name, waited=time.monotonic() - self.claim.limits.arrived)
 
-    # In the supervisor's thread
+    # In the thread that reads the answer
 
     def _listen(self, connection: Connection) -> None:
-        self._connection = connection
+        self._connection, self._watched = connection, True
         supervisor().watch(connection.fileno(), self._heed)
         if self.claim.ended:  # meanwhile
             self._withdraw()
@@ -240,7 +219,11 @@ class Asking(Place):
         while (connection := self._connection) is not None:
             try:
                 kind, *details = connection.hear()
-            except (EOFError, OSError, Unreadable):
+            except Unreadable as error:  # no descriptor is free for the worker, which ends with the connection
+                self._forget(connection).close()
+                aside(partial(self.claim.fail, LoadFailed(self._scope.claims.name, f"no worker can be taken: {error}")))
+                return
+            except (EOFError, OSError):
                 self._forget(connection).close()
                 self.broker_gone()
                 return
@@ -258,12 +241,12 @@ class Asking(Place):
                 return
 
     def _forget(self, connection: Connection) -> Connection:
-        supervisor().forget(connection.fileno())
-        self._connection = None
+        if self._watched:
+            supervisor().forget(connection.fileno())
+        self._connection, self._watched = None, False
         return connection
 
     def broker_gone(self) -> None:
-        """Ask the next broker. From any thread."""
         now = time.monotonic()
         self._gone_since = now if self._gone_since is None else self._gone_since
         if now - self._gone_since > self._scope.wait_timeout:
@@ -281,17 +264,11 @@ def left(until: float) -> float:
 #: Seconds in which a broker obeys what it need not wait for: more than for a look at it, since it must not be lost.
 _ORDER = 5.0
 
-
 #: Seconds that the last client waits for the end of all processes: those that a mold may take, and some.
 _END = 15.0
 
 
-_UNLIMITED = Limits(0.0)
-
-
 class HostScope:
-    """Molds of this host."""
-
     def __init__(self, options: IsolationOptions, source: GuardOptions[Any], *, paused: bool = False) -> None:
         check_shareable(source)
         identity_of(options, source)  # now, as in all processes that import the module
@@ -313,40 +290,8 @@ class HostScope:
 
     # Calls
 
-    def take(self, limits: Limits, key: Any = None) -> GrantedWorker:
-        claim = ThreadClaim(limits, key)
-        self.claims.add(claim)
-        try:
-            return self._take(limits)
-        finally:
-            self.claims.remove(claim)
-
-    def _take(self, limits: Limits) -> GrantedWorker:
-        since: float | None = None
-        while True:
-            try:
-                membership = self._join(limits.until)
-            except LoadFailed as error:
-                if time.monotonic() < limits.until:
-                    raise
-                raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from error
-            try:
-                connection = Connection(membership, membership.connection())
-                granted = connection.take(self.timeout, limits)
-            except BrokerGone:
-                since = self._wait_for_next(since, limits)
-                continue
-            except Unreadable as error:
-                raise LoadFailed(self._name, f"a worker cannot be taken: {error}") from error
-            if granted is None:
-                raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived)
-            return self._granted(connection, *granted)
-
-    def _granted(self, connection: Connection, channel: Channel, pid: int) -> GrantedWorker:
-        self.running.append(None)
-        return GrantedWorker(self.running, connection, channel, pid)
-
-    # Calls that do not block
+    def take(self, limits: Limits, key: Any = None) -> Taken:
+        return take_blocking(self, limits, key)
 
     def request(self, claim: Claim) -> None:
         try:
@@ -354,19 +299,22 @@ class HostScope:
             self.claims.admit(claim)
             asking = claim.place = Asking(claim, self)
             claim.wait(self.claims, math.inf, partial(DeadlineExceeded, self._name, waited=0.0))
-            asking.begin()
+            asking.begin(blocking=isinstance(claim, ThreadClaim))
         except Exception as error:  # noqa: BLE001 - it is the call's
             claim.fail(error)
 
-    def idle_connection(self) -> Connection | None:
+    def connection(self, *, wait: bool) -> Connection | None:
+        """A connection that no other call uses, if the broker is known."""
         membership = self._membership
         if membership is None or membership.gone or self._ended.is_set():
             return None
-        channel = membership.idle_connection()
+        channel = membership.connection() if wait else membership.idle_connection()
         return None if channel is None else Connection(membership, channel)
 
     def granted(self, connection: Connection, pid: int) -> GrantedWorker:
-        return self._granted(connection, *connection.granted(pid))
+        channel = connection.granted()
+        self.running.append(None)
+        return GrantedWorker(self.running, connection, channel, pid)
 
     def seek(self, asking: Asking) -> None:
         """Find the broker, or start one, and then a connection for this claim. One thread does so for all."""
@@ -399,14 +347,11 @@ class HostScope:
             except BrokerGone:
                 one.broker_gone()
 
-    def _wait_for_next(self, since: float | None, limits: Limits = _UNLIMITED) -> float:
-        """After the end of a broker: wait a moment, and not for ever."""
+    def _wait_for_next(self, since: float | None) -> float:
         now = time.monotonic()
         since = now if since is None else since
         if now - since > self.wait_timeout:
             raise Reloading(self._name, waited=now - since)
-        if now > limits.until:
-            raise DeadlineExceeded(self._name, waited=now - limits.arrived)
         time.sleep(_AGAIN)
         return since
 
@@ -507,7 +452,6 @@ class HostScope:
 
     @property
     def version(self) -> str | None:
-        """The version of the model in the broker's current mold, as far as it was heard."""
         membership = self._membership
         return None if membership is None else membership.version
 
@@ -647,6 +591,5 @@ class HostScope:
             membership.leave(0.0)
 
     def abandon(self) -> None:
-        """Leave the parent's connections alone."""
         if self._membership is not None:
             self._membership.abandon()

@@ -78,8 +78,6 @@ def _end_with_parent() -> None:
 
 
 class _Mold:
-    """Forks workers."""
-
     def __init__(
         self, control: Channel, instructions: Instructions, reporter: _supervisor.Reporter, place: _processes.Place
     ) -> None:
@@ -116,7 +114,6 @@ class _Mold:
             self._guard.load()
 
     def _find(self, instructions: Instructions) -> tuple[object, Source]:
-        """What is isolated here, below ``@isolate``, and what runs in the workers."""
         where = instructions["function"]
         if self._stub is not None:
             self._kind: FunctionKind = self._stub.kind
@@ -294,14 +291,11 @@ def _on_ending(action: Callable[[int, FrameType | None], None] | signal.Handlers
 #: Seconds between two looks at what policies read besides the calls themselves, such as memory.
 _LOOK = 0.05
 
-
 #: Characters of the text and of the traceback of an error that is larger than ``max_transfer``: enough for a person.
 _SHORT = 2000
 
 
 class Serving:
-    """Answers calls on one channel."""
-
     def __init__(
         self,
         name: str,

@@ -55,8 +55,6 @@ _exit_registered = False
 
 
 class MoldGuard:
-    """Makes and replaces the molds of one function."""
-
     def __init__(
         self,
         options: IsolationOptions,
@@ -110,7 +108,6 @@ class MoldGuard:
         return mold
 
     def end_at_once(self) -> None:
-        """Kill the molds and their workers, when nobody can call them any more."""
         for mold in (self._current, self.previous):
             if mold is not None:
                 mold.end_at_once()
@@ -193,7 +190,6 @@ class MoldGuard:
         return mold
 
     def rollback(self) -> None:
-        """Make the previous mold current again."""
         if self.previous is not None and self.previous.died is not None:
             fix = "Call reload() to load a model."
             raise NoPreviousModel(self._options.name, why="the processes of the one that was kept have ended", fix=fix)

@@ -26,7 +26,6 @@ from modelguard.telemetry import Event, Reason, WorkerEndCause
 #: Whether there are workers. ``ended``: none until the next call; ``returning``: that call waits for the first of them.
 Presence = Literal["present", "ended", "returning"]
 
-
 #: A mold is replaced when so many of its workers in a row have not come up.
 FAILED_STARTS = 2
 
@@ -43,7 +42,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class ReplaceMold:
-    """Make a new mold: this one gives no working workers."""
+    pass
 
 
 Order = Start | End | ReplaceMold
@@ -51,8 +50,6 @@ Order = Start | End | ReplaceMold
 
 @dataclass(slots=True)
 class PlannedWorker:
-    """One worker."""
-
     number: int
     state: WorkerState = "starting"
     worn: bool = False
@@ -376,9 +373,6 @@ class Worker:
         """Wait shortly for the report of how it ended."""
         self._exited.wait(_REPORT)
         return self.exit or "unknown"
-
-
-# What the workers of a mold's workers asks of the mold.
 
 
 class MoldOrders:

@@ -29,17 +29,13 @@ from modelguard.telemetry import logger
 #: Seconds that a worker may take from its fork to its first call; the warm-up runs in it.
 _START = 60.0
 
-
 #: Seconds that a mold may take to end, its ``unload`` included, before it is killed.
 _END = 5.0
-
 
 #: Seconds between two looks whether the workers have ended.
 _POLL = 0.01
 
-
 _molds: WeakRegistry[Mold] = WeakRegistry()
-
 
 #: Goes by the options of a guard that a mold has found.
 Follow = Callable[["Mold", GuardOptions[Any], Mapping[Path, Any]], object]
@@ -185,7 +181,7 @@ class Mold(MoldOrders):
         workers = [worker.pid for worker in list(self._running.values()) if worker.pid]
         return [] if self._launched is None or self._ended.is_set() else [self._launched.process.pid, *workers]
 
-    # What the workers asks for
+    # What its workers ask for
 
     def start_worker(self, number: int) -> None:
         self._supervisor.call(lambda: self._start(number))

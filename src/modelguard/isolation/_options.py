@@ -38,13 +38,10 @@ from modelguard.telemetry import logger
 #: Module and qualified name.
 Reference = tuple[str, str]
 
-
 #: A parameter's name, the number of its kind, and whether it has a default.
 Parameter = tuple[str, int, bool]
 
-
 _IMPORT_FIX = "Move it to the top level of a module that can be imported, and isolate it there."
-
 
 #: What the annotation of a stub's result says of the function's kind, where ``def`` does not.
 _STREAMS: Mapping[str, FunctionKind] = {
@@ -241,7 +238,6 @@ def _below(found: Any, is_isolated: Callable[[Any], bool]) -> Any:
 
 #: How workers come into being: forked from a mold, or each as a fresh interpreter.
 StartMethod = Literal["fork", "spawn"]
-
 
 #: Which processes share a mold: each has its own, or all of the host have one.
 ScopeName = Literal["process", "host"]

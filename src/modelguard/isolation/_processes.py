@@ -19,32 +19,24 @@ from modelguard.facts import _memory, _proc
 #: What ends this process unless it is handled. What it has started must not outlive it.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-
 _PR_SET_PDEATHSIG = 1
 
-
 _CAP_SYS_NICE = 23
-
 
 #: A thread that stands back gets a third of the CPU time of one that does not, where there is not enough. With less, a
 #: mold on a busy host would take minutes to load.
 _NICE = 5
 
-
 _LOWEST = 19
-
 
 #: A worker's ``oom_score_adj``, in thousandths of all memory: when memory runs out, the kernel kills a worker and
 #: neither the mold nor the server.
 _OOM_SCORE = 500
 
-
 #: That of a mold that loads beside calls, which have the old model: sooner than any worker.
 _OOM_SCORE_OF_LOADS = 1000
 
-
 _OOM_FILE = Path("/proc/self/oom_score_adj")
-
 
 #: How many of its cgroup's processes the kernel has killed that are accounted for. None before the first look.
 _oom_kills: int | None = None
@@ -246,12 +238,9 @@ def reap_group(group: int) -> None:
 
 Role = Literal["owner", "importing", "mold", "worker"]
 
-
 _role: Role = "owner"
 
-
 _target: object = None
-
 
 _here: Callable[..., Any] | None = None
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 from modelguard import _units
 from modelguard.errors import DeadlineExceeded, ModelGuardError, NotSupported, Overloaded, Reloading
-from modelguard.isolation._calls import Claim, Claims, Limits, Place, Taken, ThreadClaim, aside
+from modelguard.isolation._calls import Claim, Claims, Limits, Place, Taken, aside, take_blocking
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._mold_workers import MoldGone, Presence, Waiter, Worker
@@ -79,8 +79,6 @@ class _Taken:
 
 
 class _InLine(Place, Waiter[Worker]):
-    """In line for a worker of a mold, with a lease on it."""
-
     def __init__(self, scope: MoldScope, claim: Claim, loan: Loan) -> None:
         super().__init__(arrived=claim.limits.arrived, admitted=claim.admitted)
         self._scope = scope
@@ -134,8 +132,6 @@ class _Stranded(Place):
 
 
 class MoldScope:
-    """Hands out workers of molds."""
-
     def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
         self._name = options.name
         self._timeout = math.inf if options.timeout is None else options.timeout
@@ -160,17 +156,10 @@ class MoldScope:
     # Calls
 
     def take(self, limits: Limits, key: Any = None) -> Taken:
-        """Take a worker, and with it a lease on its mold. Blocks."""
         loan = self._lend(key)
         if loan is not None and (taken := self._take_now(loan)) is not None:
             return taken
-        claim = ThreadClaim(limits, key)
-        try:
-            self.request(claim)
-            return claim.result()
-        except BaseException:
-            claim.abandon()
-            raise
+        return take_blocking(self, limits, key)
 
     def _take_now(self, loan: Loan) -> Taken | None:
         """Take a worker if that needs no waiting: most calls do without a claim."""
@@ -289,8 +278,6 @@ class _Loading(Place):
 
 
 class ProcessScope(MoldScope):
-    """Molds of this process."""
-
     def __init__(self, options: IsolationOptions, molds: MoldGuard) -> None:
         self._molds = molds
         self._engine = molds.guard.engine
@@ -417,8 +404,6 @@ class _Fetching(Place):
 
 
 class PoolScope(MoldScope):
-    """Molds by key."""
-
     def __init__(self, options: IsolationOptions, source: PoolSource, *, paused: bool = False) -> None:
         super().__init__(options, lambda: source.pooled.options.wait_timeout)
         self._options = options

@@ -125,7 +125,6 @@ class Supervisor:
 
 _supervisor: Supervisor | None = None
 
-
 _making = threading.RLock()  # reentrant, as above
 
 
@@ -157,14 +156,11 @@ fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
 #: Bytes of one report; the socket's buffer takes several of them.
 _LONGEST = 60_000
 
-
 #: Seconds that a worker waits for room in the socket before it drops a report.
 _PATIENCE = 0.1
 
-
 #: Before each report: the process id of its sender.
 _SENDER = struct.Struct("<I")
-
 
 _receiver: Callable[[bytes], object] | None = None
 
@@ -182,14 +178,11 @@ def levels() -> dict[str, int]:
 
 
 class Reporter(logging.Handler):
-    """In a mold and its workers: sends records and events to the owner."""
-
     def __init__(self, connected: socket.socket) -> None:
         super().__init__()
         self._socket = connected
 
     def install(self, wanted: dict[str, int]) -> None:
-        """Become the only handler of records and events, with the owner's levels."""
         for name, level in wanted.items():
             logging.getLogger(name or None).setLevel(level)
         logging.captureWarnings(capture=True)
@@ -284,7 +277,6 @@ def replay(report: bytes) -> None:
 
 #: Path to size in bytes and time of change in nanoseconds.
 Files = dict[str, tuple[int, int]]
-
 
 #: Files of this process's modules, as they were soon after their import.
 imported: Files = {}
@@ -404,8 +396,6 @@ class Instructions(TypedDict):
 
 
 class Origin(NamedTuple):
-    """The process that calls an isolated function, which its molds resemble."""
-
     preparation: dict[str, Any]
     levels: dict[str, int]
 
@@ -417,11 +407,9 @@ if sys.platform != "win32":
 #: Where this package is imported from: the fresh interpreter finds it there before it knows the owner's path.
 _PACKAGES = str(Path(__file__).parents[2])
 
-
 _PROGRAM = (
     "import sys; sys.path.insert(0, {packages!r}); from modelguard.isolation.{module} import main; main({numbers})"
 )
-
 
 #: The highest of the descriptors for input, output and errors.
 _STANDARD = 2
@@ -429,8 +417,6 @@ _STANDARD = 2
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A mold that has been started, and has not loaded yet."""
-
     process: subprocess.Popen[bytes]
     control: Channel
     news: socket.socket

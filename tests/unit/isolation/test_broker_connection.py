@@ -52,9 +52,9 @@ class Mold:
     """Starts workers that are sockets."""
 
     def __init__(self) -> None:
-        crew = WorkerPlan(SIZE, breaker=Breaker(failures=1000), backoff=Backoff(1e-9, 1e-9), spare=1)
-        self.workers = Workers("f", crew, self, generation=1, max_queue=QUEUE)
-        self.crew = crew
+        plan = WorkerPlan(SIZE, breaker=Breaker(failures=1000), backoff=Backoff(1e-9, 1e-9), spare=1)
+        self.workers = Workers("f", plan, self, generation=1, max_queue=QUEUE)
+        self.plan = plan
         self.starting: list[Worker] = []
         self.ends: dict[int, socket.socket] = {}
 
@@ -227,7 +227,7 @@ class Connections(RuleBasedStateMachine):
         for client in self.clients:
             client.listen()
         states = [client.state for client in self.clients]
-        members = self.broker.mold.crew.members.values()
+        members = self.broker.mold.plan.members.values()
         busy = sum(member.state in {"busy", "retiring"} for member in members)
         assert states.count("holding") == busy <= SIZE
         assert states.count("waiting") + states.count("holding") == self.broker.engine.leases

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.isolation.test_crew import numbers
-from tests.unit.isolation.test_roster import FakeMold
+from tests.unit.isolation.test_mold_workers import FakeMold
+from tests.unit.isolation.test_worker_plan import numbers
 from tests.unit.lifecycle.world import until
 
 from modelguard import TTL, Backoff, Breaker, Isolated, guard, isolate, pool, telemetry
@@ -39,25 +39,25 @@ class Switch:
 
 
 def running(paused: Callable[[], bool], *, size: int = 2, spare: int = 1) -> WorkerPlan:
-    """A crew whose workers are all idle."""
-    crew = WorkerPlan(
+    """A plan whose workers are all idle."""
+    plan = WorkerPlan(
         size,
         spare=spare,
         breaker=Breaker(),
         backoff=Backoff(1, 60),
         is_paused=paused,
     )
-    for order in crew.settle(0.0):
+    for order in plan.settle(0.0):
         assert isinstance(order, Start)
-        crew.started(order.number)
-    return crew
+        plan.started(order.number)
+    return plan
 
 
-def call(crew: WorkerPlan, *, worn: bool = False) -> int:
+def call(plan: WorkerPlan, *, worn: bool = False) -> int:
     """One call, and what its end brings about."""
-    member = crew.take()
+    member = plan.take()
     assert member is not None
-    crew.answered(member.number, worn=worn)
+    plan.answered(member.number, worn=worn)
     return member.number
 
 
@@ -66,49 +66,49 @@ class TestWorkers:
     def test_a_worn_worker_stays(self, spare: int) -> None:
         """It takes calls as before, and is replaced after ``resume()``."""
         paused = Switch()
-        crew = running(paused, spare=spare)
-        worn = call(crew, worn=True)
-        assert [] == crew.settle(0.0)
-        assert worn == call(crew)
+        plan = running(paused, spare=spare)
+        worn = call(plan, worn=True)
+        assert [] == plan.settle(0.0)
+        assert worn == call(plan)
         paused.on = False
-        (start,) = numbers(crew.settle(0.0), Start)
-        crew.started(start)
-        crew.settle(0.0)
-        assert worn not in crew.members
+        (start,) = numbers(plan.settle(0.0), Start)
+        plan.started(start)
+        plan.settle(0.0)
+        assert worn not in plan.members
 
     def test_one_that_was_due_before_stays_too(self) -> None:
         """Its replacement had been started: both serve until ``resume()``."""
         paused = Switch()
         paused.on = False
-        crew = running(paused, size=1, spare=0)
-        worn = call(crew, worn=True)
-        (start,) = numbers(crew.settle(0.0), Start)
+        plan = running(paused, size=1, spare=0)
+        worn = call(plan, worn=True)
+        (start,) = numbers(plan.settle(0.0), Start)
         paused.on = True
-        crew.started(start)
-        assert [] == crew.settle(0.0)
+        plan.started(start)
+        assert [] == plan.settle(0.0)
         paused.on = False
-        assert [worn] == numbers(crew.settle(0.0), End)
+        assert [worn] == numbers(plan.settle(0.0), End)
 
     def test_what_has_died_is_replaced(self) -> None:
         """Also where the others are worn: a crash must not cost a worker for as long as the pause lasts."""
-        crew = running(Switch())
-        for number in (call(crew, worn=True), 1, 2):
-            if number in crew.members:
-                crew.lost(number, 0.0, draw=0.5)
-                crew.start_at = 0.0
-                for start in numbers(crew.settle(0.0), Start):
-                    crew.started(start)
-        assert 3 == len(crew.members)
+        plan = running(Switch())
+        for number in (call(plan, worn=True), 1, 2):
+            if number in plan.members:
+                plan.lost(number, 0.0, draw=0.5)
+                plan.start_at = 0.0
+                for start in numbers(plan.settle(0.0), Start):
+                    plan.started(start)
+        assert 3 == len(plan.members)
 
 
-def taken(roster: Workers) -> Worker:
+def taken(workers: Workers) -> Worker:
     """An idle worker, taken for a call."""
-    worker = roster.request(Waiter())
+    worker = workers.request(Waiter())
     assert worker is not None
     return worker
 
 
-class TestRoster:
+class TestWorkersOfAMold:
     @pytest.fixture
     def mold(self) -> FakeMold:
         """A paused mold whose workers are idle."""
@@ -119,9 +119,9 @@ class TestRoster:
         mold.paused = True
         return mold
 
-    def wear(self, roster: Workers, *reasons: Reason) -> int:
-        worker = taken(roster)
-        roster.release(worker, worn=reasons)
+    def wear(self, workers: Workers, *reasons: Reason) -> int:
+        worker = taken(workers)
+        workers.release(worker, worn=reasons)
         return worker.pid
 
     def test_each_policy_is_reported_once(self, mold: FakeMold, seen: list[telemetry.Event]) -> None:

@@ -44,14 +44,14 @@ class FakeTime:
 
 
 class FakeMold:
-    """Takes the orders of its roster, whose workers it makes when it is told to go on."""
+    """Takes the orders of its workers, whose workers it makes when it is told to go on."""
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
         self.paused = False
         breaker = Breaker(failures=4, cooldown=5, max_cooldown=20)
-        crew = WorkerPlan(SIZE, spare=1, breaker=breaker, backoff=Backoff(1, 60), is_paused=lambda: self.paused)
-        self.workers = Workers("f", crew, self, generation=generation, max_queue=10)
+        plan = WorkerPlan(SIZE, spare=1, breaker=breaker, backoff=Backoff(1, 60), is_paused=lambda: self.paused)
+        self.workers = Workers("f", plan, self, generation=generation, max_queue=10)
         self.made: dict[int, Worker] = {}
         self.starting: set[int] = set()
         self.gave_up = False
@@ -83,7 +83,7 @@ class FakeMold:
         return [worker for worker in self.made.values() if not getattr(worker.channel, "closed", False)]
 
 
-class RosterMachine(RuleBasedStateMachine):
+class WorkersMachine(RuleBasedStateMachine):
     """Calls come and go while workers start, wear out, crash and hang, and molds die and are replaced."""
 
     def __init__(self) -> None:
@@ -255,5 +255,5 @@ class RosterMachine(RuleBasedStateMachine):
             assert set(mold.alive()) <= listed | in_calls | starting
 
 
-RosterMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-TestRosterMachine = RosterMachine.TestCase
+WorkersMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestWorkersMachine = WorkersMachine.TestCase
