@@ -11,7 +11,7 @@ import typing
 if typing.TYPE_CHECKING:
     from modelguard import allocator, control, errors, memory, prefork, presets, serving, sharing, telemetry, weights
     from modelguard.isolation.isolate import Isolated, isolate
-    from modelguard.lifecycle._options import Loaded, Replay, Swap
+    from modelguard.lifecycle._guard_options import Loaded, Replay, Swap
     from modelguard.lifecycle._policy import Backoff
     from modelguard.lifecycle.cron import Cron
     from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
@@ -104,7 +104,7 @@ _NAMES = {
         "Uses",
     ),
     "modelguard.lifecycle.pool": ("ModelPool", "pool"),
-    "modelguard.lifecycle._options": ("Loaded", "Replay", "Swap"),
+    "modelguard.lifecycle._guard_options": ("Loaded", "Replay", "Swap"),
     "modelguard.lifecycle.replicas": ("ModelReplicas", "replicas"),
     "modelguard.serving": ("BatchStatus", "Batched", "Breaker", "Buffer", "Fair", "Weight", "batched", "deadline"),
 }

@@ -24,7 +24,7 @@ from modelguard.errors import ModelGuardError
 from modelguard.facts import _memory, _proc
 from modelguard.facts._growth_judge import Verdict, judge
 from modelguard.isolation.isolate import Isolated, isolate
-from modelguard.lifecycle._options import Swap
+from modelguard.lifecycle._guard_options import Swap
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard
 from modelguard.lifecycle.policies import Policy, Uses

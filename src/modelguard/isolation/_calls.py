@@ -29,8 +29,8 @@ from modelguard.errors import (
 )
 from modelguard.isolation import _channel
 from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unreadable, with_remote_traceback
+from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import RETRY_AFTER
-from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation._supervisor import supervisor
 from modelguard.serving import deadlines
 from modelguard.serving._shared_threads import SharedThread, Watch

@@ -21,11 +21,11 @@ from typing import Any, Literal, Never, Self
 
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.facts._proc import peer
-from modelguard.isolation import _options, _supervisor
+from modelguard.isolation import _isolation_options, _supervisor
 from modelguard.isolation._channel import RemoteTraceback
-from modelguard.isolation._options import IsolationOptions
+from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import Files, Origin
-from modelguard.lifecycle._options import GuardOptions
+from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle.policies import Changed
 from modelguard.runtime import fork
@@ -97,7 +97,7 @@ _DIGEST = 24
 NAME = re.compile(rf"[0-9a-f]{{{_DIGEST}}}\.[0-9]+")
 
 #: Where each function was decorated: working directory and ``sys.path``.
-_places: dict[_options.Reference, tuple[str, str]] = {}
+_places: dict[_isolation_options.Reference, tuple[str, str]] = {}
 
 
 def check_shareable(source: GuardOptions[Any], option: str = "scope", value: str = "host") -> None:

@@ -29,9 +29,9 @@ from modelguard.isolation._host import (
     prefix_of,
     unpacked,
 )
-from modelguard.isolation._options import IsolationOptions
+from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import start_interpreter, supervisor
-from modelguard.lifecycle._options import GuardOptions
+from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.runtime import fork
 from modelguard.runtime.host_lock import private_folder
 from modelguard.telemetry import logger

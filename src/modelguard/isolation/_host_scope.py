@@ -26,10 +26,10 @@ from modelguard.isolation._host import (
     unpacked,
 )
 from modelguard.isolation._host_client import BrokerGone, Membership, join
-from modelguard.isolation._options import IsolationOptions
+from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle._options import GuardOptions
+from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import State
 from modelguard.runtime import waiting

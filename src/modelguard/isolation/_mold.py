@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from modelguard import prefork
 from modelguard._function_kinds import FunctionKind
 from modelguard.errors import RemoteError, TransferRefused
-from modelguard.isolation import _channel, _options, _processes, _supervisor
+from modelguard.isolation import _channel, _isolation_options, _processes, _supervisor
 from modelguard.isolation._channel import (
     AnswerKind,
     Channel,
@@ -34,7 +34,7 @@ from modelguard.isolation._channel import (
     portable,
     text_of,
 )
-from modelguard.isolation._options import Source, source_of_stub
+from modelguard.isolation._isolation_options import Source, source_of_stub
 from modelguard.isolation._processes import flush_output, leave
 from modelguard.isolation._supervisor import Instructions
 from modelguard.lifecycle.runtime import Runtime
@@ -119,7 +119,7 @@ class _Mold:
             self._kind: FunctionKind = self._stub.kind
             source = source_of_stub(where, self._stub, self._name, "fork" if instructions["forks"] else "spawn")
             return source.function, source
-        isolated = _options.find(where, lambda found: hasattr(found, "isolated_function"))
+        isolated = _isolation_options.find(where, lambda found: hasattr(found, "isolated_function"))
         self._kind = isolated.function_kind
         return isolated.isolated_function, isolated.source_for(instructions["key"])
 

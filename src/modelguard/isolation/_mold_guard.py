@@ -26,8 +26,8 @@ from modelguard.isolation import _supervisor, status
 from modelguard.isolation._molds import Mold, MoldOptions, SpawnedWorkers, molds
 from modelguard.isolation._supervisor import Files, Origin, supervisor
 from modelguard.lifecycle import runtime
+from modelguard.lifecycle._guard_options import GuardOptions, Loaded
 from modelguard.lifecycle._loading import Rejected
-from modelguard.lifecycle._options import GuardOptions, Loaded
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.status import Postponed
@@ -35,7 +35,7 @@ from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
-    from modelguard.isolation._options import IsolationOptions
+    from modelguard.isolation._isolation_options import IsolationOptions
 
 __all__ = ["MoldGuard", "end_all"]
 

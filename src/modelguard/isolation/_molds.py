@@ -19,7 +19,7 @@ from modelguard.isolation import _processes, _supervisor
 from modelguard.isolation._channel import Channel, pair, with_remote_traceback
 from modelguard.isolation._mold_workers import MoldOrders, Worker, WorkerPlan, Workers
 from modelguard.isolation._supervisor import Instructions, Launched, Supervisor, launch
-from modelguard.lifecycle._options import GuardOptions
+from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._policy import Backoff
 from modelguard.runtime import fork
 from modelguard.runtime.threads import WeakRegistry

@@ -14,19 +14,19 @@ from modelguard import _units
 from modelguard.errors import DeadlineExceeded, ModelGuardError, NotSupported, Overloaded, Reloading
 from modelguard.isolation._calls import Claim, Claims, Limits, Place, Taken, aside, take_blocking
 from modelguard.isolation._channel import Channel
+from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._mold_workers import MoldGone, Presence, Waiter, Worker
 from modelguard.isolation._molds import Mold
-from modelguard.isolation._options import IsolationOptions, PoolSource
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation, Outcome
 from modelguard.lifecycle._leases import Lease
+from modelguard.lifecycle._load_waits import raise_outcome
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_models import afresh
-from modelguard.lifecycle._waiting import raise_outcome
 from modelguard.lifecycle.status import Postponed, State
 from modelguard.runtime import waiting
 from modelguard.runtime.threads import WeakRegistry

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from modelguard import telemetry
 from modelguard.isolation._channel import Channel, pair, send
-from modelguard.isolation._options import Reference, Stub
+from modelguard.isolation._isolation_options import Reference, Stub
 from modelguard.runtime import fork
 from modelguard.runtime.background import start_thread
 from modelguard.telemetry import Event, logger

@@ -19,8 +19,7 @@ from modelguard._function_kinds import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _processes, status
 from modelguard.isolation._calls import Arguments, Caller, Limits
-from modelguard.isolation._mold_guard import MoldGuard
-from modelguard.isolation._options import (
+from modelguard.isolation._isolation_options import (
     IsolationOptions,
     PoolSource,
     ScopeName,
@@ -33,6 +32,7 @@ from modelguard.isolation._options import (
     stub_of,
     warn_of_other_loaders,
 )
+from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _misuse

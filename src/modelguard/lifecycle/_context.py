@@ -8,7 +8,7 @@ from modelguard.facts._proc import ShownPause, ShownVersion
 from modelguard.lifecycle._state import GuardState
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._options import GuardOptions
+    from modelguard.lifecycle._guard_options import GuardOptions
     from modelguard.lifecycle._recorded_calls import RecordedCalls
     from modelguard.lifecycle.runtime import Runtime
 

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.errors import InvalidOption, LoadFailed, NoPreviousModel, WouldDeadlock
-from modelguard.lifecycle import _loading, _misuse, _release, _waiting
+from modelguard.lifecycle import _load_waits, _loading, _misuse, _release
 from modelguard.lifecycle._checks import Ask, Checks
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation, LoadJob, Outcome
+from modelguard.lifecycle._load_waits import wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle._release import drain_and_release, in_background, release_and_report
 from modelguard.lifecycle._reload import Reload, free, named
 from modelguard.lifecycle._state import GuardState
-from modelguard.lifecycle._waiting import wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
 from modelguard.lifecycle.runtime import Fingerprint
 from modelguard.runtime import fork, own_thread, threads, waiting
 from modelguard.runtime.background import TICKER
@@ -36,7 +36,7 @@ from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._options import GuardOptions
+    from modelguard.lifecycle._guard_options import GuardOptions
     from modelguard.lifecycle.runtime import Runtime
 
 
@@ -443,7 +443,7 @@ class Engine(Generic[M]):
         if wait:
             waiting.raise_on_event_loop(self.name, "reload", "await guard.areload()")
             self.raise_inside_call("reload")
-            with _waiting.waiting_for(self.state):
+            with _load_waits.waiting_for(self.state):
                 pass  # a loader that asks for its own reload is refused before the request makes its load stale
         future = self._request_reload()
         if wait:
@@ -462,7 +462,7 @@ class Engine(Generic[M]):
             _loading.unload(self.guard)
             return
         limit, job = Timeout(timeout), None
-        with _waiting.waiting_for(self.state):
+        with _load_waits.waiting_for(self.state):
             wait_for_end_of_job(self.state, None, limit)  # also of a load that has no current generation to replace
             while self.state.current is not None and job is None:
                 job = self.state.request_unload((Reason("requested", "requested"),))

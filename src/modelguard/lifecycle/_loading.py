@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from modelguard import telemetry
 from modelguard.environment import _effect
-from modelguard.lifecycle import _adapters, _options
+from modelguard.lifecycle import _adapters, _guard_options
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation, LoadJob
-from modelguard.lifecycle._options import Unpacked, unpacked
+from modelguard.lifecycle._guard_options import Unpacked, unpacked
 from modelguard.lifecycle._release import release_and_report
 from modelguard.runtime import own_thread
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import resolve
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._options import Replay
+    from modelguard.lifecycle._guard_options import Replay
     from modelguard.lifecycle._recorded_calls import RecordedCalls
     from modelguard.telemetry import DiscardCause
 
@@ -152,7 +152,7 @@ def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
         if guard.options.swap.replay is not None and guard.recorded is not None:
             _replay(guard, generation, guard.recorded, guard.options.swap.replay)
     if generation.number == 1:
-        _options.check_gpu(guard.options.reload_on, guard.runtime.gpu, loaded=True)
+        _guard_options.check_gpu(guard.options.reload_on, guard.runtime.gpu, loaded=True)
 
 
 def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:

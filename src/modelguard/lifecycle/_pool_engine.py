@@ -24,10 +24,10 @@ from modelguard.errors import (
     WouldDeadlock,
 )
 from modelguard.facts._proc import ShownPause
-from modelguard.lifecycle import _waiting
+from modelguard.lifecycle import _load_waits
 from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._guard_options import PoolOptions
 from modelguard.lifecycle._leases import Lease
-from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_models import (
     REMEMBERED,
     Fetches,
@@ -143,9 +143,9 @@ class PoolEngine(Generic[K, M]):
             self._raise_if_closed()
             self._raise_inside_lease(keys)
         for state in self._states_of_loads():
-            with _waiting.waiting_for(state):
+            with _load_waits.waiting_for(state):
                 pass  # a loader that waits for the end of its own model is refused
-        search = _waiting.Search(self._states_of_loads)
+        search = _load_waits.Search(self._states_of_loads)
         with self._changed:
             ending = self._request_end(keys)
             while any(self._models.get(key) is model for key, model in ending.items()):
@@ -399,7 +399,7 @@ class PoolEngine(Generic[K, M]):
 
     def _find(self, key: K, deadline: float) -> tuple[PooledModel[M], bool]:
         """The pinned model of ``key``, and whether the caller is the one to load it."""
-        search = _waiting.Search(self._states_of_loads)
+        search = _load_waits.Search(self._states_of_loads)
         with self._changed, self._queue.place() as place:
             while True:
                 self._raise_if_closed()
@@ -518,7 +518,7 @@ class PoolEngine(Generic[K, M]):
                     self._one_load.release()
 
     def _wait_for_turn(self, key: K, deadline: float) -> None:
-        search = _waiting.Search(self._states_of_loads)
+        search = _load_waits.Search(self._states_of_loads)
         while not self._one_load.acquire(timeout=search.pause(max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 raise Overloaded(f"pool {self.name!r}: key {key!r} waited too long for the loads of other models")

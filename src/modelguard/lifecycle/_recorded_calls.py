@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._options import Replay
+    from modelguard.lifecycle._guard_options import Replay
 
 M = TypeVar("M")
 

@@ -17,7 +17,7 @@ from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._recorded_calls import RecordedCall, RecordedCalls
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._options import Replay
+    from modelguard.lifecycle._guard_options import Replay
 
 M = TypeVar("M")
 

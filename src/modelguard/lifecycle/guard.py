@@ -19,10 +19,10 @@ from modelguard.lifecycle.policies import Policy
 from modelguard.runtime.threads import WeakRegistry
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._options import GuardOptions, Loaded, Swap, SwapMode
+    from modelguard.lifecycle._guard_options import GuardOptions, Loaded, Swap, SwapMode
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._options import GuardOptions
+    from modelguard.lifecycle._guard_options import GuardOptions
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import Status
     from modelguard.telemetry.reasons import Reason
@@ -464,15 +464,15 @@ def guard(
         PolicyNeverFires: A policy can never be due as it is written.
     """
     # Here, to keep the import of modelguard light: only those who make a guard need them.
-    from modelguard.lifecycle import _options, runtime
+    from modelguard.lifecycle import _guard_options, runtime
 
-    _options.check_loader(load)
+    _guard_options.check_loader(load)
     _misuse.check_keyword("reload_on", reload_on, others, fix=_FIX)
-    world, rule = runtime.default(), _options.Swap.parse(swap)
+    world, rule = runtime.default(), _guard_options.Swap.parse(swap)
     if reload_on is not None:
-        _options.check_policy(reload_on, world.limit, world.gpu)
-    _options.check_min_lifetime(reload_on, rule.min_lifetime)
-    options: GuardOptions[Any] = _options.GuardOptions(
+        _guard_options.check_policy(reload_on, world.limit, world.gpu)
+    _guard_options.check_min_lifetime(reload_on, rule.min_lifetime)
+    options: GuardOptions[Any] = _guard_options.GuardOptions(
         load=load,
         reload_on=reload_on,
         swap=rule,
@@ -484,7 +484,7 @@ def guard(
         backoff=Backoff() if backoff is None else backoff,
         retry=retry,
         prefork=prefork,
-        name=_options.loader_name(load) if name is None else name,
+        name=_guard_options.loader_name(load) if name is None else name,
     )
     return ModelGuard(options, world)
 

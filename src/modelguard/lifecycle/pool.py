@@ -14,9 +14,9 @@ from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import EAGER, Engine, Wrapper
 from modelguard.lifecycle._generation import KnownModels
+from modelguard.lifecycle._guard_options import PoolOptions
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._misuse import call_parameters, plain_function
-from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._policy import Backoff
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._wrappers import check_function, is_lazy, keep, wrap
@@ -27,7 +27,7 @@ from modelguard.runtime.waiting import Timeout
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from modelguard.lifecycle._options import GuardOptions, Loaded
+    from modelguard.lifecycle._guard_options import GuardOptions, Loaded
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
 
@@ -281,19 +281,19 @@ def pool(
     """
     from dataclasses import replace
 
-    from modelguard.lifecycle import _options, runtime
+    from modelguard.lifecycle import _guard_options, runtime
 
-    _options.check_loader(load, arguments=1)
+    _guard_options.check_loader(load, arguments=1)
     _misuse.check_keyword("max_memory", max_memory, others, fix='Write pool(load, max_memory="2 GB").')
-    _options.check_pool_policy(reload_on)
+    _guard_options.check_pool_policy(reload_on)
     if max_models is not None:
         _units.whole_number(max_models, "max_models")
-    title = _options.loader_name(load) if name is None else name
+    title = _guard_options.loader_name(load) if name is None else name
     world = runtime.default()
-    common = _options.GuardOptions[Any](
+    common = _guard_options.GuardOptions[Any](
         load=lambda: None,  # replaced for each key
         reload_on=None,
-        swap=_options.Swap(defer=0),
+        swap=_guard_options.Swap(defer=0),
         warmup=warmup,
         validate=validate,
         unload=unload,
@@ -316,7 +316,7 @@ def pool(
 
     options = PoolOptions(
         name=common.name,
-        max_memory=_options.memory_bound("max_memory", max_memory, world.limit),
+        max_memory=_guard_options.memory_bound("max_memory", max_memory, world.limit),
         max_models=math.inf if max_models is None else max_models,
         ttl=math.inf if ttl is None else _units.seconds(ttl, "ttl"),
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),

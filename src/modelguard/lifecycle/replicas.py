@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 from modelguard import _public, _units
 from modelguard._entered import Entered
 from modelguard.errors import InvalidOption, Overloaded, Reloading
-from modelguard.lifecycle import _misuse, _waiting
+from modelguard.lifecycle import _load_waits, _misuse
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import KnownModels
 from modelguard.lifecycle._leases import Lease
@@ -132,7 +132,7 @@ class FreeReplicas(Generic[M]):
 
     def _wait_for_free(self, wait: float) -> int:
         until = time.monotonic() + wait
-        search = _waiting.Search(self._states_if_all_load)
+        search = _load_waits.Search(self._states_if_all_load)
         with self._changed:
             while (at := self._free_now()) is None:
                 self._changed.wait(search.pause(self._pause(until, wait)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelguard.serving._options import Buffer, Fair, Weight
+from modelguard.serving._batch_options import Buffer, Fair, Weight
 from modelguard.serving.batched import Batched, batched
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.deadlines import caller, deadline, left

@@ -12,8 +12,8 @@ from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, WouldDea
 from modelguard.runtime import own_thread
 from modelguard.runtime.threads import Wakeup
 from modelguard.serving import _shared_threads, deadlines
+from modelguard.serving._batch_options import BatchOptions, Changes
 from modelguard.serving._execution import BatchCallable, BatchFunction, Computed, one_line
-from modelguard.serving._options import BatchOptions, Changes
 from modelguard.serving._planner import AutoSize
 from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import QueuedCall, Request, deliver

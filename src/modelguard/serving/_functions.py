@@ -21,8 +21,8 @@ from modelguard._entered import Entered
 from modelguard._function_kinds import kind_of
 from modelguard.errors import InvalidOption, ItemRefused, ItemTooHeavy, ModelGuardWarning, NotSupported, WouldDeadlock
 from modelguard.serving import _loops, _shared_threads
+from modelguard.serving._batch_options import BatchOptions, Changes
 from modelguard.serving._batcher import Batcher
-from modelguard.serving._options import BatchOptions, Changes
 from modelguard.serving._requests import Group, Request
 from modelguard.serving.deadlines import check_priority
 from modelguard.serving.status import BatchStatus, Limits

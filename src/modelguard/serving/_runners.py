@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from modelguard import _units
 from modelguard.errors import ConsumerTooSlow, WrongResults
+from modelguard.serving._batch_options import BatchOptions, Buffer
 from modelguard.serving._execution import (
     Answer,
     BatchFunction,
@@ -27,7 +28,6 @@ from modelguard.serving._execution import (
     wrap_errors,
 )
 from modelguard.serving._loops import PrivateLoop, run_on
-from modelguard.serving._options import BatchOptions, Buffer
 from modelguard.serving._requests import AllLeft, Callers, Failure, Request, StreamRequest, Waiter, wake
 from modelguard.serving.status import Verdict
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Ty
 from modelguard import _units
 from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, Overloaded
 from modelguard.serving import _loops
+from modelguard.serving._batch_options import Buffer, Changes, Fair, LoopChoice, OnError, Size, Weight, check_options
 from modelguard.serving._functions import Decorated, NotAHandler, check_function, function_name
-from modelguard.serving._options import Buffer, Changes, Fair, LoopChoice, OnError, Size, Weight, check_options
 from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.streams import BatchedStream

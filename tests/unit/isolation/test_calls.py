@@ -10,7 +10,7 @@ from modelguard import isolate
 from modelguard.errors import WorkerCrashed
 from modelguard.isolation._calls import _RESENDS, Caller, Limits
 from modelguard.isolation._channel import AnswerKind, Channel, pair
-from modelguard.isolation._options import IsolationOptions
+from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.telemetry import Reason
 
 

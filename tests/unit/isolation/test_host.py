@@ -15,8 +15,8 @@ from modelguard.errors import LoadFailed, NotSupported
 from modelguard.isolation import _supervisor
 from modelguard.isolation._channel import RemoteTraceback
 from modelguard.isolation._host import NAME, Folder, check_peer, identity_of, packed, prefix_of, unpacked
+from modelguard.isolation._isolation_options import IsolationOptions, parse
 from modelguard.isolation._mold_workers import Waiter, WaitingLine
-from modelguard.isolation._options import IsolationOptions, parse
 
 
 class Quiet(Waiter[int]):

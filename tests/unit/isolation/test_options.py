@@ -11,7 +11,7 @@ from modelguard import TTL, Changed, Idle, Isolated, Swap, Uses, batched, guard,
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import status
-from modelguard.isolation._options import ScopeName
+from modelguard.isolation._isolation_options import ScopeName
 from modelguard.lifecycle.guard import guards
 
 model = guard(dict, reload_on=None, name="model")

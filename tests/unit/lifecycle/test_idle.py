@@ -15,7 +15,7 @@ from tests.unit.lifecycle.world import MB, World, number, outcome, until
 
 from modelguard import TTL, Idle, ModelGuard, Policy, Uses, replicas
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, PolicyNeverFires, Reloading, WouldDeadlock
-from modelguard.lifecycle import _waiting
+from modelguard.lifecycle import _load_waits
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._policy import subset
 from modelguard.telemetry import GenerationReleased, LoadStarted, Reason, ReloadDue, UnloadStarted
@@ -408,7 +408,7 @@ class TestUnload:
         loading = world.spawn(guard.load)
         world.loader.reached()
         unloading = world.spawn(guard.unload)
-        until(lambda: 2 == len(_waiting._waiting))
+        until(lambda: 2 == len(_load_waits._waiting))
         world.loader.open.set()
         outcome(loading), outcome(unloading)
         assert "idle" == guard.status().state

@@ -20,7 +20,7 @@ from modelguard.facts._proc import MODEL_LIBRARIES
 from modelguard.isolation import _processes
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import engines
-from modelguard.lifecycle._options import GuardOptions, check_policy
+from modelguard.lifecycle._guard_options import GuardOptions, check_policy
 from modelguard.lifecycle._policy import Policy, subset
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard, hide
