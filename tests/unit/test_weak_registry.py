@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.fork import WeakRegistry
 
 
 class Thing:

@@ -22,7 +22,7 @@ from modelguard.isolation._supervisor import Instructions, Launched, Supervisor,
 from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._policy import Backoff
 from modelguard.runtime import fork
-from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.fork import WeakRegistry
 from modelguard.serving.breaker import Breaker
 from modelguard.telemetry import logger
 

@@ -29,7 +29,7 @@ from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import Postponed, State
 from modelguard.runtime import waiting
-from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import Reason, WorkerEndCause
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from modelguard import _public, _units
 from modelguard.lifecycle.status import PoolStatus, Postponed, State
 from modelguard.runtime import fork
-from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.fork import WeakRegistry
 from modelguard.serving import _shared_threads
 
 __all__ = [

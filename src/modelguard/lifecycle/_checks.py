@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 from modelguard import telemetry
 from modelguard.facts._gpu import use_of
 from modelguard.lifecycle import _loading, runtime
-from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation, LoadJob, PostponedJob
 from modelguard.lifecycle._policy import Backoff, Policy, Snapshot, alternatives, source_part, subset
 from modelguard.lifecycle._readings import Readings
+from modelguard.lifecycle._state import GuardContext
 from modelguard.lifecycle.policies import GpuPolicy
 from modelguard.lifecycle.runtime import Fingerprint
 from modelguard.telemetry import logger

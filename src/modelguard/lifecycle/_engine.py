@@ -20,17 +20,16 @@ from modelguard import _units, telemetry
 from modelguard.errors import InvalidOption, LoadFailed, NoPreviousModel, WouldDeadlock
 from modelguard.lifecycle import _load_waits, _loading, _misuse, _release
 from modelguard.lifecycle._checks import Ask, Checks
-from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation, LoadJob, Outcome
 from modelguard.lifecycle._load_waits import wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle._release import drain_and_release, in_background, release_and_report
 from modelguard.lifecycle._reload import Reload, free, named
-from modelguard.lifecycle._state import GuardState
+from modelguard.lifecycle._state import GuardContext, GuardState
 from modelguard.lifecycle.runtime import Fingerprint
-from modelguard.runtime import fork, own_thread, threads, waiting
+from modelguard.runtime import fork, own_thread, waiting
 from modelguard.runtime.background import TICKER
-from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Timeout, resolve
 from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
@@ -55,7 +54,7 @@ def unload(guard: GuardContext[Any]) -> None:
     """Unload the guard's model at interpreter exit, if the guard has a hook for it and is not closed by then."""
     if guard.options.unload is not None:
         _guards.add(guard)
-        threads.before_exit("models", _unload_all)
+        fork.before_exit("models", _unload_all)
 
 
 def _unload_all(seconds: float) -> None:

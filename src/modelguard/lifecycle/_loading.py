@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from modelguard import telemetry
 from modelguard.environment import _effect
 from modelguard.lifecycle import _adapters, _guard_options
-from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation, LoadJob
 from modelguard.lifecycle._guard_options import Unpacked, unpacked
 from modelguard.lifecycle._release import release_and_report
+from modelguard.lifecycle._state import GuardContext
 from modelguard.runtime import own_thread
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import resolve

@@ -40,7 +40,7 @@ from modelguard.lifecycle._pool_models import (
 )
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import TICKER
-from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason

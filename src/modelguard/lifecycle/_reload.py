@@ -11,10 +11,10 @@ from modelguard import _units, telemetry
 from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected
 from modelguard.facts._gpu import Gpu, free_after, use_of
 from modelguard.lifecycle import _loading
-from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation, LoadJob
 from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release
+from modelguard.lifecycle._state import GuardContext
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import PROTECT_MEMORY, Reason
 

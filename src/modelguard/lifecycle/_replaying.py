@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._recorded_calls import RecordedCall, RecordedCalls
+from modelguard.lifecycle._state import GuardContext
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import Replay

@@ -16,7 +16,7 @@ from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._policy import Backoff
 from modelguard.lifecycle._wrappers import decorate, owner_of
 from modelguard.lifecycle.policies import Policy
-from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.fork import WeakRegistry
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import GuardOptions, Loaded, Swap, SwapMode

@@ -21,7 +21,7 @@ from modelguard.lifecycle._policy import Backoff
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._wrappers import check_function, is_lazy, keep, wrap
 from modelguard.lifecycle.policies import Changed
-from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Timeout
 
 if TYPE_CHECKING:

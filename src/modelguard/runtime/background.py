@@ -10,8 +10,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from modelguard.runtime import fork, threads
-from modelguard.runtime.threads import Wakeup, WeakRegistry
+from modelguard.runtime import fork
+from modelguard.runtime.fork import Wakeup, WeakRegistry
 
 Work = Callable[[], None]
 
@@ -130,7 +130,7 @@ class NamedThreads:
 
 
 THREADS = NamedThreads()
-threads.before_exit("loads", THREADS.finish)
+fork.before_exit("loads", THREADS.finish)
 fork.at_fork(fork.Rank.LOCKS, in_child=THREADS.after_fork_in_child)
 
 

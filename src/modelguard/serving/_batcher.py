@@ -10,7 +10,7 @@ from typing import Any
 from modelguard import telemetry
 from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, WouldDeadlock
 from modelguard.runtime import own_thread
-from modelguard.runtime.threads import Wakeup
+from modelguard.runtime.fork import Wakeup
 from modelguard.serving import _shared_threads, deadlines
 from modelguard.serving._batch_options import BatchOptions, Changes
 from modelguard.serving._execution import BatchCallable, BatchFunction, Computed, one_line

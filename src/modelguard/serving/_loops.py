@@ -14,7 +14,7 @@ from typing import Any
 
 from modelguard.errors import NotSupported
 from modelguard.runtime.background import start_thread
-from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.fork import WeakRegistry
 from modelguard.serving import _shared_threads
 from modelguard.serving._requests import AllLeft, Callers, Failure, LoopEnded, Request
 from modelguard.telemetry import logger

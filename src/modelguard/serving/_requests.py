@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeAlias
 
 from modelguard.errors import CallerGone
-from modelguard.runtime.threads import Wakeup
+from modelguard.runtime.fork import Wakeup
 from modelguard.telemetry import logger
 
 #: ``"done"``: it has its answer, or its caller does not wait any more.

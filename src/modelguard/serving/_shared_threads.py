@@ -21,9 +21,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
 from modelguard.errors import Overloaded
-from modelguard.runtime import fork, threads
+from modelguard.runtime import fork
 from modelguard.runtime.background import start_thread
-from modelguard.runtime.threads import Wakeup, WeakRegistry
+from modelguard.runtime.fork import Wakeup, WeakRegistry
 from modelguard.serving import deadlines
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import FutureRequest, Request, deliver
@@ -66,7 +66,7 @@ def add(batcher: Registered) -> None:
         if _registered:
             return
         _registered = True
-        threads.before_exit("batches", _close_all)
+        fork.before_exit("batches", _close_all)
 
 
 def discard(batcher: Registered) -> None:

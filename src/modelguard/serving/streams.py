@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
 
 from modelguard import _units
 from modelguard.errors import BatchFailed, GuardClosed, WouldDeadlock
-from modelguard.runtime.threads import Wakeup
+from modelguard.runtime.fork import Wakeup
 from modelguard.serving._batch_options import Buffer
 from modelguard.serving._functions import Decorated
 from modelguard.serving._loops import TrioWaiter

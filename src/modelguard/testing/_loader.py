@@ -11,7 +11,7 @@ from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
-from modelguard.runtime.threads import WeakRegistry
+from modelguard.runtime.fork import WeakRegistry
 
 __all__ = ["Loader", "Model", "any_held"]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.serving.gated import TIMEOUT, until
 from tests.unit.serving.queues import queue_of, request
 
-from modelguard.runtime.threads import Wakeup
+from modelguard.runtime.fork import Wakeup
 from modelguard.serving import _shared_threads
 from modelguard.serving._requests import Request
 from modelguard.serving._shared_threads import BatchThreads, LockedQueue, Work
