@@ -11,7 +11,6 @@ from modelguard import _public, _units
 from modelguard.lifecycle.status import PoolStatus, Postponed, State
 from modelguard.runtime import fork
 from modelguard.runtime.fork import WeakRegistry
-from modelguard.serving import _shared_threads
 
 __all__ = [
     "IsolationStatus",
@@ -164,7 +163,6 @@ def refuse_calls() -> None:
 
 
 def _renew() -> None:
-    _shared_threads.renew_in_child()  # before a call needs one
     for function in live():
         function.renew_in_child()
 

@@ -20,7 +20,8 @@ from modelguard import _units
 from modelguard._entered import Entered
 from modelguard._function_kinds import kind_of
 from modelguard.errors import InvalidOption, ItemRefused, ItemTooHeavy, ModelGuardWarning, NotSupported, WouldDeadlock
-from modelguard.serving import _loops, _shared_threads
+from modelguard.runtime import fork
+from modelguard.serving import _loops
 from modelguard.serving._batch_options import BatchOptions, Changes
 from modelguard.serving._batcher import Batcher
 from modelguard.serving._requests import Group, Request
@@ -530,7 +531,7 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-_shared_threads.add_renewal(_renew_lock)
+fork.at_fork(fork.Rank.LOCKS, in_child=_renew_lock)
 
 _CLOSE_TIMEOUT = 30.0
 

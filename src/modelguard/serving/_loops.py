@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from modelguard.errors import NotSupported
+from modelguard.runtime import fork
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.fork import WeakRegistry
-from modelguard.serving import _shared_threads
 from modelguard.serving._requests import AllLeft, Callers, Failure, LoopEnded, Request
 from modelguard.telemetry import logger
 
@@ -85,7 +85,7 @@ def _renew_all() -> None:
         loop.renew_in_child()
 
 
-_shared_threads.add_renewal(_renew_all)
+fork.at_fork(fork.Rank.LOCKS, in_child=_renew_all)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

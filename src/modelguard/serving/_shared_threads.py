@@ -50,7 +50,6 @@ class Registered(Protocol):
 _batchers: WeakRegistry[Registered] = WeakRegistry()
 _lock = threading.Lock()
 _registered = False
-_renewals: list[Callable[[], object]] = []
 
 
 def add(batcher: Registered) -> None:
@@ -79,11 +78,6 @@ def live() -> tuple[Registered, ...]:
     return tuple(_batchers)
 
 
-def add_renewal(renew: Callable[[], object]) -> None:
-    """Call ``renew`` in every forked child; for locks, which another thread of the parent may have held."""
-    _renewals.append(renew)
-
-
 def _close_all(seconds: float) -> None:
     until = time.monotonic() + seconds
     for batcher in live():
@@ -91,8 +85,6 @@ def _close_all(seconds: float) -> None:
 
 
 def _after_in_child() -> None:
-    for renew in _renewals:
-        renew()
     for batcher in tuple(_batchers):
         batcher.after_fork_in_child()
 
@@ -278,14 +270,14 @@ class _Timer:
 _timer = _Timer()
 
 
-def renew_in_child() -> None:
+def _renew_in_child() -> None:
     """None of these threads is in a forked child."""
     global _timer
     _timer = _Timer()
     _idle.clear()
 
 
-add_renewal(renew_in_child)
+fork.at_fork(fork.Rank.LOCKS, in_child=_renew_in_child)
 
 
 # The queue behind its lock: what may interrupt it is deferred, and what it decided is delivered without the lock.
