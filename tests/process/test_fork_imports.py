@@ -145,3 +145,35 @@ FORKING_BESIDE_AN_IMPORT = """
 def test_what_another_thread_is_importing_is_known() -> None:
     """On each interpreter, whose import system is asked."""
     assert [["modelguard.late"], []] == run_python(FORKING_BESIDE_AN_IMPORT, 60)
+
+
+WAITING_AT_A_FORK = """
+    import os, threading, time
+    from modelguard import guard
+    from modelguard.lifecycle import _load_waits
+
+    begun, over = threading.Event(), threading.Event()
+
+    def load():
+        begun.set()
+        over.wait(30)
+        return object()
+
+    model = guard(load, reload_on=None)
+    waiting = threading.Thread(target=model.load)
+    waiting.start()
+    begun.wait(30)
+    while not _load_waits._waiting:
+        time.sleep(0.01)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(len(_load_waits._waiting))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    over.set()
+    waiting.join()
+"""
+
+
+def test_nobody_waits_in_a_child() -> None:
+    """What the parent's threads wait for does not matter in a forked child, whose threads may get their identities."""
+    assert 0 == run_python(WAITING_AT_A_FORK, 60)

@@ -30,7 +30,7 @@ def clock() -> Clock:
 def worker(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Workers:
     """A worker of a prepared parent, as it is after the fork."""
     monkeypatch.setattr(PreforkOptions, "prepare", lambda self, guards: None)
-    monkeypatch.setattr(_workers._fork.TICKER, "stop", lambda: None)
+    monkeypatch.setattr(_workers.background.TICKER, "stop", lambda: None)
     monkeypatch.setattr(prefork, "in_child", lambda: None)
     one = Workers((guard(dict, reload_on=None, name="nlp"),), PreforkOptions(), min_lifetime="10s", clock=clock)
     one.prepare()

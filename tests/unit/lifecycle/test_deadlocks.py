@@ -118,13 +118,6 @@ def test_waits_leave_nothing_behind(world: World) -> None:
     assert threading.get_ident() not in _load_waits._waiting
 
 
-def test_nobody_waits_in_a_child(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    """What the parent's threads wait for does not matter in a forked child."""
-    monkeypatch.setattr(_load_waits, "_waiting", {threading.get_ident() + 1: world.guard().engine.state})
-    _load_waits.after_fork_in_child()
-    assert threading.get_ident() not in _load_waits._waiting
-
-
 def test_tasks_of_one_loop_end_their_waits_in_any_order(world: World) -> None:
     """A task that waits longer than one that began before it leaves nothing behind either."""
 
