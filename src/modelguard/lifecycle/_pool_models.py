@@ -172,8 +172,8 @@ class PoolLRU(Cache[K, PooledModel[M]]):
         del self._by_use[key]
 
     def clear(self) -> None:
-        super().clear()
-        self._by_use.clear()
+        for key in list(self):  # cachetools 5 would call popitem(), which leaves what is in use
+            del self[key]
 
     def touch(self, key: K) -> PooledModel[M] | None:
         model = self._by_use.get(key)
