@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelguard import memory
 from modelguard.diagnosis import _census, _holders, _target
@@ -23,11 +23,13 @@ from modelguard.environment import _allocator, _allocator_problems
 from modelguard.errors import ModelGuardError
 from modelguard.facts import _memory, _proc
 from modelguard.facts._growth_judge import Verdict, judge
-from modelguard.isolation.isolate import Isolated, isolate
 from modelguard.lifecycle._guard_options import Swap
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard
 from modelguard.lifecycle.policies import Policy, Uses
+
+if TYPE_CHECKING:
+    from modelguard.isolation.isolate import Isolated
 
 _READINGS = 24
 #: Shares of the time or of the calls: the warm-up, the readings, new inputs to choose from, repeated inputs, and calls
@@ -428,6 +430,8 @@ def _try(config: dict[str, Any], say: Say) -> None:
 
 def _settle(function: Any, until: float) -> None:
     """Wait for the replacement that is due: on a busy machine it comes late, and memory is judged, not time."""
+    from modelguard.isolation.isolate import Isolated  # here: what imports leave behind would falsify a measurement
+
     owner = owner_of(function)
     while time.monotonic() < until:
         if isinstance(function, Isolated):
@@ -503,6 +507,8 @@ def _isolated(config: dict[str, Any]) -> Any:
 
 
 def isolated_function(config: dict[str, Any], module: str) -> Isolated[..., Any]:
+    from modelguard.isolation.isolate import isolate
+
     plain = _target.load(config["target"])
     policy = Uses(config["options"]["uses"])
     if config["load"] or isinstance(owner_of(plain), ModelGuard):
