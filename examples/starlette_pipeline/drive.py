@@ -21,6 +21,8 @@ from examples._driver import Answer, Panel, Server, draw, row, running, wrk
 HERE = Path(__file__).parent
 UVICORN = [sys.executable, "-m", "uvicorn", "--port", "0", "--no-access-log"]
 COMMANDS = {"unguarded": [*UVICORN, "unguarded:app"], "guarded": [*UVICORN, "app:app"]}
+#: One CPU for the model: with two, the event loop and this driver would take part of the second from it.
+ONE_CPU = {"OMP_NUM_THREADS": "1"}
 #: An answer is in time within so many seconds, and after so many the client gives up.
 IN_TIME, PATIENCE = 1.0, 10.0
 OK, REFUSED = 200, 503
@@ -32,8 +34,7 @@ WORDS = ("the", "model", "of", "every", "request", "a", "second", "international
 @contextlib.contextmanager
 def serving(name: str) -> Iterator[Server]:
     """One of the two services, which has answered once."""
-    # One CPU for the model: with two, the event loop and this driver would take part of the second from it.
-    with running(COMMANDS[name], folder=HERE, name=name, environment={"OMP_NUM_THREADS": "1"}, stop=5) as server:
+    with running(COMMANDS[name], folder=HERE, name=name, environment=ONE_CPU, stop=5) as server:
         server.ask("/", "Hello!")
         yield server
 

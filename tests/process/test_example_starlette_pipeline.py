@@ -33,9 +33,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[Server]:
-    """The guarded service."""
-    with drive.serving("guarded") as server:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The guarded service with its real model, and time enough for that on any machine."""
+    folder = tmp_path_factory.mktemp("guarded")
+    shutil.copy(drive.HERE / "minilm.py", folder)
+    program = (drive.HERE / "app.py").read_text()
+    assert 'deadline="1s"' in program
+    (folder / "app.py").write_text(program.replace('deadline="1s"', 'deadline="60s"'))
+    with drive.running(drive.COMMANDS["guarded"], folder=folder, path="/readyz", environment=drive.ONE_CPU) as server:
         yield server
 
 
