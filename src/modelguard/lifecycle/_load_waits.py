@@ -59,7 +59,7 @@ def raise_if_load_waits_here(state: GuardState[Any]) -> None:
     """
     job = state.job
     frames = sys._current_frames() if job is not None else {}  # noqa: SLF001 - there is no public way to the stacks
-    for thread in tuple(job.threads) if job is not None else ():
+    for thread in list(job.threads) if job is not None else ():
         if any(map(_is_done_here, _stack(frames.get(thread)))):
             raise WouldDeadlock(
                 state.name,
@@ -135,7 +135,7 @@ def _raise_on_circle(state: GuardState[Any], me: int) -> None:
     pending, seen = [state], {state}
     while pending:
         job = pending.pop().job
-        for thread in tuple(job.threads) if job is not None else ():
+        for thread in list(job.threads) if job is not None else ():
             if thread == me:
                 raise WouldDeadlock(
                     state.name,

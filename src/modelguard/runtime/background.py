@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -26,7 +27,8 @@ def start_thread(work: Work, name: str) -> threading.Thread:
     Raises:
         RuntimeError: The system gives no thread, or the interpreter is shutting down.
     """
-    thread = threading.Thread(target=work, name=name, daemon=True)
+    # Free-threaded interpreters give a thread the context of whoever starts it: it would count as part of a call.
+    thread = threading.Thread(target=partial(Context().run, work), name=name, daemon=True)
     thread.start()
     return thread
 

@@ -83,11 +83,12 @@ class TestADuePolicy:
 
         guard = world.guard(reload_on=Broken())
         assert [1, 1, 1] == [number(guard) for _ in range(3)]
+        world.join()
         assert [("reload_on", "KeyError: 'uptime' (in Broken)")] == [
             (event.callback, event.error) for event in world.seen(CallbackErrored)
         ]
 
-    def test_whose_horizon_raises_harms_no_call(self, world: World) -> None:
+    def test_whose_next_check_raises_harms_no_call(self, world: World) -> None:
         """The same holds for a ``next_check`` that raises."""
 
         class Broken(Policy):
@@ -99,6 +100,7 @@ class TestADuePolicy:
 
         guard = world.guard(reload_on=Broken())
         assert [1, 1] == [number(guard) for _ in range(2)]
+        world.join()
         assert {"reload_on"} == {event.callback for event in world.seen(CallbackErrored)}
 
     def test_of_your_own_is_asked_after_every_call(self, world: World) -> None:

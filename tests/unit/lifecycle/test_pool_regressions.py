@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.unit.lifecycle.pools import Sizes, loaded, use
-from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World, outcome
+from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World, outcome, own_context
 
 from modelguard import batched, replicas
 from modelguard.errors import GuardClosed, LoadFailed, Overloaded
@@ -208,6 +208,7 @@ class TestWarmups:
         assert [("a", "a")] == warmed
 
     @pytest.mark.parametrize("wanted", ["a", "b"], ids=["the same key", "another key"])
+    @own_context
     def test_that_wait_for_themselves_through_an_executor_are_refused(self, world: World, wanted: str) -> None:
         """The call in the executor waits for the load whose warm-up waits for the call: an error, and soon."""
 
@@ -225,6 +226,7 @@ class TestWarmups:
         assert isinstance(failure, LoadFailed)
         assert "warm-up of its new model waits for this thread" in str(failure)
 
+    @own_context
     def test_that_await_themselves_through_an_executor_are_refused(self, world: World) -> None:
         """The same for a coroutine."""
 
@@ -240,6 +242,7 @@ class TestWarmups:
         assert isinstance(world.spawn(use, pool, "a").exception(TIMEOUT), LoadFailed)
 
     @pytest.mark.parametrize("first", ["load", "call"])
+    @own_context
     def test_of_replicas_that_wait_for_themselves_are_refused(self, world: World, first: str) -> None:
         """Each replica's warm-up waits for a call that no replica can take."""
 

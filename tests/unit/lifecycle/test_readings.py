@@ -273,7 +273,10 @@ class TestGauges:
                 seen.append(now)
                 return False
 
-        use(world.guard(reload_on=Mine()))
+        guard = world.guard(reload_on=Mine())
+        guard.load()
+        world.join()  # until its thread has ended, the load asks for calls
+        use(guard)
         assert [({}, {})] == [(dict(now.gauges), dict(now.first_gauges)) for now in seen]
 
 

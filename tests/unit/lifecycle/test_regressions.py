@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.lifecycle.world import MB, TIMEOUT, number, outcome, until
+from tests.unit.lifecycle.world import MB, TIMEOUT, number, outcome, own_context, until
 
 from modelguard import TTL, MemoryGrowth, MemoryLimit, Policy, Snapshot, Uses, batched, guard, telemetry
 from modelguard.errors import InvalidOption, LoadFailed, ModelRejected, NotSupported, Reloading, WouldDeadlock
@@ -149,6 +149,7 @@ class TestWarmups:
         predict.close()
 
     @pytest.mark.parametrize("wait", ["result", "map", "shutdown"])
+    @own_context
     def test_that_wait_for_themselves_through_an_executor_are_refused(self, world: World, wait: str) -> None:
         """The call in the executor waits for the model whose warm-up waits for the call: an error, not a hang."""
 
@@ -170,6 +171,7 @@ class TestWarmups:
             nlp.load(timeout=TIMEOUT)
 
     @pytest.mark.parametrize("own", [False, True], ids=["the loop's", "another"])
+    @own_context
     def test_that_await_themselves_through_an_executor_are_refused(self, world: World, own: bool) -> None:  # noqa: FBT001 - pytest's
         """The same for a coroutine: ``run_in_executor`` hands no context on, so the call waits for the new model."""
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from contextvars import Context
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from tests.unit.lifecycle.gpus import FakeGpu
 
 from modelguard import ModelGuard, ModelPool, Swap, guard, pool, telemetry
@@ -215,7 +218,8 @@ class World:
             except BaseException as error:  # noqa: BLE001 - it is raised where the outcome is asked for
                 future.set_exception(error)
 
-        thread = threading.Thread(target=run, name="test", daemon=True)
+        # No part of a call that runs here, on free-threaded interpreters too.
+        thread = threading.Thread(target=Context().run, args=[run], name="test", daemon=True)
         thread.start()
         self.threads.append(thread)
         return future
@@ -237,6 +241,12 @@ class World:
 def outcome(future: Future[T]) -> T:
     """What a spawned call returned or raised."""
     return future.result(TIMEOUT)
+
+
+#: Free-threaded interpreters give a thread the context of whoever starts it: a warm-up's threads belong to it.
+own_context = pytest.mark.skipif(
+    bool(getattr(sys.flags, "thread_inherit_context", 0)), reason="the executor's threads are part of the warm-up here"
+)
 
 
 def until(condition: Callable[[], bool]) -> None:

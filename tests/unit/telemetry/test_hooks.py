@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.unit.lifecycle.world import until
 from tests.unit.telemetry.every_event import EVERY
 
 from modelguard import guard, telemetry
@@ -164,6 +165,7 @@ class TestEvents:
         set_hooks([curious])
         model = guard(object, reload_on=None)
         model.load()
+        until(lambda: len(states) > 1)  # a load returns when the model takes calls, and is told afterwards
         model.close()
         assert ["loading", "ready"] == states
 
