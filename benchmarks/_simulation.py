@@ -6,6 +6,8 @@ thread. The same state machine is driven that serves real requests; only clock a
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 import random
 from collections import deque
@@ -16,7 +18,7 @@ from typing import Any
 from modelguard.errors import BatchFailed, DeadlineExceeded, ModelGuardError, Overloaded
 from modelguard.serving._execution import BatchFunction, compute
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Failure, Request
+from modelguard.serving._requests import Failure, Request, caller_gone
 from modelguard.serving.status import Batch, Limits
 
 #: How many lengths of the part of a run in which requests are admitted are tried.
@@ -38,6 +40,9 @@ class Arrival:
         group: Its keyword arguments.
         bad: Whether the model raises for it.
         key: Whose it is.
+        priority: How far it goes before others of its key.
+        leaves: Seconds after which its caller gives up, whatever became of it.
+        client: The client that sent it, and sends another one when it has its answer; None for nobody.
     """
 
     at: float
@@ -47,6 +52,9 @@ class Arrival:
     group: Any = None
     bad: bool = False
     key: Any = None
+    priority: int = 0
+    leaves: float = math.inf
+    client: Any = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Arrival) and self.item == other.item
@@ -96,6 +104,7 @@ class _Simulated(Request):
         self.weight = arrival.weight
         self.group = arrival.group
         self.key = arrival.key
+        self.priority = arrival.priority
         self._simulation = simulation
 
     def deliver(self, outcome: Any) -> None:
@@ -117,17 +126,33 @@ class Simulation:
         arrivals: The requests, in order.
         warm_up: Seconds at the start that do not count.
         named: Whether the model works on one item at a time when it raises for it.
+        queue: What is driven; by default a queue with these limits.
+        then: Gives the next request of a client whose last one has ended at this time; None for none.
     """
 
     def __init__(
-        self, limits: Limits, cost: Cost, arrivals: Iterable[Arrival], *, warm_up: float = 0.0, named: bool = False
+        self,
+        limits: Limits,
+        cost: Cost,
+        arrivals: Iterable[Arrival],
+        *,
+        warm_up: float = 0.0,
+        named: bool = False,
+        queue: Any = None,
+        then: Callable[[Arrival, float], Arrival | None] = lambda _last, _now: None,
     ) -> None:
         self.now = 0.0
-        self.queue = BatchQueue(limits)
+        self.queue = BatchQueue(limits) if queue is None else queue
         self.outcome = Outcome()
         self._cost = cost
-        self._arrivals = deque(arrivals)
-        self._end = self._arrivals[-1].at if self._arrivals else 0.0
+        self._then = then
+        self._number = itertools.count()
+        self._arrivals: list[tuple[float, int, Arrival, Request | None]] = []
+        self._end = 0.0
+        for arrival in arrivals:
+            self._arrivals.append((arrival.at, next(self._number), arrival, None))
+            self._end = max(self._end, arrival.at)
+        heapq.heapify(self._arrivals)
         self._warm_up = warm_up
         self._named = named
         self._function = BatchFunction(run=self._run, name=limits.name, isolate=True, clock=lambda: self.now)
@@ -140,7 +165,7 @@ class Simulation:
             if isinstance(found, Batch):
                 self._compute(found)
             elif self._arrivals:
-                until = self._arrivals[0].at
+                until = self._arrivals[0][0]
                 self._advance(until if found is None else min(until, self.now + found))
             elif found is None:
                 break
@@ -151,6 +176,9 @@ class Simulation:
 
     def note(self, arrival: Arrival, outcome: Any) -> None:
         """Count what became of a request."""
+        if arrival.client is not None and (following := self._then(arrival, self.now)) is not None:
+            heapq.heappush(self._arrivals, (following.at, next(self._number), following, None))
+            self._end = max(self._end, following.at)
         if arrival.at < self._warm_up:
             return
         counts = self.outcome
@@ -166,15 +194,23 @@ class Simulation:
             counts.harmed += isinstance(error, BatchFailed) and not arrival.bad
 
     def _advance(self, until: float) -> None:
-        while self._arrivals and self._arrivals[0].at <= until:
-            arrival = self._arrivals.popleft()
-            self._expire(arrival.at)
-            self.now = max(self.now, arrival.at)
+        while self._arrivals and self._arrivals[0][0] <= until:
+            at, _, arrival, leaving = heapq.heappop(self._arrivals)
+            self._expire(at)
+            self.now = max(self.now, at)
+            if leaving is not None:
+                if self.queue.cancel(leaving) and arrival.client is not None:
+                    self.note(arrival, Failure(caller_gone("f")))
+                continue
             self.outcome.offered += arrival.at >= self._warm_up
+            request = _Simulated(arrival, self)
             try:
-                self.queue.admit(_Simulated(arrival, self), self.now)
+                self.queue.admit(request, self.now)
             except ModelGuardError as error:
                 self.note(arrival, Failure(error))
+                continue
+            if arrival.leaves != math.inf:
+                heapq.heappush(self._arrivals, (arrival.at + arrival.leaves, next(self._number), arrival, request))
         self._expire(until)
         self.now = max(self.now, until)
 

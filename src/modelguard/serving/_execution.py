@@ -586,7 +586,8 @@ def _compute(
             batch = _Items(function, requests, extras, answer)
             return batch.computed(error, _isolate(function, batch, [*range(len(requests))], error))
         failures = [Failure(error_for_caller(error, function.name, items)) for _ in requests]
-        return Computed(failures, len(requests), verdict_of([error], function.ignore), error)
+        alone = float(len(requests) == 1)  # an item at fault, as far as anybody knows
+        return Computed(failures, len(requests), verdict_of([error], function.ignore), error, bad=alone)
     if any(issubclass(kind, BaseException) for kind in {*map(type, results)}):
         results = wrap_errors(results, function.name, items)
         failed = count_failures(results)

@@ -311,6 +311,8 @@ def _cost(request: Request) -> float:
     return max(request.weight, _LEAST_COST)
 
 
+#: How many of those that wait are looked at to tell how many have less time than a new one.
+_SAMPLED = 256
 #: So many times the size of a batch is put in order: what the batch is chosen from, and the batches behind it.
 _LOOKED_AT = 8
 
@@ -422,10 +424,15 @@ class Lines:
             return list(itertools.islice(line.live(), enough))
         return self.fairness.in_order(line.live(), enough)[:enough]
 
-    def ahead(self, request: Request, line: Line) -> tuple[int, float]:
-        """How many requests of a line are computed before a new one, and their weight."""
+    def ahead(self, request: Request, line: Line, due: Callable[[Request], float]) -> tuple[int, float]:
+        """How many requests of a line are computed before a new one, which is due then, and their weight."""
         if self.fairness is None:
-            return line.waiting, line.weight
+            mine = due(request)
+            if not line.requests or mine >= due(line.requests[-1]):  # all that came before, as a rule
+                return line.waiting, line.weight
+            looked_at = list(itertools.islice(line.requests, 0, None, 1 + len(line.requests) // _SAMPLED))
+            sooner = sum(due(one) <= mine for one in looked_at) / len(looked_at)
+            return round(line.waiting * sooner), line.weight * sooner
         return self.fairness.ahead(request, line.live(), all_of_them=len(self) <= 1)
 
     def add(self, request: Request, now: float) -> None:

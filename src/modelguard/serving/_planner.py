@@ -1,4 +1,17 @@
-"""How large the next batch is, and when a request would have its answer: so that deadlines hold."""
+"""How large the next batch is, and when a request would have its answer: so that deadlines hold.
+
+The rules, all of them by measured times:
+
+1. No batch is larger than the smallest size that computes nearly the most a second, reruns for bad items included.
+   Sizes next to it are tried now and then, so that no wrong measurement stays.
+2. A batch takes those with the nearest deadlines, as many as are in time together. Who has no deadline has as long as
+   anybody else.
+3. It computes as fast as what waits and what arrives needs. If the nearest deadlines do not allow that, those are left
+   out, as few as possible, and only where more are answered for it.
+4. What cannot be in time even alone is not computed, and changes nothing for others: neither sizes nor order. But when
+   nothing else waits something is computed all the same: only a run shows whether the model has become faster.
+5. A request is refused when it comes only if it would be late behind what has less time, or comes before it.
+"""
 
 from __future__ import annotations
 
@@ -274,17 +287,13 @@ class AutoSize:
 
 #: How long a full queue takes to drain, in seconds, while nothing has been measured.
 _DRAIN_UNMEASURED = 1.0
-#: How fast the padding and the cost of runs that failed are followed.
+#: How fast the padding is followed.
 _STEP = 0.2
 #: The nearest deadlines are left out of a batch if without them it answers this many times as many items a second.
 _DROP_GAIN = 1.1
 #: Batches stay as small as planned from this share of the capacity on, or where larger ones compute hardly more.
 _BUSY = 0.6
 _LITTLE_GAIN = 1.05
-#: Batches are kept so small that they have this many bad items on average: the more, the more runs it takes to find
-#: them, and the fewer a batch has, the more batches pay its fixed time. The average follows each batch by this much.
-_BAD_IN_BATCH = 0.8
-_BAD_STEP = 0.1
 #: With more groups than this, the time that those in front take is estimated from these.
 _LOOKED_AT = 64
 #: A batch that may wait for more items starts this much before the last moment at which it could meet its deadline by
@@ -299,6 +308,51 @@ _STALL = 0.75
 #: most; then it is tried anew. A second after any run would refuse hundreds of requests to a fast model that is idle.
 _CONFIRMED = 2.0
 _CONFIRMED_SECONDS = 1.0
+
+
+#: Batches that keep up compute so many times what arrives: arrivals are random.
+_AHEAD = 1.1
+#: A batch costs so many seconds beside its run. The smallest batch that computes this share of the most a second is
+#: large enough; where times vary, a little less: which of like sizes seems best is a matter of chance.
+_HAND_OVER = 1e-4
+_NEARLY = 0.98
+_UNSURE = 0.04
+#: It is chosen anew when batches have taken so many seconds.
+_PLANNED = 0.01
+#: After so many batches a size next to it is tried, and after twice as many when both of them have changed nothing.
+_SOON, _SELDOM = 8, 64
+
+
+class BestSize:
+    """The smallest batches that compute nearly as much a second as any: larger ones only take longer.
+
+    Sizes next to it are tried now and then: what smaller and larger batches take is known from runs alone.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._sizes = sizes_up_to(most)
+        self._most = self._best = most
+        self._batches, self._pause, self._next, self._larger = 0, _SOON, _SOON, False
+
+    def next(self, curve: Curve | None, mean: float) -> int:
+        """How large the next batch may be."""
+        best = self._most if curve is None or curve.most != math.inf else self._find(curve, mean)
+        self._batches += 1
+        if not best / 2 < self._best < best * 2:
+            self._pause, self._next = _SOON, self._batches + _SOON
+        self._best = best
+        if self._batches < self._next:
+            return best
+        self._larger = not self._larger
+        if not self._larger:
+            self._pause = min(2 * self._pause, _SELDOM)
+        self._next = self._batches + self._pause
+        return min(best * 2, self._most) if self._larger else max(best // 2, 1)
+
+    def _find(self, curve: Curve, mean: float) -> int:
+        rates = [(size, size / (curve.at_best(size, size * mean) + _HAND_OVER)) for size in self._sizes]
+        enough = (_NEARLY - _UNSURE * (curve.margin - 1)) * max(rate for _, rate in rates)
+        return next(size for size, rate in rates if rate >= enough)
 
 
 class Planner:
@@ -319,7 +373,6 @@ class Planner:
         self._bad = 0.0
         self._mean = 0.0  # weight of an item in the last batch
         self.configure(limits)
-        self._overhead = 1.0
         self._padding = 1.0  # what a batch weighs over what its items weigh
         self.ended = -math.inf  # when the last batch ended
         self._asked = False  # whether anybody had a deadline since
@@ -330,7 +383,8 @@ class Planner:
         self._limits = limits
         self.auto = AutoSize(limits.slo, limits.max_wait, limits.max_size)
         self._arrivals.configure(limits.max_size, limits.max_weight, self.auto.seconds)
-        self._ceiling = limits.max_size  # fewer while many items make their batches raise
+        self._best, self._unplanned = BestSize(limits.max_size), 0.0
+        self._ceiling = limits.max_size  # fewer where smaller batches compute as much
         if self.auto:
             self.auto.follow(self._times, self._times.curve(), self._mean)
         self.most = self.auto.size
@@ -338,7 +392,7 @@ class Planner:
 
     # What happens
 
-    def note_batch(self, batch: Batch, seconds: float, now: float, *, reruns: int, bad: float) -> None:
+    def note_batch(self, batch: Batch, seconds: float, now: float, *, reruns: int) -> None:
         """Note that a batch has ended.
 
         Args:
@@ -346,26 +400,22 @@ class Planner:
             seconds: How long it took, runs that failed included.
             now: The time.
             reruns: How often the function was called again.
-            bad: The share of items that made it raise.
         """
         self.ended = now
         if batch.padding or self._padding > 1:
             useful = batch.weight - batch.padding
             self._padding += _STEP * ((batch.weight / useful if useful > 0 else 1.0) - self._padding)
-        if reruns or self._overhead > 1:
-            curve = self._times.curve(batch.group) if reruns else None
-            expected = seconds if curve is None else curve.seconds(len(batch.requests), batch.weight)
-            if expected > 0:
-                self._overhead = max(self._overhead + _STEP * (max(seconds / expected, 1.0) - self._overhead), 1.0)
-        if bad or self._bad:
-            self._bad += _BAD_STEP * (bad - self._bad)
-            even = int(_BAD_IN_BATCH / self._bad) if self._bad > _BAD_IN_BATCH / self._limits.max_size else 0
-            self._ceiling = max(1, min(even, self._limits.max_size)) if even else self._limits.max_size
+        mean = batch.weight / len(batch.requests)
         if self.auto:
-            self._mean = batch.weight / len(batch.requests)
+            self._mean = mean
             if not reruns:
                 self.auto.note_run(len(batch.requests), seconds)
             self.auto.follow(self._times, self._times.curve(batch.group), self._mean)
+        else:
+            self._unplanned += seconds
+            if self._unplanned >= _PLANNED:  # planning takes time too: of fast models it looks at several runs at once
+                self._unplanned = 0.0
+                self._ceiling = self._best.next(self._times.curve(batch.group), mean)
         self.most = min(self._ceiling, self.auto.size)
         if self._asked:
             self._asked = False
@@ -426,7 +476,7 @@ class Planner:
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
         size = self.most if self.auto else self._limits.max_size
-        return math.inf if curve is None else curve.seconds(size, 0.0) * self._overhead
+        return math.inf if curve is None else curve.seconds(size, 0.0)
 
     def _most(self, curve: Curve | None, mean: float) -> int:
         """How many items a batch of this group may have."""
@@ -446,7 +496,7 @@ class Planner:
         ahead = self._seconds_in_front(request, line, lines) if lines.several else 0.0
         place, weight = 1, request.weight
         if line is not None:
-            in_front, heavy = lines.ahead(request, line)
+            in_front, heavy = lines.ahead(request, line, self._due)
             place, weight = in_front + 1, heavy + request.weight
         weight *= self._padding
         mean = weight / place if self._limits.weighed else 0.0
@@ -456,13 +506,13 @@ class Planner:
         if self._limits.max_weight != math.inf:
             batches = max(batches, math.ceil(weight / self._limits.max_weight) - 1)
         ahead += batches * curve.seconds(crowd, crowd * mean)
-        start = (busy + ahead * self._overhead) / threads
+        start = (busy + ahead) / threads
         joining = self._arrivals.rate * start / max(len(lines), 1)
         joining = max(joining - math.sqrt(joining) / 2, 0.0)  # arrivals are random: so many are likely
         mine = max(place - batches * crowd, 1)
         least = self._arrivals.least(curve, mean, lines=len(lines), crowd=crowd)
         own = max(mine, min(least, mine + joining))  # those that come later need not join it
-        return start + curve.seconds(own, max(own * mean, request.weight if mean else 0.0)) * self._overhead
+        return start + curve.seconds(own, max(own * mean, request.weight if mean else 0.0))
 
     def seconds_to_drain(self, waiting: int, now: float) -> float:
         """How long until all waiting requests are computed, by the measured rate."""
@@ -481,7 +531,7 @@ class Planner:
         total = 0.0
         for batch in running:
             curve = self._times.curve(batch.group)
-            seconds = 0.0 if curve is None else curve.seconds(len(batch.requests), batch.weight) * self._overhead
+            seconds = 0.0 if curve is None else curve.seconds(len(batch.requests), batch.weight)
             left = batch.started + seconds - now
             total += left if left >= 0 else -left * _STALL
         return total
@@ -499,11 +549,12 @@ class Planner:
             curve = self._times.curve(other.group)
             if first is None or curve is None or (first.arrived > arrived and lines.fairness is None):
                 continue
-            count, weight = lines.ahead(request, other)
+            count, weight = lines.ahead(request, other, self._due)
             if count:
                 size = self._most(curve, 0.0) if self.auto else self._limits.max_size
                 batches = math.ceil(count / size)
-                seconds += (batches - 1) * curve.fixed + curve.seconds(count, weight * self._padding)
+                size = min(size, count)
+                seconds += batches * curve.seconds(size, weight * self._padding / batches)
         return seconds * max(1.0, len(lines) / (_LOOKED_AT + 1)) if looked_at else 0.0
 
     # What is computed next
@@ -533,12 +584,7 @@ class Planner:
     def choose(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
         """The requests of the next batch, and those that will be late in any case.
 
-        "Oldest" stands for those whose turn it is, where requests do not go in the order of their arrival.
-
-        As many as can be computed by the earliest deadline among them. Those with the nearest deadlines are left out if
-        they would keep the batch from computing what arrives, or make others late, and the one without them answers
-        more. What cannot be in time even alone is left out in any case. Something is chosen if anything came while the
-        thread was idle, even if it will be late: only a run shows whether the model has become faster.
+        Where requests go by keys and priorities, their turns stand for the nearest deadlines.
         """
         waiting = lines.in_order(line, self.most)
         curve = self._times.curve(line.group)
@@ -557,39 +603,45 @@ class Planner:
             if newest.arrived < self.ended:
                 return [], late
             return [newest], [one for one in late if one is not newest]
-        first = self._fill(waiting, curve, now)
-        first = self._planned(waiting, first, curve, now, len(lines))
-        if self._rest_holds(waiting, len(first), curve, now) and self._keeps_up(waiting, first, curve, len(lines)):
-            return first, late
-        chosen, lost = self._without_urgent(waiting, first, curve, now)
-        return chosen, late + lost
+        ordered = waiting if lines.fairness is not None else sorted(waiting, key=self._due)
+        chosen, until = self._fast_enough(ordered, curve, now, len(lines))
+        if lines.fairness is None:  # a batch has its items in the order of the calls
+            taken = set(map(id, chosen))
+            chosen = [one for one in waiting if id(one) in taken]
+        ends = now + curve.seconds(len(chosen), self._weight(chosen))
+        return chosen, late + [one for one in waiting if one.deadline <= until and self._late(one, curve, ends)]
 
-    def _keeps_up(self, waiting: list[Request], chosen: list[Request], curve: Curve, lines: int) -> bool:
-        """Whether batches of this size compute what arrives, or nothing else waits."""
-        most = min(len(waiting), self._ceiling)
-        if len(chosen) >= most:
-            return True
-        mean = self._weight(chosen) / len(chosen)
-        crowd = self._arrivals.crowd(waiting[0].group, curve, mean, lines=lines, ceiling=self._ceiling)
-        return len(chosen) >= min(self._arrivals.least(curve, mean, lines=lines, crowd=crowd), most)
+    def _due(self, request: Request) -> float:
+        """Who has no deadline has as long as anybody: else those with one would pass it for ever."""
+        return request.deadline if request.deadline != math.inf else request.arrived + self._arrivals.longest
 
-    def _without_urgent(
-        self, waiting: list[Request], first: list[Request], curve: Curve, now: float
-    ) -> tuple[list[Request], list[Request]]:
-        """A batch that leaves out the nearest deadlines, if it answers more for its time though these are lost."""
-        best, chosen, until = self._rate_of(first, curve), first, -math.inf
+    def _fast_enough(self, waiting: list[Request], curve: Curve, now: float, lines: int) -> tuple[list[Request], float]:
+        """The batch without those whose deadlines would keep it too slow, as few as possible; and the last of these."""
+        needed = self._needed(waiting, now, lines)
         by_deadline = sorted(request.deadline for request in waiting)
-        for at in sizes_up_to(len(waiting) - 1):
-            limit = by_deadline[at - 1]
-            room = self._fill((one for one in waiting if one.deadline > limit), curve, now)
-            lost = sum(one.deadline <= limit for one in first)
+        first = found = self._planned(waiting, self._fill(waiting, curve, now), curve, now, lines)
+        best, last = self._rate_of(first, curve), -math.inf
+        for skipped in sizes_up_to(len(waiting) - 1):
+            if best >= needed or len(found) >= self._ceiling:
+                break
+            until = by_deadline[skipped - 1]
+            room = self._fill((one for one in waiting if one.deadline > until), curve, now)
+            room = self._planned(waiting, room, curve, now, lines) if room else room
+            lost = sum(one.deadline <= until for one in first)
             rate = self._rate_of(room, curve) * max(len(room) - lost, 0) / max(len(room), 1)
             if rate > best * _DROP_GAIN:
-                best, chosen, until = rate, room, limit
-            if len(room) >= self._ceiling:
+                best, found, last = rate, room, until
+        return found, last
+
+    def _needed(self, waiting: list[Request], now: float, lines: int) -> float:
+        """Items a second that have to be computed for everything to be in time: what waits, and what arrives."""
+        needed = _AHEAD * self._arrivals.rate / max(lines, 1)
+        for number, deadline in enumerate(sorted(request.deadline for request in waiting), start=1):
+            if deadline == math.inf:
                 break
-        ends = now + curve.seconds(len(chosen), self._weight(chosen))
-        return chosen, [one for one in waiting if one.deadline <= until and self._late(one, curve, ends)]
+            if deadline > now:
+                needed = max(needed, number / (deadline - now))
+        return needed
 
     def _late(self, request: Request, curve: Curve, start: float) -> bool:
         return start + curve.seconds(1, request.weight if self._limits.weighed else 0.0) > request.deadline

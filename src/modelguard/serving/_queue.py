@@ -566,8 +566,8 @@ class BatchQueue:
 
     def record_end(self, batch: Batch, seconds: float, now: float, *, reruns: int = 0, bad: float = 0.0) -> None:
         """Record how long a batch kept its thread, how often it was run again, and the share of bad items."""
-        self.times.record_batch(len(batch.requests), seconds, now)
-        self._planner.note_batch(batch, seconds, now, reruns=reruns, bad=bad)
+        self.times.record_batch(len(batch.requests), seconds, now, bad=bad, weight=batch.weight, group=batch.group)
+        self._planner.note_batch(batch, seconds, now, reruns=reruns)
         self._lines.full_size = self._planner.most
 
     # Out of turn

@@ -49,11 +49,23 @@ _FAR = 1000.0
 _GROUP_STEP = 0.3
 #: A batch may be twice as large as the largest one so far, where it is not known that the deadlines hold.
 _GROWTH = 2
+#: More items than any batch has.
+_ANY = 1 << 20
+#: What batches of a size take follows each run by this much, and all sizes together by that much: models become faster
+#: and slower as a whole.
+_SIZE_STEP = 0.1
+_LEVEL_STEP = 0.1
+#: What was learned of a size counts so much less with each run of another one.
+_FORGOTTEN = 0.97
+#: How fast the share of bad items is followed, with each item; and the runs that one of them adds, with each batch.
+_BAD_STEP = 0.005
+_AGAIN_STEP = 0.2
+_NO_BAD = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """How long batches of one group take: ``fixed + each * count + unit * weight`` seconds, at most ``most``.
+    """How long batches of one group take: by a line, and by what batches of each size have taken where that is known.
 
     Attributes:
         fixed: Seconds for any batch.
@@ -62,6 +74,8 @@ class Curve:
         most: Seconds for the only size that was measured, if there was only one: larger batches may take as long.
         reach: How many items the largest batch had.
         margin: The factor by which all of these are longer than what is usual, to be on the safe side.
+        points: Sizes of batches, and their seconds, where these were measured; both rise.
+        again: The share of a run that bad items add, for each item of a batch: it is run again in parts.
     """
 
     fixed: float
@@ -70,11 +84,39 @@ class Curve:
     most: float
     reach: float
     margin: float = 1.0
+    points: tuple[tuple[float, float], ...] = ()
+    again: float = 0.0
 
     def seconds(self, count: float, weight: float) -> float:
         """How long a batch takes, on the safe side."""
-        seconds = self.fixed + self.each * count + self.unit * weight
-        return min(self.most, seconds)
+        once = self._by_points(count) if self.points else self._by_line(count, weight)
+        return once * (1.0 + self.again * count)
+
+    def _by_line(self, count: float, weight: float) -> float:
+        return min(self.most, self.fixed + self.each * count + self.unit * weight)
+
+    def _by_points(self, count: float) -> float:
+        before: tuple[float, float] | None = None
+        for point in self.points:
+            if point[0] >= count:
+                if before is None or point[0] == count:
+                    return self._beyond(point, count)
+                part = (count - before[0]) / (point[0] - before[0])
+                return before[1] + part * (point[1] - before[1])
+            before = point
+        return self._beyond(self.points[-1], count)
+
+    def _beyond(self, point: tuple[float, float], count: float) -> float:
+        """From the nearest size on, by the line."""
+        there = self._by_line(point[0], 0.0)
+        return point[1] * self._by_line(count, 0.0) / there if there > 0 else point[1]
+
+    def at_best(self, count: float, weight: float) -> float:
+        """How long a batch takes if larger ones than any so far take no longer: else nobody would find that out."""
+        seconds = self.seconds(count, weight)
+        if not self.points or count <= self.reach:
+            return seconds
+        return min(seconds, self.points[-1][1] * (1.0 + self.again * count))
 
     def at_worst(self, count: int, weight: float) -> float:
         """How long a batch takes if larger batches gain nothing.
@@ -102,16 +144,15 @@ class Curve:
             seconds: The time.
             mean: The mean weight of an item; 0 if nothing is weighed.
         """
-        slope = self.each + self.unit * mean
-        if self.most <= seconds or (slope <= 0 and self.fixed <= seconds):
-            count = math.inf
-        else:
-            count = (seconds - self.fixed) / slope if slope > 0 else 0.0
-        measured = _GROWTH * self.reach
-        if count <= measured:
-            return count
-        largest = self.seconds(self.reach, mean * self.reach)
-        return count if largest <= 0 else max(measured, min(count, seconds * self.reach / largest))
+        low, high = 0, 1
+        while self.holds(high, high * mean, seconds):
+            if high > _ANY:
+                return math.inf
+            low, high = high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.holds(middle, middle * mean, seconds) else (low, middle)
+        return low
 
 
 class BatchTimes:
@@ -131,6 +172,11 @@ class BatchTimes:
         self._runs = 0
         self._fresh_until = -math.inf
         self._recent: deque[tuple[float, int, float]] = deque(maxlen=_KEPT)
+        self._sizes = _Sizes()
+        self._weighed = False
+        self._told = 0  # items that were computed
+        self._passed = 0.0  # seconds of the runs that succeeded since the last batch
+        self._bad = self._again = 0.0  # the share of bad items, and the runs that one of them adds
 
     def record(self, count: int, weight: float, group: Hashable, seconds: float, now: float) -> None:
         """Record one run of the function that succeeded.
@@ -142,13 +188,31 @@ class BatchTimes:
             seconds: How long it took.
             now: When it ended.
         """
+        self._passed += seconds
         self._unread.append((count, weight, group, seconds))
         self._runs += 1
         self._fresh_until = now + max(_FRESH_SECONDS, _FRESH_RUNS * seconds)
 
-    def record_batch(self, items: int, seconds: float, now: float) -> None:
-        """Record how long a thread was busy with a batch, runs that failed included."""
+    def record_batch(
+        self, items: int, seconds: float, now: float, *, bad: float = 0.0, weight: float = 0.0, group: Hashable = None
+    ) -> None:
+        """Record how long a thread was busy with a batch, runs that failed included, and the share of bad items."""
         self._recent.append((now, items, seconds))
+        passed, self._passed = self._passed, 0.0
+        self._reach = max(self._reach, items)
+        if not (bad or self._bad):
+            self._told += items
+            return
+        self._told += items
+        self._bad += max(1 - (1 - _BAD_STEP) ** items, items / self._told) * (bad - self._bad)
+        if self._bad < _NO_BAD:
+            self._bad = 0.0
+        if bad and items > 1 and (curve := self.curve(group)) is not None:
+            once = min(curve.seconds(items, weight) / (curve.margin * (1 + curve.again * items)), passed)
+            if once > 0:
+                runs = max(seconds / once - 1, 0.0) / (bad * items)
+                self._again += (_AGAIN_STEP if self._again else 1.0) * (runs - self._again)
+        self._curves.clear()
 
     @property
     def enough(self) -> bool:
@@ -193,14 +257,21 @@ class BatchTimes:
 
     def _learn_run(self, count: int, weight: float, group: Hashable, seconds: float) -> None:
         line, factor = self._line, self._factor(group)
-        inside = self._least <= count <= self._reach
+        inside = self._least <= count <= self._reach and (bool(weight) or self._sizes.knows(count))
         low, high = self._explained(count, weight, inside=inside)
         self._reach, self._least = max(self._reach, count), min(self._least, count)
         if not line.total:
             line.add(count, weight, seconds)
+            self._sizes.note(count, seconds, seconds)
+            return
+        if group is not None and group not in self._factors and line.known:
+            # Of a new group at a new size nobody can tell which of the two takes longer.
+            usual = self._curve_of(1.0).seconds(count, weight)
+            self._learn_group(group, min(max(seconds / usual, 1 / _FAR), _FAR) if usual > 0 else 1.0)
             return
         nearest = min(max(seconds, low * factor), high * factor)
         ratio = min(max(seconds / nearest, 1 / _FAR), _FAR) if nearest > 0 else 1.0
+        expected = nearest / factor
         if group is not None:
             ratio = self._learn_group(group, ratio)
             factor = self._factor(group)
@@ -209,10 +280,15 @@ class BatchTimes:
             if inside:
                 self._ratios.append(ratio)
             if inside or ratio != 1.0:
-                seconds = self._checked(ratio, count, weight, seconds, nearest / factor)
+                seconds = self._checked(ratio, count, weight, seconds, expected)
             else:  # the line is about to turn: how far runs were from it says nothing about the new one
                 self._last.clear()
         self._line.add(count, weight, seconds)
+        if weight:
+            self._weighed = True
+        else:
+            # Of a group, its own factor follows the model's speed.
+            self._sizes.note(count, seconds, expected if inside and group is None else seconds)
 
     def _explained(self, count: int, weight: float, *, inside: bool) -> tuple[float, float]:
         """The shortest and the longest time of a run that the line explains: of sizes beyond all others it says little.
@@ -221,11 +297,15 @@ class BatchTimes:
         columns; and so for smaller ones.
         """
         expected = self._line.seconds(count, weight) if self._line.total else 0.0
+        if inside and self._line.known and not self._weighed:
+            items, usual = self._sizes.usual(count)
+            there = self._line.seconds(items, 0.0)
+            expected = usual * expected / there if there > 0 else usual
         if inside or not self._line.total:
             return expected, expected
-        nearest = self._reach if count > self._reach else self._least
+        nearest = self._least if count < self._least or count <= self._reach else self._reach
         least = self._line.seconds(nearest, weight * nearest / count)
-        by = count / nearest
+        by = count / nearest if nearest else 1.0
         return min(expected, least, least * by), max(expected, least) * max(by, 1.0)
 
     def _checked(self, ratio: float, count: int, weight: float, seconds: float, expected: float) -> float:
@@ -236,7 +316,10 @@ class BatchTimes:
         last.append((ratio, count, weight, seconds))
         ratios = [run[0] for run in last]
         if _agree(latest := ratios[-_AGREE:], _AGREE, usual):
-            self._line.scale(sorted(latest)[_AGREE // 2])
+            self._scale(sorted(latest)[_AGREE // 2])
+            for _, items, weighs, took in itertools.islice(last, len(last) - _AGREE, len(last)):
+                if not weighs:
+                    self._sizes.renew(items, took)
         elif _agree(ratios, _DRIFT, _DRIFTED):
             self._learn_anew(sorted(ratios)[_DRIFT // 2])
         else:
@@ -249,11 +332,16 @@ class BatchTimes:
         """Learn from the last runs alone, without the one that is being learned; or rescale, if sizes are alike."""
         counts = [run[1] for run in self._last]
         if max(counts) < _DIFFER * min(counts):
-            self._line.scale(ratio)
+            self._scale(ratio)
             return
         self._line = _Line()
+        self._sizes.level *= ratio
         for _, count, weight, seconds in itertools.islice(self._last, _DRIFT - 1):
             self._line.add(count, weight, seconds)
+
+    def _scale(self, by: float) -> None:
+        self._line.scale(by)
+        self._sizes.level *= by
 
     def _factor(self, group: Hashable) -> float:
         return self._factors.get(group, 1.0) if group is not None else 1.0
@@ -271,13 +359,16 @@ class BatchTimes:
     def _make_curve(self, group: Hashable) -> Curve:
         margin = self._margin()
         by = self._factor(group) * margin
-        line = self._line
-        if not line.known:
-            count, weight, seconds = line.means()
-            if weight:
-                return Curve(0.0, 0.0, seconds * by / weight, seconds * by, self._reach, margin)
-            return Curve(0.0, seconds * by / count, 0.0, seconds * by, self._reach, margin)
-        return Curve(line.fixed * by, line.each * by, line.unit * by, math.inf, self._reach, margin)
+        again = self._bad * self._again
+        if not self._line.known:
+            count, weight, seconds = self._line.means()
+            each, unit = (0.0, seconds * by / weight) if weight else (seconds * by / count, 0.0)
+            return Curve(0.0, each, unit, seconds * by, self._reach, margin, (), again)
+        return self._curve_of(by, margin, again)
+
+    def _curve_of(self, by: float, margin: float = 1.0, again: float = 0.0) -> Curve:
+        line, points = self._line, () if self._weighed else self._sizes.points(by)
+        return Curve(line.fixed * by, line.each * by, line.unit * by, math.inf, self._reach, margin, points, again)
 
     def _margin(self) -> float:
         """What the times are multiplied by, so that few batches take longer."""
@@ -294,6 +385,55 @@ class BatchTimes:
 def _agree(ratios: list[float], count: int, by: float) -> bool:
     """Whether there are so many, and all of them are more or all are less than expected by this factor."""
     return len(ratios) == count and (min(ratios) > by or max(ratios) < 1 / by)
+
+
+class _Sizes:
+    """What batches of each size have taken, of which sizes within a factor of two count as one.
+
+    Attributes:
+        level: By how much the model has become slower as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.level = 1.0
+        self._known: dict[int, tuple[float, float, float, int]] = {}  # items, seconds over the level, runs, when
+        self._noted = 0
+
+    def note(self, count: int, seconds: float, expected: float) -> None:
+        self._noted += 1
+        of = count.bit_length()
+        items, usual, runs, when = self._known.get(of, (0.0, 0.0, 0.0, 0))
+        runs *= _FORGOTTEN ** (self._noted - when)
+        step = max(1 / (runs + 1), _SIZE_STEP)
+        if runs > _ENOUGH and expected > 0 and seconds > 0:
+            self.level *= (seconds / expected) ** _LEVEL_STEP
+        items, usual = items + step * (count - items), usual + step * (seconds / self.level - usual)
+        self._known[of] = items, usual, runs + 1, self._noted
+
+    def usual(self, count: int) -> tuple[float, float]:
+        """How many items batches of about this size have had, and what they took; both are known."""
+        items, seconds, _, _ = self._known[count.bit_length()]
+        return items, seconds * self.level
+
+    def knows(self, count: int) -> bool:
+        """Whether batches of this size were measured, and not only smaller and larger ones."""
+        return count.bit_length() in self._known
+
+    def renew(self, count: int, seconds: float) -> None:
+        """Forget what batches of this size took before."""
+        self._known[count.bit_length()] = count, seconds / self.level, 1, self._noted
+
+    def points(self, by: float) -> tuple[tuple[float, float], ...]:
+        """Sizes and seconds times a factor; where larger ones took less, they share their mean."""
+        merged: list[list[float]] = []
+        for _, (items, seconds, runs, when) in sorted(self._known.items()):
+            many = min(runs, 1 / _SIZE_STEP) * _FORGOTTEN ** (self._noted - when) + _RIGID
+            merged.append([items * many, seconds * many, many, 1])
+            while len(merged) > 1 and merged[-2][1] * merged[-1][2] > merged[-1][1] * merged[-2][2]:
+                last = merged.pop()
+                merged[-1] = [one + other for one, other in zip(merged[-1], last, strict=True)]
+        by *= self.level
+        return tuple((items / many, seconds / many * by) for items, seconds, many, _ in merged)
 
 
 class _Line:
@@ -434,6 +574,7 @@ class Arrivals:
         offered: Requests with a deadline since the last batch ended, those that were refused included.
         patient: Requests without one since then.
         rate: Requests a second; 0 until that was measured.
+        longest: The longest time that one of the last requests had, of those that had a deadline.
     """
 
     def __init__(self) -> None:
@@ -443,6 +584,7 @@ class Arrivals:
         self._last: deque[float] = deque(maxlen=_KEPT_ARRIVALS)
         self._new = 0  # how many of the last came since they were summed up
         self._timeouts: tuple[float, ...] = ()
+        self.longest = 0.0
 
     def configure(self, max_size: int, max_weight: float, longest: float) -> None:
         """Plan with these bounds from now on. What was measured stays.
@@ -470,6 +612,7 @@ class Arrivals:
         ordered = sorted(self._last)
         count = min(len(ordered), _SHARES)
         timeouts = tuple(ordered[(2 * share + 1) * len(ordered) // (2 * count)] for share in range(count))
+        self.longest = max((timeout for timeout in ordered if timeout != math.inf), default=self.longest)
         known = self._timeouts
         if len(timeouts) != len(known) or not all(map(_near, timeouts, known)):
             self._timeouts = timeouts
@@ -493,8 +636,8 @@ class Arrivals:
             crowd: How many items a batch has under overload.
         """
         rate = _AHEAD * self.rate / max(lines, 1)
-        idle = 1 - rate * (curve.each + curve.unit * mean)  # the share of the time that is left for fixed times
-        return crowd if idle * crowd <= rate * curve.fixed else max(math.ceil(rate * curve.fixed / idle), 1)
+        fast = (size for size in self._sizes if size >= min(rate * curve.seconds(size, size * mean), crowd))
+        return next(fast, crowd)
 
     def crowd(self, group: Group | None, curve: Curve, mean: float, *, lines: int, ceiling: int) -> int:
         """How many items a batch has under overload.
@@ -556,13 +699,9 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def _alike(one: Curve, other: Curve, rate: float, other_rate: float) -> bool:
-    tolerance = _ALIKE * (one.fixed + one.each + one.unit)
-    return (
-        abs(one.fixed - other.fixed) <= tolerance
-        and abs(one.each - other.each) <= _ALIKE * one.each
-        and abs(one.unit - other.unit) <= _ALIKE * one.unit
-        and one.most == other.most
-        and abs(rate - other_rate) <= _ALIKE * rate
+    sizes = (1, one.reach, other.reach)
+    return abs(rate - other_rate) <= _ALIKE * rate and all(
+        _near(one.seconds(size, weight), other.seconds(size, weight)) for size in sizes for weight in (0.0, size)
     )
 
 

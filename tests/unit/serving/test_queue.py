@@ -241,6 +241,42 @@ def test_a_later_item_with_an_earlier_deadline_bounds_the_batch_too() -> None:
     assert [0, 1] == taken(queue, 0.0)
 
 
+def test_the_nearest_deadline_goes_first() -> None:
+    """Where a batch has no room for all that wait, it takes those with the least time, in the order of their calls."""
+    queue = queue_of(max_queue=100)
+    measured(queue, {1: 1.0, 4: 1.0})
+    for number, left in enumerate([9.0, 8.0, 3.0, 7.0, 2.0, 9.0]):
+        queue.admit(request(number, deadline=left), 0.0)
+    assert [1, 2, 3, 4] == taken(queue, 0.0)
+
+
+def test_who_has_no_deadline_is_not_passed_for_ever() -> None:
+    """It counts as if it had the longest time that requests have had: what comes later than that goes behind it."""
+    queue = queue_of(max_queue=100)
+    measured(queue, {1: 1.0, 4: 1.0})
+    for _ in range(4):
+        queue.admit(request("first", deadline=5.0), 0.0)
+    assert ["first"] * 4 == taken(queue, 0.0)
+    queue.admit(request("patient"), 1.0)
+    for number in range(3):
+        queue.admit(request(number, deadline=5.5), 1.0)
+    for number in range(3, 8):
+        queue.admit(request(number, deadline=9.0), 2.5)
+    assert {"patient", 0, 1, 2} == set(taken(queue, 2.5))
+
+
+def test_batches_stay_small_where_larger_ones_compute_no_more() -> None:
+    """A model that computes one item after the other: an answer needs not wait for those behind it."""
+    queue = queue_of(max_size=32, max_queue=100)
+    measured(queue, {1: 0.1, 4: 0.4, 32: 3.2})
+    for number in range(40):
+        queue.admit(request(number), 0.0)
+    batch = queue.next_batch(0.0)
+    assert isinstance(batch, Batch)
+    run(queue, batch, 3.2, 3.2)
+    assert 1 == len(taken(queue, 3.2))
+
+
 def test_measurements_grow_old() -> None:
     """After a slow time nothing is refused because of it."""
     queue = queue_of(max_queue=100)
