@@ -317,6 +317,8 @@ _AHEAD = 1.1
 _HAND_OVER = 1e-4
 _NEARLY = 0.98
 _UNSURE = 0.04
+#: Sizes that are compared are apart by this factor, so many to a doubling.
+_APART, _STEPS = 1.15, 5
 #: It is chosen anew when batches have taken so many seconds.
 _PLANNED = 0.01
 #: After so many batches a size next to it is tried, and after twice as many when both of them have changed nothing.
@@ -330,7 +332,7 @@ class BestSize:
     """
 
     def __init__(self, most: int) -> None:
-        self._sizes = sizes_up_to(most)
+        self._sizes = sorted({max(int(most / _APART**step), 1) for step in range(most.bit_length() * _STEPS)})
         self._most = self._best = most
         self._batches, self._pause, self._next, self._larger = 0, _SOON, _SOON, False
 
@@ -603,13 +605,21 @@ class Planner:
             if newest.arrived < self.ended:
                 return [], late
             return [newest], [one for one in late if one is not newest]
-        ordered = waiting if lines.fairness is not None else sorted(waiting, key=self._due)
+        ordered = self._by_deadline(waiting) if lines.fairness is None else waiting
         chosen, until = self._fast_enough(ordered, curve, now, len(lines))
-        if lines.fairness is None:  # a batch has its items in the order of the calls
+        if until != -math.inf:
+            ends = now + curve.seconds(len(chosen), self._weight(chosen))
+            late += [one for one in waiting if one.deadline <= until and self._late(one, curve, ends)]
+        if ordered is not waiting:  # a batch has its items in the order of the calls
             taken = set(map(id, chosen))
             chosen = [one for one in waiting if id(one) in taken]
-        ends = now + curve.seconds(len(chosen), self._weight(chosen))
-        return chosen, late + [one for one in waiting if one.deadline <= until and self._late(one, curve, ends)]
+        return chosen, late
+
+    def _by_deadline(self, waiting: list[Request]) -> list[Request]:
+        deadlines = [request.deadline for request in waiting]
+        if deadlines[-1] != math.inf and deadlines == sorted(deadlines):
+            return waiting
+        return sorted(waiting, key=self._due)
 
     def _due(self, request: Request) -> float:
         """Who has no deadline has as long as anybody: else those with one would pass it for ever."""
@@ -617,9 +627,11 @@ class Planner:
 
     def _fast_enough(self, waiting: list[Request], curve: Curve, now: float, lines: int) -> tuple[list[Request], float]:
         """The batch without those whose deadlines would keep it too slow, as few as possible; and the last of these."""
+        first = found = self._planned(waiting, self._fill(waiting, curve, now), curve, now, lines)
+        if len(first) >= min(self._ceiling, len(waiting)):
+            return first, -math.inf
         needed = self._needed(waiting, now, lines)
         by_deadline = sorted(request.deadline for request in waiting)
-        first = found = self._planned(waiting, self._fill(waiting, curve, now), curve, now, lines)
         best, last = self._rate_of(first, curve), -math.inf
         for skipped in sizes_up_to(len(waiting) - 1):
             if best >= needed or len(found) >= self._ceiling:
