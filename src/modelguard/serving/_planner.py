@@ -10,7 +10,8 @@ The rules, all of them by measured times:
    out, as few as possible, and only where more are answered for it.
 4. What cannot be in time even alone is not computed, and changes nothing for others: neither sizes nor order. But when
    nothing else waits something is computed all the same: only a run shows whether the model has become faster.
-5. A request is refused when it comes only if it would be late behind what has less time, or comes before it.
+5. After a batch that failed as a whole, half as many share the next one, until batches succeed again.
+6. A request is refused when it comes only if it would be late behind what has less time, or comes before it.
 """
 
 from __future__ import annotations
@@ -386,7 +387,9 @@ class Planner:
         self.auto = AutoSize(limits.slo, limits.max_wait, limits.max_size)
         self._arrivals.configure(limits.max_size, limits.max_weight, self.auto.seconds)
         self._best, self._unplanned = BestSize(limits.max_size), 0.0
-        self._ceiling = limits.max_size  # fewer where smaller batches compute as much
+        self._worth = limits.max_size  # fewer where smaller batches compute as much
+        self._safe = limits.max_size  # fewer after batches that failed as a whole
+        self._ceiling = limits.max_size
         if self.auto:
             self.auto.follow(self._times, self._times.curve(), self._mean)
         self.most = self.auto.size
@@ -417,13 +420,28 @@ class Planner:
             self._unplanned += seconds
             if self._unplanned >= _PLANNED:  # planning takes time too: of fast models it looks at several runs at once
                 self._unplanned = 0.0
-                self._ceiling = self._best.next(self._times.curve(batch.group), mean)
-        self.most = min(self._ceiling, self.auto.size)
+                self._worth = self._best.next(self._times.curve(batch.group), mean)
+        self._bound()
         if self._asked:
             self._asked = False
             self._full = self._full_batch()
             self._confirm(batch, seconds, now)
         self._arrivals.note_batch(now)
+
+    def note_verdict(self, count: int, *, failed: bool) -> None:
+        """Note whether a batch of so many items failed as a whole.
+
+        If several of them are at fault, nobody could tell them from the others: half as many share the next failure.
+        """
+        if failed:
+            self._safe = max(count // 2, 1)
+        elif count >= self._safe:
+            self._safe = min(self._safe * 2, self._limits.max_size)
+        self._bound()
+
+    def _bound(self) -> None:
+        self._ceiling = min(self._worth, self._safe)
+        self.most = min(self._ceiling, self.auto.size)
 
     def _confirm(self, batch: Batch, seconds: float, now: float) -> None:
         """Note whether a run took as long as expected, and shows for a while what cannot be in time."""

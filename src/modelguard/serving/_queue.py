@@ -535,6 +535,8 @@ class BatchQueue:
     def record_verdict(self, batch: Batch, verdict: Verdict, now: float) -> CircuitChange:
         """Tell the breaker how a batch went. Returns whether that opened or closed the circuit."""
         self.counters.failed_batches += verdict == "failed"
+        self._planner.note_verdict(len(batch.requests), failed=verdict == "failed")
+        self._lines.full_size = self._planner.most
         change = self._queue_circuit.batch_ended(batch.requests, verdict, now)
         if change == "opened":
             self._refuse_because_open(now)

@@ -277,6 +277,20 @@ def test_batches_stay_small_where_larger_ones_compute_no_more() -> None:
     assert 1 == len(taken(queue, 3.2))
 
 
+def test_after_a_batch_that_failed_as_a_whole_half_as_many_share_the_next() -> None:
+    """Several bad items may be at fault, or the model: either way fewer healthy ones fail beside them."""
+    queue = queue_of(max_size=8, max_queue=100)
+    for number in range(40):
+        queue.admit(request(number), 0.0)
+    sizes = []
+    for verdict in ("failed", "failed", "succeeded", "succeeded", "succeeded"):
+        batch = queue.next_batch(0.0)
+        assert isinstance(batch, Batch)
+        sizes.append(len(batch.requests))
+        run(queue, batch, 0.0, 0.0, verdict)
+    assert [8, 4, 2, 4, 8] == sizes
+
+
 def test_measurements_grow_old() -> None:
     """After a slow time nothing is refused because of it."""
     queue = queue_of(max_queue=100)
