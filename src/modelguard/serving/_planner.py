@@ -234,6 +234,7 @@ class AutoSize:
         self._runs: deque[tuple[int, bool]] = deque(maxlen=_REMEMBERED)  # items, and whether it took too long
         self._most: float = ceiling
         self._grown = 0
+        self._fits: tuple[Curve | None, float, float] = None, 0.0, 0.0  # how many items, for this curve and mean
 
     def __bool__(self) -> bool:
         return self.slo != math.inf
@@ -249,7 +250,9 @@ class AutoSize:
             return self._ceiling
         if curve is None:
             return 1
-        return int(max(1.0, min(curve.count_within(self.seconds, mean), self._most)))
+        if self._fits[:2] != (curve, mean):
+            self._fits = curve, mean, curve.count_within(self.seconds, mean)
+        return int(max(1.0, min(self._fits[2], self._most)))
 
     def note_run(self, count: int, seconds: float) -> None:
         late = seconds > self.seconds * _LONGER
@@ -495,8 +498,7 @@ class Planner:
 
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
-        size = self.most if self.auto else self._limits.max_size
-        return math.inf if curve is None else curve.seconds(size, 0.0)
+        return math.inf if curve is None else curve.seconds(self.most, 0.0)
 
     def _most(self, curve: Curve | None, mean: float) -> int:
         """How many items a batch of this group may have."""

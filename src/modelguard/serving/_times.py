@@ -55,8 +55,9 @@ _ANY = 1 << 20
 #: and slower as a whole.
 _SIZE_STEP = 0.1
 _LEVEL_STEP = 0.1
-#: What was learned of a size counts so much less with each run of another one.
+#: What was learned of a size counts so much less with each run of another one, and never less than this part of a run.
 _FORGOTTEN = 0.97
+_REMAINS = 0.1
 #: How fast the share of bad items is followed, with each item; and the runs that one of them adds, with each batch.
 _BAD_STEP = 0.005
 _AGAIN_STEP = 0.2
@@ -427,7 +428,7 @@ class _Sizes:
         """Sizes and seconds times a factor; where larger ones took less, they share their mean."""
         merged: list[list[float]] = []
         for _, (items, seconds, runs, when) in sorted(self._known.items()):
-            many = min(runs, 1 / _SIZE_STEP) * _FORGOTTEN ** (self._noted - when) + _RIGID
+            many = min(runs, 1 / _SIZE_STEP) * _FORGOTTEN ** (self._noted - when) + _REMAINS
             merged.append([items * many, seconds * many, many, 1])
             while len(merged) > 1 and merged[-2][1] * merged[-1][2] > merged[-1][1] * merged[-2][2]:
                 last = merged.pop()
