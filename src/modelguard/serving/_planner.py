@@ -323,6 +323,8 @@ _NEARLY = 0.98
 _UNSURE = 0.04
 #: Sizes that are compared are apart by this factor, so many to a doubling.
 _APART, _STEPS = 1.15, 5
+#: More bad items than these, on average, are hard to tell from the others of their batch.
+_BAD_IN_BATCH = 1.6
 #: It is chosen anew when batches have taken so many seconds.
 _PLANNED = 0.01
 #: After so many batches a size next to it is tried, and after twice as many when both of them have changed nothing.
@@ -424,6 +426,7 @@ class Planner:
             if self._unplanned >= _PLANNED:  # planning takes time too: of fast models it looks at several runs at once
                 self._unplanned = 0.0
                 self._worth = self._best.next(self._times.curve(batch.group), mean)
+                self._worth = max(min(self._worth, int(_BAD_IN_BATCH / max(self._times.bad, 1e-9))), 1)
         self._bound()
         if self._asked:
             self._asked = False

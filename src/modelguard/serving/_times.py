@@ -76,7 +76,7 @@ class Curve:
         reach: How many items the largest batch had.
         margin: The factor by which all of these are longer than what is usual, to be on the safe side.
         points: Sizes of batches, and their seconds, where these were measured; both rise.
-        again: The share of a run that bad items add, for each item of a batch: it is run again in parts.
+        again: The share of a run that bad items add, for each item beside the first: a batch is run again in parts.
     """
 
     fixed: float
@@ -91,7 +91,7 @@ class Curve:
     def seconds(self, count: float, weight: float) -> float:
         """How long a batch takes, on the safe side."""
         once = self._by_points(count) if self.points else self._by_line(count, weight)
-        return once * (1.0 + self.again * count)
+        return once * (1.0 + self.again * (count - 1)) if count > 1 else once
 
     def _by_line(self, count: float, weight: float) -> float:
         return min(self.most, self.fixed + self.each * count + self.unit * weight)
@@ -117,7 +117,7 @@ class Curve:
         seconds = self.seconds(count, weight)
         if not self.points or count <= self.reach:
             return seconds
-        return min(seconds, self.points[-1][1] * (1.0 + self.again * count))
+        return min(seconds, self.points[-1][1] * (1.0 + self.again * (count - 1)))
 
     def at_worst(self, count: int, weight: float) -> float:
         """How long a batch takes if larger batches gain nothing.
@@ -160,6 +160,9 @@ class BatchTimes:
     """Learns the times of batches. Not thread-safe by itself.
 
     Runs are only noted when they end, and worked through when somebody asks.
+
+    Attributes:
+        bad: The share of items that make their batches raise.
     """
 
     def __init__(self) -> None:
@@ -177,7 +180,8 @@ class BatchTimes:
         self._weighed = False
         self._told = 0  # items that were computed
         self._passed = 0.0  # seconds of the runs that succeeded since the last batch
-        self._bad = self._again = 0.0  # the share of bad items, and the runs that one of them adds
+        self.bad = 0.0
+        self._again = 0.0  # the runs that a bad item adds
 
     def record(self, count: int, weight: float, group: Hashable, seconds: float, now: float) -> None:
         """Record one run of the function that succeeded.
@@ -201,17 +205,17 @@ class BatchTimes:
         self._recent.append((now, items, seconds))
         passed, self._passed = self._passed, 0.0
         self._reach = max(self._reach, items)
-        if not (bad or self._bad):
+        if not (bad or self.bad):
             self._told += items
             return
         self._told += items
-        self._bad += max(1 - (1 - _BAD_STEP) ** items, items / self._told) * (bad - self._bad)
-        if self._bad < _NO_BAD:
-            self._bad = 0.0
+        self.bad += max(1 - (1 - _BAD_STEP) ** items, items / self._told) * (bad - self.bad)
+        if self.bad < _NO_BAD:
+            self.bad = 0.0
         if bad and items > 1 and (curve := self.curve(group)) is not None:
-            once = min(curve.seconds(items, weight) / (curve.margin * (1 + curve.again * items)), passed)
+            once = min(curve.seconds(items, weight) / (curve.margin * (1 + curve.again * (items - 1))), passed)
             if once > 0:
-                runs = max(seconds / once - 1, 0.0) / (bad * items)
+                runs = min(max(seconds / once - 1, 0.0), 4 * math.log2(items) + 4) / (bad * items)
                 self._again += (_AGAIN_STEP if self._again else 1.0) * (runs - self._again)
         self._curves.clear()
 
@@ -336,13 +340,13 @@ class BatchTimes:
             self._scale(ratio)
             return
         self._line = _Line()
-        self._sizes.level *= ratio
+        self._sizes.scale(ratio)
         for _, count, weight, seconds in itertools.islice(self._last, _DRIFT - 1):
             self._line.add(count, weight, seconds)
 
     def _scale(self, by: float) -> None:
         self._line.scale(by)
-        self._sizes.level *= by
+        self._sizes.scale(by)
 
     def _factor(self, group: Hashable) -> float:
         return self._factors.get(group, 1.0) if group is not None else 1.0
@@ -360,7 +364,7 @@ class BatchTimes:
     def _make_curve(self, group: Hashable) -> Curve:
         margin = self._margin()
         by = self._factor(group) * margin
-        again = self._bad * self._again
+        again = self.bad * self._again
         if not self._line.known:
             count, weight, seconds = self._line.means()
             each, unit = (0.0, seconds * by / weight) if weight else (seconds * by / count, 0.0)
@@ -419,6 +423,13 @@ class _Sizes:
     def knows(self, count: int) -> bool:
         """Whether batches of this size were measured, and not only smaller and larger ones."""
         return count.bit_length() in self._known
+
+    def scale(self, by: float) -> None:
+        """All sizes take longer by this factor; how much each one does is to be learned anew."""
+        self.level *= by
+        self._known = {
+            of: (items, usual, min(runs, 1.0), when) for of, (items, usual, runs, when) in self._known.items()
+        }
 
     def renew(self, count: int, seconds: float) -> None:
         """Forget what batches of this size took before."""
