@@ -434,9 +434,9 @@ class TestTheEnd:
             os.kill(app.predict.status().broker, signal.SIGKILL)
             app.predict.load()
             until = time.monotonic() + 20
-            while zombies() and time.monotonic() < until:
+            while (left := zombies()) and time.monotonic() < until:
                 time.sleep(0.1)
-            print(json.dumps([os.getpid(), zombies()]))
+            print(json.dumps([os.getpid(), left]))
         """)
         command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program]
         environment = {**os.environ, "MODELGUARD_RUNTIME_DIR": str(folder / "run")}
