@@ -110,6 +110,18 @@ class Row:
         )
 
 
+def shortfall(name: str, ratios: Sequence[float], least: float | None = None) -> Row:
+    """How many times more another one answers, of what modelguard answers over that; the worst counts.
+
+    Args:
+        name: What was measured.
+        ratios: What modelguard answers, over what the other one does.
+        least: What each ratio is to be at least.
+    """
+    inverse = [1 / max(one, 1e-3) for one in ratios]
+    return Row(name, inverse, "x", None if least is None else 1 / least, worst=True, ours=True)
+
+
 HEADER = ("figure", "target", "measured", "quartiles", "min .. max", "n", "")
 
 

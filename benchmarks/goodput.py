@@ -318,28 +318,9 @@ def main() -> None:
     rows = []
     for load in LOADS:
         cells = [ratio for key, ratio in found.items() if key[3] == load]
-        rows.append(
-            _common.Row(
-                f"grid at {load:g} x, clairvoyant / modelguard",
-                [1 / max(one, 1e-3) for one in cells],
-                "x",
-                1 / GOAL,
-                worst=True,
-                ours=True,
-            )
-        )
+        rows.append(_common.shortfall(f"grid at {load:g} x, clairvoyant / modelguard", cells, GOAL))
     kinds = {name: [run(load, seconds) for load in LOADS] for name, run in KINDS.items()}
-    rows += [
-        _common.Row(
-            f"{name}, possible / modelguard",
-            [1 / max(one, 1e-3) for one in ratios],
-            "x",
-            1 / GOAL,
-            worst=True,
-            ours=True,
-        )
-        for name, ratios in kinds.items()
-    ]
+    rows += [_common.shortfall(f"{name}, possible / modelguard", ratios, GOAL) for name, ratios in kinds.items()]
     bad = {}
     for share in (0.01, 0.03, 0.1):
         bad[f"{share:.0%} bad, repeated"] = poisoned(share, seconds, repeated=True)
@@ -354,12 +335,7 @@ def main() -> None:
         short[f"{name}, after the last one"] = [
             mixed(share, patience, 10 * seconds, fair=fair, until=10.0) for patience in PATIENCE
         ]
-    rows += [
-        _common.Row(
-            f"{name}, plain queue / modelguard", [1 / max(one, 1e-3) for one in ratios], "x", worst=True, ours=True
-        )
-        for name, ratios in short.items()
-    ]
+    rows += [_common.shortfall(f"{name}, plain queue / modelguard", ratios) for name, ratios in short.items()]
     notes = ["", f"{len(found)} cells. The lowest at each load:"]
     for load in LOADS:
         key = min((key for key in found if key[3] == load), key=found.__getitem__)

@@ -403,11 +403,8 @@ class _Fixed:
             request.state = "running"
         return Batch(chosen, 0.0, now) if chosen else None
 
-    def finish(self, _batch: Batch, outcomes: list[Any], _failed: int) -> tuple[list[Any], list[Any]]:
-        live = [pair for pair in zip(_batch.requests, outcomes, strict=True) if pair[0].state != "done"]
-        for request, _ in live:
-            request.state = "done"
-        return [pair[0] for pair in live], [pair[1] for pair in live]
+    def finish(self, batch: Batch, outcomes: list[Any], _failed: int) -> tuple[list[Any], list[Any]]:
+        return self.answer(batch.requests, outcomes)
 
     def answer(self, requests: list[Any], outcomes: list[Any]) -> tuple[list[Any], list[Any]]:
         live = [pair for pair in zip(requests, outcomes, strict=True) if pair[0].state != "done"]
@@ -530,14 +527,7 @@ def main() -> None:
         below = sum(ratio < GOAL for ratio in ratios) / len(ratios)
         rows += [
             _common.Row(f"share below {GOAL} of the best {name}", [100 * below], "%", 100 * (1 - share), ours=True),
-            _common.Row(
-                f"best {name} / modelguard",
-                [1 / max(one, 1e-3) for one in ratios],
-                "x",
-                1 / worst,
-                worst=True,
-                ours=True,
-            ),
+            _common.shortfall(f"best {name} / modelguard", ratios, worst),
         ]
     for label, key in (("fixed", "of_fixed"), ("knowing", "of_knowing")):
         notes += ["", f"The worst ten against the {label} ones:"]

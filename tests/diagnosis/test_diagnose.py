@@ -124,10 +124,8 @@ def test_calls_that_all_fail_say_nothing_of_those_that_do_not(folder: Path) -> N
     [
         ("@isolate(workers=1)", ("grows", ["worker processes"])),
         ("@batched(max_size=4)\n@isolate(workers=1)", ("grows", ["worker processes"])),
-        (
-            "@isolate(workers=1, recycle_on=Uses(5))",
-            ("steady", []),
-        ),  # few: their sawtooth must not beat with the readings
+        # Few uses: their sawtooth must not beat with the readings.
+        ("@isolate(workers=1, recycle_on=Uses(5))", ("steady", [])),
         ("@isolate(workers=1, recycle_on=Uses(100), start='spawn')", ("steady", [])),
     ],
 )

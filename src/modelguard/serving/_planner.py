@@ -250,7 +250,7 @@ class AutoSize:
             return self._ceiling
         if curve is None:
             return 1
-        if self._fits[:2] != (curve, mean):
+        if curve is not self._fits[0] or mean != self._fits[1]:
             self._fits = curve, mean, curve.count_within(self.seconds, mean)
         return int(max(1.0, min(self._fits[2], self._most)))
 
@@ -314,8 +314,6 @@ _CONFIRMED = 2.0
 _CONFIRMED_SECONDS = 1.0
 
 
-#: Batches that keep up compute so many times what arrives: arrivals are random.
-_AHEAD = 1.1
 #: A batch costs so many seconds beside its run. The smallest batch that computes this share of the most a second is
 #: large enough; where times vary, a little less: which of like sizes seems best is a matter of chance.
 _HAND_OVER = 1e-4
@@ -323,12 +321,12 @@ _NEARLY = 0.98
 _UNSURE = 0.04
 #: Sizes that are compared are apart by this factor, so many to a doubling.
 _APART, _STEPS = 1.15, 5
-#: More bad items than these, on average, are hard to tell from the others of their batch.
-_BAD_IN_BATCH = 1.6
-#: It is chosen anew when batches have taken so many seconds.
+#: A size is chosen anew when batches have taken so many seconds.
 _PLANNED = 0.01
 #: After so many batches a size next to it is tried, and after twice as many when both of them have changed nothing.
 _SOON, _SELDOM = 8, 64
+#: More bad items than these, on average, are hard to tell from the others of their batch.
+_BAD_IN_BATCH = 1.6
 
 
 class BestSize:
@@ -378,7 +376,6 @@ class Planner:
     def __init__(self, limits: Limits, times: BatchTimes) -> None:
         self._times = times
         self._arrivals = Arrivals()
-        self._bad = 0.0
         self._mean = 0.0  # weight of an item in the last batch
         self.configure(limits)
         self._padding = 1.0  # what a batch weighs over what its items weigh
@@ -425,8 +422,8 @@ class Planner:
             self._unplanned += seconds
             if self._unplanned >= _PLANNED:  # planning takes time too: of fast models it looks at several runs at once
                 self._unplanned = 0.0
-                self._worth = self._best.next(self._times.curve(batch.group), mean)
-                self._worth = max(min(self._worth, int(_BAD_IN_BATCH / max(self._times.bad, 1e-9))), 1)
+                best = self._best.next(self._times.curve(batch.group), mean)
+                self._worth = max(min(best, int(_BAD_IN_BATCH / self._times.bad)), 1) if self._times.bad else best
         self._bound()
         if self._asked:
             self._asked = False
@@ -653,8 +650,8 @@ class Planner:
         first = found = self._planned(waiting, self._fill(waiting, curve, now), curve, now, lines)
         if len(first) >= min(self._ceiling, len(waiting)):
             return first, -math.inf
-        needed = self._needed(waiting, now, lines)
         by_deadline = sorted(request.deadline for request in waiting)
+        needed = self._needed(by_deadline, now, lines)
         best, last = self._rate_of(first, curve), -math.inf
         for skipped in sizes_up_to(len(waiting) - 1):
             if best >= needed or len(found) >= self._ceiling:
@@ -668,10 +665,10 @@ class Planner:
                 best, found, last = rate, room, until
         return found, last
 
-    def _needed(self, waiting: list[Request], now: float, lines: int) -> float:
+    def _needed(self, by_deadline: list[float], now: float, lines: int) -> float:
         """Items a second that have to be computed for everything to be in time: what waits, and what arrives."""
-        needed = _AHEAD * self._arrivals.rate / max(lines, 1)
-        for number, deadline in enumerate(sorted(request.deadline for request in waiting), start=1):
+        needed = self._arrivals.keeping_up(lines)
+        for number, deadline in enumerate(by_deadline, start=1):
             if deadline == math.inf:
                 break
             if deadline > now:

@@ -205,10 +205,9 @@ class BatchTimes:
         self._recent.append((now, items, seconds))
         passed, self._passed = self._passed, 0.0
         self._reach = max(self._reach, items)
-        if not (bad or self.bad):
-            self._told += items
-            return
         self._told += items
+        if not (bad or self.bad):
+            return
         self.bad += max(1 - (1 - _BAD_STEP) ** items, items / self._told) * (bad - self.bad)
         if self.bad < _NO_BAD:
             self.bad = 0.0
@@ -272,10 +271,10 @@ class BatchTimes:
         if group is not None and group not in self._factors and line.known:
             # Of a new group at a new size nobody can tell which of the two takes longer.
             usual = self._curve_of(1.0).seconds(count, weight)
-            self._learn_group(group, min(max(seconds / usual, 1 / _FAR), _FAR) if usual > 0 else 1.0)
+            self._learn_group(group, _bounded_ratio(seconds, usual))
             return
         nearest = min(max(seconds, low * factor), high * factor)
-        ratio = min(max(seconds / nearest, 1 / _FAR), _FAR) if nearest > 0 else 1.0
+        ratio = _bounded_ratio(seconds, nearest)
         expected = nearest / factor
         if group is not None:
             ratio = self._learn_group(group, ratio)
@@ -308,9 +307,9 @@ class BatchTimes:
             expected = usual * expected / there if there > 0 else usual
         if inside or not self._line.total:
             return expected, expected
-        nearest = self._least if count < self._least or count <= self._reach else self._reach
+        nearest = self._reach if count > self._reach else self._least
         least = self._line.seconds(nearest, weight * nearest / count)
-        by = count / nearest if nearest else 1.0
+        by = count / nearest
         return min(expected, least, least * by), max(expected, least) * max(by, 1.0)
 
     def _checked(self, ratio: float, count: int, weight: float, seconds: float, expected: float) -> float:
@@ -387,6 +386,10 @@ class BatchTimes:
         return min(max(spread, least), _WIDEST)
 
 
+def _bounded_ratio(seconds: float, expected: float) -> float:
+    return min(max(seconds / expected, 1 / _FAR), _FAR) if expected > 0 else 1.0
+
+
 def _agree(ratios: list[float], count: int, by: float) -> bool:
     """Whether there are so many, and all of them are more or all are less than expected by this factor."""
     return len(ratios) == count and (min(ratios) > by or max(ratios) < 1 / by)
@@ -440,12 +443,12 @@ class _Sizes:
         merged: list[list[float]] = []
         for _, (items, seconds, runs, when) in sorted(self._known.items()):
             many = min(runs, 1 / _SIZE_STEP) * _FORGOTTEN ** (self._noted - when) + _REMAINS
-            merged.append([items * many, seconds * many, many, 1])
+            merged.append([items * many, seconds * many, many])
             while len(merged) > 1 and merged[-2][1] * merged[-1][2] > merged[-1][1] * merged[-2][2]:
                 last = merged.pop()
                 merged[-1] = [one + other for one, other in zip(merged[-1], last, strict=True)]
         by *= self.level
-        return tuple((items / many, seconds / many * by) for items, seconds, many, _ in merged)
+        return tuple((items / many, seconds / many * by) for items, seconds, many in merged)
 
 
 class _Line:
@@ -638,6 +641,10 @@ class Arrivals:
                 self._last.extend(itertools.repeat(math.inf, min(self.patient, _KEPT_ARRIVALS)))
         self.offered, self.patient, self._since = 0, 0, now
 
+    def keeping_up(self, lines: int) -> float:
+        """Items a second that each of so many groups has to compute, so that what arrives is computed."""
+        return _AHEAD * self.rate / max(lines, 1)
+
     def least(self, curve: Curve, mean: float, *, lines: int, crowd: int) -> int:
         """How many items a batch has at least, so that what arrives is computed: no deadline makes it smaller.
 
@@ -647,7 +654,7 @@ class Arrivals:
             lines: How many groups wait.
             crowd: How many items a batch has under overload.
         """
-        rate = _AHEAD * self.rate / max(lines, 1)
+        rate = self.keeping_up(lines)
         fast = (size for size in self._sizes if size >= min(rate * curve.seconds(size, size * mean), crowd))
         return next(fast, crowd)
 
