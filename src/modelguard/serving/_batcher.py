@@ -537,6 +537,7 @@ class Batcher:
             idle = self._threads.take_idle()
         for wakeup in idle:  # they may be waiting for a batch to become due
             wakeup.set()
+        self._locked.settle()  # here: a test looks at its futures next
         self._after_check(now)
 
     def _report_refusals(self) -> None:

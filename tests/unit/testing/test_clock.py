@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.lifecycle.world import own_context
 from tests.unit.serving.gated import TIMEOUT, Gated, until
 
 from modelguard import (
@@ -102,6 +103,7 @@ def test_what_a_load_starts_as_it_ends_is_waited_for(
     assert 2 == generation(nlp)
 
 
+@own_context
 def test_guards_of_others_are_not_waited_for(modelguard_clock: Clock) -> None:
     """What an earlier test has left behind, a model with a call on it, ends no wait for this test's loads."""
     with use(Runtime):
