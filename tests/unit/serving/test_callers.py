@@ -216,8 +216,7 @@ def test_no_key_is_kept() -> None:
         assert 1 == f(1)
     del key
     gc.collect()
-    until(lambda: f.status().running == 0)
-    assert gone() is None
+    until(lambda: gone() is None)  # the thread that computed it lets go of it after the answer
 
 
 # Priority
