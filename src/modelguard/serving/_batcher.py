@@ -100,8 +100,8 @@ class BatchEvents:
             seconds: How long it ran, reruns included.
             change: What its verdict changed about the circuit.
         """
-        hung = count_hung(queue.running)
         if telemetry.listening():
+            hung = count_hung(queue.running)
             telemetry.emit(
                 telemetry.BatchFinished(
                     guard=self._name,
@@ -124,14 +124,12 @@ class BatchEvents:
                     failed=computed.failed,
                     error=one_line(computed.error),
                     reruns=computed.reruns,
-                    hung=hung,
+                    hung=count_hung(queue.running),
                 )
             )
         if change is not None:
             self._emit_circuit(queue, change, computed.error)
-        now = batch.started + seconds
-        self._size.report(queue.auto_size, now)
-        self.refused(queue, now)
+        self._size.report(queue.auto_size, batch.started + seconds)
 
     def hung(self, queue: BatchQueue, hang_after: float) -> None:
         error = TimeoutError(f"a batch has been running for more than {hang_after:g} s")
@@ -219,6 +217,7 @@ class Batcher:
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
         self._runner = runner_of(self._function, options, self._others_wait)
+        self._scope = Scope(enclosing=frozenset({self}))  # of what a batch calls
         self._own_keys = options.fair_by is not None
         self._ordered = False  # whether requests have ever had keys or priorities
         self._take_limits(options.limits)
@@ -229,7 +228,7 @@ class Batcher:
         self._limits = limits
         self._bounded = limits.deadline != math.inf
         # Whether a request without arguments of its own needs nothing but room.
-        self._plain = not (self._bounded or limits.max_wait or limits.weighed or limits.fair or self._ordered)
+        self._plain = not (limits.max_wait or limits.weighed or limits.fair or self._ordered)
 
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
@@ -362,18 +361,18 @@ class Batcher:
         A lock costs as much as everything else here, and more while another thread holds it. Loops in several threads
         may exceed ``max_queue`` together, by one request each.
         """
-        queue, threads = self._queue, self._threads
+        queue, threads, limits = self._queue, self._threads, self._limits
+        now = deadlines.clock()
+        room = len(queue.inbox) + queue.waiting < queue.sure and now <= queue.overdue
         simple = self._plain and not (queue.may_refuse or deadlines.open_blocks or own_thread.open_blocks)
-        busy = not threads.idle and threads.count >= threads.most  # else a thread has to be woken, with the lock
-        room = len(queue.inbox) + queue.waiting < self._limits.max_queue
-        if not (simple and busy and room) or current_scope.get() is not None:
+        if not (room and simple) or current_scope.get() is not None:
             self.put(request)
             return
+        request.arrived, request.deadline = now, now + limits.deadline
         try:
-            request.arrived = deadlines.clock()
             queue.inbox.append(request)
             # Read again, after the request was queued: a thread looks for work after it has written these.
-            if threads.idle or threads.count < threads.most or queue.closed:
+            if threads.idle or threads.count < threads.most or queue.closed or request.deadline < self._watch.due:
                 self._attend_to(request)
         except GuardClosed:
             raise
@@ -387,6 +386,8 @@ class Batcher:
             closed = self._queue.closed and request.state == "waiting"
             if closed:
                 self._queue.withdraw(request)
+            elif request.deadline < self._watch.due:
+                self._watch.schedule(request.deadline)
             wakeup = self._threads.find()
         if wakeup is not None:
             wakeup.set()
@@ -468,11 +469,11 @@ class Batcher:
         return found
 
     def _compute(self, batch: Batch) -> None:
-        enclosing: frozenset[object] = frozenset({self})
+        scope = self._scope
         if self._nested:
-            enclosing = enclosing.union(*(request.enclosing for request in batch.requests))
+            scope = Scope(enclosing=scope.enclosing.union(*(request.enclosing for request in batch.requests)))
         started = deadlines.clock()
-        token = current_scope.set(Scope(enclosing=enclosing))
+        token = current_scope.set(scope)
         computed = self._runner.batch(batch.requests, batch.extras, self._answer)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
         now = deadlines.clock()
@@ -493,6 +494,8 @@ class Batcher:
             self._locked.settle()
         try:
             self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
+            if self._events.refusals_due(queue.counters) <= now:
+                self._events.refused(queue, now)
             self._report_refusals()
             if change == "opened" and self._breaker is not None and self._breaker.reload is not None:
                 self._breaker.reload.reload(wait=False)
@@ -510,6 +513,7 @@ class Batcher:
     def _check_time(self, now: float) -> float:
         """Fail requests at their deadlines, and note batches that overstay. Returns when to look again."""
         queue = self._queue
+        queue.take_in()
         queue.expire(now)
         if queue.note_hung(now):
             self._hung = True

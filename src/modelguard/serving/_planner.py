@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._requests import Request
-from modelguard.serving._times import Arrivals, BatchTimes, Curve, sizes_up_to
+from modelguard.serving._times import LEARNED, Arrivals, BatchTimes, Curve, sizes_up_to
 from modelguard.serving.status import Batch, Limits
 
 # Batches of items of like weight, for functions that pad: each item of a batch then costs as much as the heaviest one.
@@ -321,8 +321,6 @@ _NEARLY = 0.98
 _UNSURE = 0.04
 #: Sizes that are compared are apart by this factor, so many to a doubling.
 _APART, _STEPS = 1.15, 5
-#: A size is chosen anew when batches have taken so many seconds.
-_PLANNED = 0.01
 #: After so many batches a size next to it is tried, and after twice as many when both of them have changed nothing.
 _SOON, _SELDOM = 8, 64
 #: More bad items than these, on average, are hard to tell from the others of their batch.
@@ -380,7 +378,7 @@ class Planner:
         self.configure(limits)
         self._padding = 1.0  # what a batch weighs over what its items weigh
         self.ended = -math.inf  # when the last batch ended
-        self._asked = False  # whether anybody had a deadline since
+        self._asked = False  # whether it had to be told since what will be too late
         self._confirmed: dict[Hashable, float] = {}  # until when the last run shows what is too late, for its group
 
     def configure(self, limits: Limits) -> None:
@@ -420,14 +418,15 @@ class Planner:
             self.auto.follow(self._times, self._times.curve(batch.group), self._mean)
         else:
             self._unplanned += seconds
-            if self._unplanned >= _PLANNED:  # planning takes time too: of fast models it looks at several runs at once
+            if self._unplanned >= LEARNED:
                 self._unplanned = 0.0
                 best = self._best.next(self._times.curve(batch.group), mean)
                 self._worth = max(min(best, int(_BAD_IN_BATCH / self._times.bad)), 1) if self._times.bad else best
         self._bound()
+        if self._asked or self._arrivals.offered:
+            self._full = self._full_batch()
         if self._asked:
             self._asked = False
-            self._full = self._full_batch()
             self._confirm(batch, seconds, now)
         self._arrivals.note_batch(now)
 
@@ -438,7 +437,7 @@ class Planner:
         """
         if failed:
             self._safe = max(count // 2, 1)
-        elif count >= self._safe:
+        elif count >= self._safe < self._limits.max_size:
             self._safe = min(self._safe * 2, self._limits.max_size)
         self._bound()
 
@@ -459,11 +458,23 @@ class Planner:
 
     # What a request would have to wait
 
+    def sure(self) -> int:
+        """While fewer wait, a new request has room, and its answer in time even if all batches are full: a quick look.
+
+        It holds for the function's own deadline, and as long as no batch is :meth:`overdue`.
+        """
+        limits = self._limits
+        if limits.deadline == math.inf or not self._full:
+            return limits.max_queue
+        return min(max(int(limits.deadline / self._full) - 1, 0) * self.most, limits.max_queue)
+
+    def overdue(self, running: list[Batch]) -> float:
+        """When the batch that has run for the longest takes longer than a full one."""
+        return running[0].started + self._full if running else math.inf
+
     def surely_in_time(self, waiting: int, left: float, running: list[Batch], now: float) -> bool:
-        """Whether a new request has its answer in time even if all batches are full: a quick look."""
-        if (waiting // self.most + 2) * self._full > left:
-            return False
-        return not running or now - running[0].started <= self._full
+        """:meth:`sure` for any deadline."""
+        return (waiting // self.most + 2) * self._full <= left and now <= self.overdue(running)
 
     def too_late(self, request: Request, lines: Lines, waiting: int, running: list[Batch], now: float) -> float | None:
         """Seconds that the answer to a new request would take, if it would come after the deadline; None if not.
@@ -495,6 +506,10 @@ class Planner:
     def note_patient(self, count: int) -> None:
         """Note that so many requests without a deadline have come."""
         self._arrivals.patient += count
+
+    def note_uniform(self, count: int) -> None:
+        """Note that so many requests have come whose deadline is the function's own, and which have room in time."""
+        self._arrivals.note(self._limits.deadline, count)
 
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
@@ -581,27 +596,33 @@ class Planner:
 
     # What is computed next
 
-    def takes_all(self, line: Line, lines: Lines, nearest: float, now: float) -> bool:
-        """Whether all that waits in a line is the next batch: a quick look, which is enough in most cases.
+    def takes_first(self, line: Line, lines: Lines, nearest: float, now: float, *, in_order: bool) -> int:
+        """How many of the first requests of a line are the next batch: a quick look, which is enough in most cases.
 
         Args:
             line: The line.
             lines: All of them.
             nearest: No deadline is before this.
             now: The time.
+            in_order: Whether those that came first have the nearest deadlines.
+
+        Returns:
+            Their number; 0 where it takes a closer look.
         """
-        count = line.waiting
-        if count > self._ceiling or self._limits.weighed:
-            return False
+        count = min(line.waiting, self._ceiling)
+        if self._limits.weighed or (count < line.waiting and (self.auto or not in_order or lines.fairness is not None)):
+            return 0
         curve = self._times.curve(line.group)
         if self.auto and count > self.auto.size_for(curve, 0.0):
-            return False
+            return 0
         if curve is None or not curve.holds(count, 0.0, nearest - now):
-            return curve is None
-        arrivals = self._arrivals
-        if not arrivals.rate:
-            return True
-        return count <= arrivals.crowd(line.group, curve, 0.0, lines=len(lines), ceiling=self._ceiling)
+            return count if curve is None else 0
+        if not self._arrivals.rate:
+            return count
+        crowd = self._arrivals.crowd(line.group, curve, 0.0, lines=len(lines), ceiling=self._ceiling)
+        if count > crowd and self._may_be_fewer(curve.rate(crowd, 0.0), curve.rate(count, 0.0), len(lines)):
+            return 0
+        return count
 
     def choose(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
         """The requests of the next batch, and those that will be late in any case.
@@ -721,19 +742,15 @@ class Planner:
         if len(chosen) <= crowd or not arrivals.rate:
             return chosen
         fewer = chosen[:crowd]
-        rate = self._rate_of(fewer, curve)
-        busy = arrivals.rate / max(lines, 1) > rate * _BUSY
-        if (busy or rate * _LITTLE_GAIN > self._rate_of(chosen, curve)) and self._rest_holds(
-            waiting, crowd, curve, now
-        ):
-            return fewer
-        return chosen
+        worth_it = self._may_be_fewer(self._rate_of(fewer, curve), self._rate_of(chosen, curve), lines)
+        return fewer if worth_it and self._rest_holds(waiting, crowd, curve, now) else chosen
+
+    def _may_be_fewer(self, rate: float, larger: float, lines: int) -> bool:
+        """Whether it may be the smaller batch, by the items that both of them compute a second."""
+        return self._arrivals.rate / max(lines, 1) > rate * _BUSY or rate * _LITTLE_GAIN > larger
 
     def _rate_of(self, chosen: list[Request], curve: Curve) -> float:
-        if not chosen:
-            return 0.0
-        seconds = curve.seconds(len(chosen), self._weight(chosen))
-        return len(chosen) / seconds if seconds > 0 else math.inf
+        return curve.rate(len(chosen), self._weight(chosen)) if chosen else 0.0
 
     def _weight(self, requests: list[Request]) -> float:
         return math.fsum(request.weight for request in requests) if self._limits.weighed else 0.0

@@ -227,7 +227,7 @@ class Recent:
         }
 
 
-# When requests expire: a heap of deadlines that keeps nothing of a request that has its answer.
+# When requests expire: their deadlines in order, and nothing of a request that has its answer.
 
 
 #: Entries of requests that have their answers may stay until they are this many, and more than all others.
@@ -235,31 +235,66 @@ _STALE = 64
 
 
 class Expiry:
-    """The deadlines of what waits and runs."""
+    """The deadlines of what waits and runs.
+
+    Those of one function come in order as a rule, since its calls have the same time each: they stand in a row, whose
+    first is the nearest. One that is nearer than those before it goes into a heap.
+    """
 
     def __init__(self) -> None:
+        self._row: deque[Request] = deque()
         self._heap: list[list[Any]] = []  # deadline, a number that makes entries comparable, the request or None
         self._number = 0
-        self._stale = 0
+        self._stale = 0  # entries of the heap without a request
 
     def __bool__(self) -> bool:
-        return bool(self._heap)
+        return bool(self._row or self._heap)
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._row) + len(self._heap)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether those with a deadline came in the order of their deadlines."""
+        return not self._heap
 
     @property
     def nearest(self) -> float:
         """No request that waits or runs has a deadline before this; infinity if none has one."""
-        return self._heap[0][0] if self._heap else math.inf
+        first = self._row[0].deadline if self._row else math.inf
+        return min(first, self._heap[0][0]) if self._heap else first
 
     def add(self, request: Request) -> None:
+        row = self._row
+        if not row or request.deadline >= row[-1].deadline:
+            row.append(request)
+            return
         self._number += 1
         request.timer = [request.deadline, self._number, request]
         heapq.heappush(self._heap, request.timer)
 
-    def settle(self, requests: list[Request]) -> None:
-        """Forget requests that are done: a large item must not stay in memory until its deadline."""
+    def add_all(self, requests: list[Request]) -> None:
+        until = [request.deadline for request in requests]
+        if until == sorted(until) and (not self._row or until[0] >= self._row[-1].deadline):
+            self._row.extend(requests)
+            return
+        for request in requests:
+            self.add(request)
+
+    def settle(self, requests: Sequence[Request], live: int) -> None:
+        """Forget requests that are done: a large item must not stay in memory until its deadline.
+
+        Args:
+            requests: Which ones.
+            live: How many others wait and run.
+        """
+        row = self._row
+        while row and row[0].state == "done":
+            row.popleft()
+        if len(row) > 2 * live + _STALE:  # one in front takes long
+            self._row = deque(request for request in row if request.state != "done")
+        if not self._heap:
+            return
         for request in requests:
             if (timer := request.timer) is not None:
                 timer[2] = request.timer = None
@@ -271,6 +306,10 @@ class Expiry:
 
     def pop(self, now: float) -> Request | None:
         """The next request whose deadline has come; None if there is none."""
+        row = self._row
+        while row and (row[0].deadline <= now or row[0].state == "done"):
+            if (first := row.popleft()).state != "done":
+                return first
         while self._heap and self._heap[0][0] <= now:
             request: Request | None = heapq.heappop(self._heap)[2]
             if request is not None:
@@ -281,6 +320,8 @@ class Expiry:
 
     def next(self) -> float:
         """When :meth:`pop` has something to return; infinity for never."""
+        while self._row and self._row[0].state == "done":
+            self._row.popleft()
         while self._heap and self._heap[0][2] is None:
             heapq.heappop(self._heap)
             self._stale -= 1
@@ -291,7 +332,9 @@ class BatchQueue:
     """The state of one batcher.
 
     Attributes:
-        inbox: Requests without keyword arguments or deadline that wait as well, and are not counted yet.
+        inbox: Requests without keyword arguments or a deadline of their own that wait as well, and are not counted yet.
+        sure: While fewer wait, one more has room and its answer in time, if no batch runs for longer than expected.
+        overdue: When one does; infinity while none runs.
         waiting: Requests that wait, without those that expired or were cancelled.
         running: Batches under way.
         undelivered: Requests that failed out of turn, with their failures.
@@ -312,6 +355,7 @@ class BatchQueue:
         self.inbox: deque[Request] = deque()
         self.waiting = 0
         self.running: list[Batch] = []
+        self.sure, self.overdue = self._planner.sure(), math.inf
         self.undelivered: list[tuple[Request, Failure]] = []
         self.reopen()
         self.counters = Counters()
@@ -348,21 +392,26 @@ class BatchQueue:
         self._admission.configure(limits)
         self._planner.configure(limits)
         self._lines.configure(limits, self._planner.most, now)
+        self.sure = self._planner.sure()
 
     # In
 
     def take_in(self) -> None:
         if count := len(self.inbox):
             self.waiting += count  # first: callers add up both, and may count a request twice, but not miss one
-            self._planner.note_patient(count)
             take = self.inbox.popleft
+            requests = [take() for _ in range(count)]
+            if self._limits.deadline != math.inf:
+                self._expiry.add_all(requests)
+                self._planner.note_uniform(count)
+            else:
+                self._planner.note_patient(count)
             if self._sorted:
-                for _ in range(count):
-                    request = take()
+                for request in requests:
                     self._lines.add(request, request.arrived)
             else:
                 self._ungrouped.waiting += count
-                self._ungrouped.requests.extend([take() for _ in range(count)])
+                self._ungrouped.requests.extend(requests)
 
     def admit(self, request: Request, now: float) -> None:
         """Queue a request whose deadline, weight and group are set.
@@ -425,9 +474,9 @@ class BatchQueue:
         for request in requests:
             self._abandoned += request.state == "running"
             request.state = "done"
-        self._expiry.settle(list(requests))
         self._lines.sweep()
         self.waiting = sum(line.waiting for line in self._lines)
+        self._expiry.settle(requests, self._live)
         self._stale = 0
         for request in requests:
             self._queue_circuit.forget(request)
@@ -450,11 +499,8 @@ class BatchQueue:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
         if self._stale or self._expiry or self._picky:
             requests = self._choose(line, now)
-        elif len(line.requests) <= (most := self._planner.most):  # the usual case: everything that waits
-            requests = list(line.requests)
-            line.requests.clear()
         else:
-            requests = [line.requests.popleft() for _ in range(most)]
+            requests = self._first(line, self._planner.most)
         for request in requests:
             request.state = "running"
         self.waiting -= len(requests)
@@ -464,11 +510,21 @@ class BatchQueue:
             line.waiting -= len(requests)
         return requests
 
+    @staticmethod
+    def _first(line: Line, count: int) -> list[Request]:
+        requests = line.requests
+        if len(requests) > count:
+            return [requests.popleft() for _ in range(count)]
+        taken = list(requests)
+        requests.clear()
+        return taken
+
     def _choose(self, line: Line, now: float) -> list[Request]:
-        if not self._stale and self._planner.takes_all(line, self._lines, self._expiry.nearest, now):
-            requests = list(line.requests)
-            line.requests.clear()
-            return requests
+        if not self._stale:
+            in_order = self._limits.deadline != math.inf and self._expiry.in_order
+            count = self._planner.takes_first(line, self._lines, self._expiry.nearest, now, in_order=in_order)
+            if count:
+                return self._first(line, count)
         requests, late = self._planner.choose(line, self._lines, now)
         for request in late:
             self._drop_late(request, now)
@@ -486,6 +542,7 @@ class BatchQueue:
             if self._limits.weighed:
                 batch.weigh(padded=self._limits.padded)
         self.running.append(batch)
+        self._note_overdue()
         return batch
 
     def finish(self, batch: Batch, outcomes: list[Any], failed: int = 0) -> tuple[list[Request], list[Any]]:
@@ -501,6 +558,7 @@ class BatchQueue:
         """
         self.take_in()
         self.running.remove(batch)
+        self._note_overdue()
         requests = batch.requests
         if self._abandoned:
             pairs = [pair for pair in zip(requests, outcomes, strict=True) if pair[0].state != "done"]
@@ -511,7 +569,7 @@ class BatchQueue:
             request.state = "done"
             request.item = None
         if self._expiry:
-            self._expiry.settle(requests)
+            self._expiry.settle(requests, self._live)
         self.counters.batches += 1
         self.counters.failed += failed
         self.counters.answered += len(requests) - failed
@@ -536,7 +594,7 @@ class BatchQueue:
         """Tell the breaker how a batch went. Returns whether that opened or closed the circuit."""
         self.counters.failed_batches += verdict == "failed"
         self._planner.note_verdict(len(batch.requests), failed=verdict == "failed")
-        self._lines.full_size = self._planner.most
+        self._note_most()
         change = self._queue_circuit.batch_ended(batch.requests, verdict, now)
         if change == "opened":
             self._refuse_because_open(now)
@@ -566,11 +624,18 @@ class BatchQueue:
         padded = weight * batch.weight / useful if useful > 0 else weight
         self.times.record(count, padded if self._limits.weighed else 0.0, batch.group, seconds, now)
 
+    def _note_overdue(self) -> None:
+        self.overdue = self._planner.overdue(self.running)
+
     def record_end(self, batch: Batch, seconds: float, now: float, *, reruns: int = 0, bad: float = 0.0) -> None:
         """Record how long a batch kept its thread, how often it was run again, and the share of bad items."""
         self.times.record_batch(len(batch.requests), seconds, now, bad=bad, weight=batch.weight, group=batch.group)
         self._planner.note_batch(batch, seconds, now, reruns=reruns)
+        self._note_most()
+
+    def _note_most(self) -> None:
         self._lines.full_size = self._planner.most
+        self.sure = self._planner.sure()
 
     # Out of turn
 
@@ -629,6 +694,10 @@ class BatchQueue:
     def idle(self) -> bool:
         return not (self.waiting or self.running or self.inbox)
 
+    @property
+    def _live(self) -> int:
+        return self.waiting + sum(len(batch.requests) for batch in self.running)
+
     def status(self, now: float) -> BatchStatus:
         self.take_in()
         return BatchStatus(
@@ -674,7 +743,7 @@ class BatchQueue:
         if request.state != "running":  # else the batch is about to read it, or has; finish() lets it go
             request.item = None  # it may be large, and callers keep futures longer than they need them
         request.state = "done"
-        if request.timer is not None:
-            self._expiry.settle([request])
+        if request.deadline != math.inf:
+            self._expiry.settle([request], self._live)
         if failure is not None:
             self.undelivered.append((request, failure))

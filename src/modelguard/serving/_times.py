@@ -41,6 +41,9 @@ _WIDEST = 2.0
 #: needs it. Where times vary at all, so does what passes between two batches and is in no run: 3 % are kept for that.
 _SKEWED = 4.0
 _LEAST = 1.03
+#: After the first runs the model is learned from, and planned with, each time that batches have taken so many seconds:
+#: that takes time too, and of fast models several runs say more than each one of them.
+LEARNED, _FIRST_RUNS = 0.01, 64
 #: Keyword arguments whose runs take longer or shorter than others are remembered for this many of their values.
 _GROUPS = 256
 #: No run counts as more than so many times slower or faster than expected.
@@ -112,6 +115,11 @@ class Curve:
         there = self._by_line(point[0], 0.0)
         return point[1] * self._by_line(count, 0.0) / there if there > 0 else point[1]
 
+    def rate(self, count: int, weight: float) -> float:
+        """How many items a batch computes a second."""
+        seconds = self.seconds(count, weight)
+        return count / seconds if seconds > 0 else math.inf
+
     def at_best(self, count: float, weight: float) -> float:
         """How long a batch takes if larger ones than any so far take no longer: else nobody would find that out."""
         seconds = self.seconds(count, weight)
@@ -167,6 +175,7 @@ class BatchTimes:
 
     def __init__(self) -> None:
         self._unread: deque[tuple[int, float, Hashable, float]] = deque(maxlen=2 * _KEPT)
+        self._unread_seconds = 0.0
         self._line = _Line()
         self._factors: OrderedDict[Hashable, float] = OrderedDict()
         self._ratios: deque[float] = deque(maxlen=_KEPT)
@@ -195,6 +204,7 @@ class BatchTimes:
         """
         self._passed += seconds
         self._unread.append((count, weight, group, seconds))
+        self._unread_seconds += seconds
         self._runs += 1
         self._fresh_until = now + max(_FRESH_SECONDS, _FRESH_RUNS * seconds)
 
@@ -240,7 +250,7 @@ class BatchTimes:
 
     def curve(self, group: Hashable = None) -> Curve | None:
         """How long batches of this group take, on the safe side; None before the first run."""
-        if self._unread:
+        if self._unread and (self._unread_seconds >= LEARNED or self._runs <= _FIRST_RUNS):
             self._learn()
         try:
             curve = self._curves.get(group)
@@ -257,6 +267,7 @@ class BatchTimes:
     def _learn(self) -> None:
         while self._unread:
             self._learn_run(*self._unread.popleft())
+        self._unread_seconds = 0.0
         self._curves.clear()
 
     def _learn_run(self, count: int, weight: float, group: Hashable, seconds: float) -> None:
@@ -578,7 +589,7 @@ class _Plan(NamedTuple):
             ceiling == self.ceiling
             and lines == self.lines
             and timeouts is self.timeouts
-            and ((curve is self.curve and rate == self.rate) or _alike(self.curve, curve, self.rate, rate))
+            and _alike(self.curve, curve, self.rate, rate)
         )
 
 
@@ -598,6 +609,7 @@ class Arrivals:
         self._since = -math.inf
         self._last: deque[float] = deque(maxlen=_KEPT_ARRIVALS)
         self._new = 0  # how many of the last came since they were summed up
+        self._alike = 0  # how many of them in a row had the same time
         self._timeouts: tuple[float, ...] = ()
         self.longest = 0.0
 
@@ -614,11 +626,14 @@ class Arrivals:
         self._longest = longest
         self._planned: dict[Hashable, _Plan] = {}
 
-    def note(self, left: float) -> None:
-        """Note that a request with so many seconds for its answer has come."""
-        self.offered += 1
-        self._last.append(left)
-        self._new += 1
+    def note(self, left: float, count: int = 1) -> None:
+        """Note that so many requests, with so many seconds for their answers, have come."""
+        self.offered += count
+        self._alike = self._alike + count if self._last and left == self._last[-1] else count
+        if self._alike > 2 * _KEPT_ARRIVALS:  # all that are remembered, and that is summed up
+            return
+        self._last.extend(itertools.repeat(left, min(count, _KEPT_ARRIVALS)))
+        self._new += count
         if self._new * 4 >= len(self._last):
             self._sum_up()
 
@@ -718,8 +733,10 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def _alike(one: Curve, other: Curve, rate: float, other_rate: float) -> bool:
+    if abs(rate - other_rate) > _ALIKE * rate:
+        return False
     sizes = (1, one.reach, other.reach)
-    return abs(rate - other_rate) <= _ALIKE * rate and all(
+    return one is other or all(
         _near(one.seconds(size, weight), other.seconds(size, weight)) for size in sizes for weight in (0.0, size)
     )
 
