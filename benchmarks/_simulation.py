@@ -223,7 +223,7 @@ class Simulation:
     def _compute(self, batch: Batch) -> None:
         started = self.now
         self.outcome.sizes.append(len(batch.requests))
-        computed = compute(self._function, batch.requests, batch.extras, self._answer)
+        computed = compute(self._function, batch, self._answer)
         if computed.error is None and computed.whole:
             self.queue.record_run(batch, self.now - started, self.now)
         for part in computed.parts:

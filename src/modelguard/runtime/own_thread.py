@@ -1,17 +1,23 @@
 """What the calling context says about a call: it must not leave its thread, or it only looks for a bad item.
 
 A batched function that a warm-up calls would hand its item to another thread, which would wait for the model that is
-being warmed up. Inside :func:`stay` it computes the item at once instead.
+being warmed up. Inside :func:`stay` it computes the item at once instead; inside :func:`inline` all of them do.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from modelguard.runtime import fork
+
 #: How many blocks are open in this process; one look at it saves the context look-up of :func:`required`.
 open_blocks = 0
+#: How many of them hold for the whole process.
+_inline = 0
+_lock = threading.Lock()
 
 _in_own_thread: ContextVar[bool] = ContextVar("modelguard own thread", default=False)
 
@@ -19,18 +25,45 @@ _in_own_thread: ContextVar[bool] = ContextVar("modelguard own thread", default=F
 @contextmanager
 def stay() -> Iterator[None]:
     """Have batched functions that the block calls compute in this thread."""
-    global open_blocks
     token = _in_own_thread.set(True)
-    open_blocks += 1
+    _change(1)
     try:
         yield
     finally:
-        open_blocks -= 1
+        _change(-1)
         _in_own_thread.reset(token)
 
 
+@contextmanager
+def inline() -> Iterator[None]:
+    """Compute inline inside the block, in the whole process.
+
+    A call runs the batch function with a list of its one item, in the calling thread. There is no queue, no deadline,
+    no breaker, and nothing is counted. Arguments and results are checked as always, and a closed function stays closed.
+    """
+    _change(1, inline=1)
+    try:
+        yield
+    finally:
+        _change(-1, inline=-1)
+
+
+def _change(by: int, *, inline: int = 0) -> None:
+    global open_blocks, _inline
+    with _lock:
+        open_blocks, _inline = open_blocks + by, _inline + inline
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+fork.at_fork(fork.Rank.LOCKS, in_child=_renew_lock)
+
+
 def required() -> bool:
-    return _in_own_thread.get()
+    return _inline > 0 or _in_own_thread.get()
 
 
 # Calls that only look for the item at fault, in a batch that has raised.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import threading
@@ -21,7 +22,16 @@ from modelguard.serving._runners import runner_of
 from modelguard.serving._shared_threads import BatchThreads, LockedQueue, Watch, Work
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
-from modelguard.serving.status import Batch, BatchStatus, Counters, Limits, count_hung, items_in_hung
+from modelguard.serving.status import (
+    Batch,
+    BatchStatus,
+    Counters,
+    Limits,
+    PlainBatch,
+    count_hung,
+    is_plain,
+    items_in_hung,
+)
 from modelguard.telemetry import logger
 
 # Reports which size of batches ``max_size="auto"`` has chosen.
@@ -45,6 +55,10 @@ class ChosenSize:
         self._slo = math.inf
         self._reachable = True
         self._reported_at = -math.inf
+
+    @property
+    def chosen(self) -> bool:
+        return self._slo != math.inf
 
     def report(self, auto: AutoSize, now: float) -> None:
         """Emit what was chosen, if that has changed since the last event."""
@@ -105,7 +119,7 @@ class BatchEvents:
             telemetry.emit(
                 telemetry.BatchFinished(
                     guard=self._name,
-                    size=len(batch.requests),
+                    size=batch.count,
                     waiting=queue.waiting,
                     wait_seconds=batch.started - batch.oldest,
                     run_seconds=seconds,
@@ -120,7 +134,7 @@ class BatchEvents:
             telemetry.emit(
                 telemetry.BatchErrored(
                     guard=self._name,
-                    size=len(batch.requests),
+                    size=batch.count,
                     failed=computed.failed,
                     error=one_line(computed.error),
                     reruns=computed.reruns,
@@ -130,6 +144,11 @@ class BatchEvents:
         if change is not None:
             self._emit_circuit(queue, change, computed.error)
         self._size.report(queue.auto_size, batch.started + seconds)
+
+    def quiet(self, queue: BatchQueue) -> bool:
+        """Whether there is nothing to emit after a batch that went well."""
+        unsaid = queue.auto_size or self._size.chosen or _refused(queue.counters) != self._reported
+        return not (unsaid or telemetry.listening())
 
     def hung(self, queue: BatchQueue, hang_after: float) -> None:
         error = TimeoutError(f"a batch has been running for more than {hang_after:g} s")
@@ -219,7 +238,6 @@ class Batcher:
         self._runner = runner_of(self._function, options, self._others_wait)
         self._scope = Scope(enclosing=frozenset({self}))  # of what a batch calls
         self._own_keys = options.fair_by is not None
-        self._ordered = False  # whether requests have ever had keys or priorities
         self._take_limits(options.limits)
         self._reset()
         _shared_threads.add(self)
@@ -227,8 +245,6 @@ class Batcher:
     def _take_limits(self, limits: Limits) -> None:
         self._limits = limits
         self._bounded = limits.deadline != math.inf
-        # Whether a request without arguments of its own needs nothing but room.
-        self._plain = not (limits.max_wait or limits.weighed or limits.fair or self._ordered)
 
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
@@ -294,7 +310,7 @@ class Batcher:
             CallerGone: The web request for which it is called has lost its client.
             Overloaded, DeadlineExceeded, GuardClosed: It was not queued.
         """
-        if deadlines.open_blocks or (own_thread.open_blocks and own_thread.required()):
+        if own_thread.open_blocks and own_thread.required():
             self._compute_inline(request)
             return
         scope = current_scope.get()
@@ -330,7 +346,7 @@ class Batcher:
 
     def put_together(self, requests: list[Request]) -> None:
         """:meth:`put` for several requests with their bounds: all of them are queued, or none."""
-        if deadlines.open_blocks or (own_thread.open_blocks and own_thread.required()):
+        if own_thread.open_blocks and own_thread.required():
             for request in requests:
                 self._compute_inline(request)
             return
@@ -355,39 +371,45 @@ class Batcher:
             for request in requests:
                 scope.web_request.add(QueuedCall(request, self.cancel))
 
-    def put_plain(self, request: Request) -> None:
-        """:meth:`put` for a request on an event loop, without keyword arguments and timeout; mostly without the lock.
+    def put_plain(self, item: Any, future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> bool:
+        """Queue a coroutine's call of nothing but an item, mostly without the lock; false if it takes :meth:`put`.
 
         A lock costs as much as everything else here, and more while another thread holds it. Loops in several threads
-        may exceed ``max_queue`` together, by one request each.
+        may exceed ``max_queue`` together, by one call each.
         """
-        queue, threads, limits = self._queue, self._threads, self._limits
-        now = deadlines.clock()
-        room = len(queue.inbox) + queue.waiting < queue.sure and now <= queue.overdue
-        simple = self._plain and not (queue.may_refuse or deadlines.open_blocks or own_thread.open_blocks)
-        if not (room and simple) or current_scope.get() is not None:
-            self.put(request)
-            return
-        request.arrived, request.deadline = now, now + limits.deadline
+        queue, now = self._queue, deadlines.clock()
+        if (
+            len(queue.inbox) + queue.waiting >= queue.sure
+            or now > queue.overdue
+            or own_thread.open_blocks
+            or current_scope.get() is not None
+        ):
+            return False
+        threads, until = self._threads, now + self._limits.deadline
         try:
-            queue.inbox.append(request)
-            # Read again, after the request was queued: a thread looks for work after it has written these.
-            if threads.idle or threads.count < threads.most or queue.closed or request.deadline < self._watch.due:
-                self._attend_to(request)
+            queue.inbox.append((item, future, loop, now))
+            # Read again, after the call was queued: a thread looks for work after it has written these.
+            if threads.idle or threads.count < threads.most or queue.closed or until < self._watch.due:
+                self._attend_to(future, until)
         except GuardClosed:
             raise
         except BaseException:  # as in put
-            self._withdraw(request)
+            with self._lock:
+                request = queue.request_of(future)
+            if request is not None:
+                self._withdraw(request)
             raise
+        return True
 
-    def _attend_to(self, request: Request) -> None:
+    def _attend_to(self, future: asyncio.Future[Any], until: float) -> None:
         """Have a thread compute what was put into the inbox. Raises what ``put`` does if there will be none."""
         with self._lock:
-            closed = self._queue.closed and request.state == "waiting"
-            if closed:
+            request = self._queue.request_of(future) if self._queue.closed else None
+            closed = request is not None and request.state == "waiting"
+            if request is not None and closed:
                 self._queue.withdraw(request)
-            elif request.deadline < self._watch.due:
-                self._watch.schedule(request.deadline)
+            elif until < self._watch.due:
+                self._watch.schedule(until)
             wakeup = self._threads.find()
         if wakeup is not None:
             wakeup.set()
@@ -421,7 +443,6 @@ class Batcher:
     def order(self) -> None:
         """From now on, requests have keys or priorities."""
         if not self._queue.ordered:
-            self._ordered, self._plain = True, False
             with self._lock:
                 self._queue.order()
 
@@ -442,8 +463,8 @@ class Batcher:
         finally:
             current_scope.reset(token)
 
-    def cancel(self, request: Request, *, notify: bool = False) -> None:
-        """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
+    def cancel(self, request: Request | asyncio.Future[Any], *, notify: bool = False) -> None:
+        """Drop a request, or a plain call. With ``notify`` its caller still waits, and gets ``CallerGone``."""
         self._locked.cancel(request, notify=notify)
         if not self._locked.interrupted:
             self._report_refusals()
@@ -470,11 +491,11 @@ class Batcher:
 
     def _compute(self, batch: Batch) -> None:
         scope = self._scope
-        if self._nested:
+        if self._nested and not is_plain(batch):
             scope = Scope(enclosing=scope.enclosing.union(*(request.enclosing for request in batch.requests)))
         started = deadlines.clock()
         token = current_scope.set(scope)
-        computed = self._runner.batch(batch.requests, batch.extras, self._answer)
+        computed = self._runner.batch(batch, self._answer)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
         now = deadlines.clock()
         seconds = now - started - computed.stalled
@@ -486,12 +507,22 @@ class Batcher:
                 queue.record_part(batch, *part, now)
             queue.record_end(batch, seconds, now, reruns=computed.reruns, bad=computed.bad)
             queue.counters.bisected += bool(computed.reruns)
-            requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed)
+            plain = batch if isinstance(batch, PlainBatch) and queue.finish_plain(batch, computed.failed) else None
+            requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed) if plain is None else ([], [])
             change = queue.record_verdict(batch, computed.verdict, now)
-        if requests:
+        # Before the answers: who gets one needs the interpreter's lock next.
+        quiet = change is None and computed.error is None and self._events.quiet(queue)
+        if plain is not None:
+            plain.deliver(computed.outcomes)
+        elif requests:
             deliver(requests, outcomes)
         if queue.undelivered or queue.closed or self._locked.deferred:
             self._locked.settle()
+        if not quiet:
+            self._report(batch, computed, seconds, change)
+
+    def _report(self, batch: Batch, computed: Computed, seconds: float, change: CircuitChange) -> None:
+        queue, now = self._queue, deadlines.clock()
         try:
             self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
             if self._events.refusals_due(queue.counters) <= now:
@@ -513,8 +544,7 @@ class Batcher:
     def _check_time(self, now: float) -> float:
         """Fail requests at their deadlines, and note batches that overstay. Returns when to look again."""
         queue = self._queue
-        queue.take_in()
-        queue.expire(now)
+        queue.expire_all(now)
         if queue.note_hung(now):
             self._hung = True
         return min(queue.next_check(), self._events.refusals_due(queue.counters))

@@ -33,7 +33,7 @@ from modelguard.errors import (
 from modelguard.facts._gpu import TORCH_CUDA, free_after
 from modelguard.runtime import own_thread
 from modelguard.serving._requests import AllLeft, Failure, LoopEnded, Request
-from modelguard.serving.status import Verdict
+from modelguard.serving.status import Batch, Verdict
 
 # Which items made their batch raise: found in the traceback, or remembered from the last time.
 
@@ -530,22 +530,19 @@ def joined(requests: list[Request], parts: list[Part]) -> Computed:
 Answer: TypeAlias = Callable[[list[Request], list[Any]], object]
 
 
-def compute(
-    function: BatchFunction, requests: list[Request], extras: dict[str, Any], answer: Answer | None = None
-) -> Computed:
+def compute(function: BatchFunction, batch: Batch, answer: Answer | None = None) -> Computed:
     """Run a batch. Never raises: whatever the function does becomes outcomes.
 
     Args:
         function: What computes it.
-        requests: Whose items to compute.
-        extras: Keyword arguments that all requests share.
+        batch: Its items and the keyword arguments that they share.
         answer: Called with what has its result already while other items of the batch are run again.
     """
     try:
-        return _compute(function, requests, extras, answer)
+        return _compute(function, batch, answer)
     except BaseException as error:  # noqa: BLE001 - an error or a result that cannot be copied, compared or printed
-        failures = [Failure(batch_failed(error, function.name, len(requests))) for _ in requests]
-        return Computed(failures, len(requests), "failed", error)
+        failures = [Failure(batch_failed(error, function.name, batch.count)) for _ in range(batch.count)]
+        return Computed(failures, batch.count, "failed", error)
 
 
 def compute_one(function: BatchFunction, request: Request) -> Any:
@@ -568,28 +565,26 @@ def compute_one(function: BatchFunction, request: Request) -> Any:
     raise result
 
 
-def _compute(
-    function: BatchFunction, requests: list[Request], extras: dict[str, Any], answer: Answer | None
-) -> Computed:
+def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Computed:
     if function.suspects:
-        known = [function.suspects.find(request.item, request.group) for request in requests]
+        known = [function.suspects.find(request.item, request.group) for request in batch.requests]
         if any(known):
-            return _compute_suspicious(function, _Items(function, requests, extras, answer), known)
-    items = [request.item for request in requests]
+            return _compute_suspicious(function, _Items(function, batch, answer), known)
     try:
-        results = function(list(items), extras)
+        results = function(batch.items, batch.extras)
     except AllLeft:
-        return Computed([None] * len(requests), 0, "inconclusive", whole=False)
+        return Computed([None] * batch.count, 0, "inconclusive", whole=False)
     except BaseException as error:  # noqa: BLE001 - not even sys.exit() in a model may end the thread
         free_after(TORCH_CUDA, error)
-        if function.isolate and len(requests) > 1 and not isinstance(error, _WHOLE_BATCH):
-            batch = _Items(function, requests, extras, answer)
-            return batch.computed(error, _isolate(function, batch, [*range(len(requests))], error))
-        failures = [Failure(error_for_caller(error, function.name, items)) for _ in requests]
-        alone = float(len(requests) == 1)  # an item at fault, as far as anybody knows
-        return Computed(failures, len(requests), verdict_of([error], function.ignore), error, bad=alone)
+        if function.isolate and batch.count > 1 and not isinstance(error, _WHOLE_BATCH):
+            parts = _Items(function, batch, answer)
+            return parts.computed(error, _isolate(function, parts, [*range(batch.count)], error))
+        items = batch.items
+        failures = [Failure(error_for_caller(error, function.name, items)) for _ in items]
+        alone = float(batch.count == 1)  # an item at fault, as far as anybody knows
+        return Computed(failures, batch.count, verdict_of([error], function.ignore), error, bad=alone)
     if any(issubclass(kind, BaseException) for kind in {*map(type, results)}):
-        results = wrap_errors(results, function.name, items)
+        results = wrap_errors(results, function.name, batch.items)
         failed = count_failures(results)
         return Computed(results, failed, "succeeded" if failed < len(results) else "inconclusive")
     return Computed(results)
@@ -671,15 +666,13 @@ def _halve(batch: _Items, part: list[int]) -> list[BaseException]:
 class _Items:
     """The items of a batch of which parts are run."""
 
-    def __init__(
-        self, function: BatchFunction, requests: list[Request], extras: dict[str, Any], answer: Answer | None
-    ) -> None:
+    def __init__(self, function: BatchFunction, batch: Batch, answer: Answer | None) -> None:
         self._function = function
-        self._extras = extras
+        self._extras = batch.extras
         self._answer = answer
-        self.requests = requests
-        self.items = [request.item for request in requests]
-        self.outcomes: list[Any] = [None] * len(requests)
+        self.requests = batch.requests
+        self.items = batch.items
+        self.outcomes: list[Any] = [None] * batch.count
         self.parts: list[tuple[int, float, float]] = []
         self.succeeded = False
         self.bad = self.reruns = 0

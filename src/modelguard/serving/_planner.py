@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from modelguard.serving._lines import Line, Lines
-from modelguard.serving._requests import Request
+from modelguard.serving._requests import Group, Request
 from modelguard.serving._times import LEARNED, Arrivals, BatchTimes, Curve, sizes_up_to
 from modelguard.serving.status import Batch, Limits
 
@@ -394,6 +394,7 @@ class Planner:
             self.auto.follow(self._times, self._times.curve(), self._mean)
         self.most = self.auto.size
         self._full = math.inf  # seconds of a full batch, for a quick look; infinity where that is not enough
+        self._full_by: tuple[Curve | None, int] = None, 0
 
     # What happens
 
@@ -410,11 +411,11 @@ class Planner:
         if batch.padding or self._padding > 1:
             useful = batch.weight - batch.padding
             self._padding += _STEP * ((batch.weight / useful if useful > 0 else 1.0) - self._padding)
-        mean = batch.weight / len(batch.requests)
+        mean = batch.weight / batch.count
         if self.auto:
             self._mean = mean
             if not reruns:
-                self.auto.note_run(len(batch.requests), seconds)
+                self.auto.note_run(batch.count, seconds)
             self.auto.follow(self._times, self._times.curve(batch.group), self._mean)
         else:
             self._unplanned += seconds
@@ -451,7 +452,7 @@ class Planner:
         curve = self._times.curve(batch.group)
         if curve is None or not self._times.spread_known:
             return
-        if not curve.hopeless(curve.seconds(len(batch.requests), batch.weight), seconds):
+        if not curve.hopeless(curve.seconds(batch.count, batch.weight), seconds):
             until = now + min(_CONFIRMED * seconds, _CONFIRMED_SECONDS)
             with suppress(Exception):  # a keyword argument was changed after its call, and has no hash any more
                 self._confirmed = {batch.group: until}
@@ -513,6 +514,9 @@ class Planner:
 
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
+        if curve is self._full_by[0] and self.most == self._full_by[1]:
+            return self._full
+        self._full_by = curve, self.most
         return math.inf if curve is None else curve.seconds(self.most, 0.0)
 
     def _most(self, curve: Curve | None, mean: float) -> int:
@@ -568,7 +572,7 @@ class Planner:
         total = 0.0
         for batch in running:
             curve = self._times.curve(batch.group)
-            seconds = 0.0 if curve is None else curve.seconds(len(batch.requests), batch.weight)
+            seconds = 0.0 if curve is None else curve.seconds(batch.count, batch.weight)
             left = batch.started + seconds - now
             total += left if left >= 0 else -left * _STALL
         return total
@@ -596,31 +600,34 @@ class Planner:
 
     # What is computed next
 
-    def takes_first(self, line: Line, lines: Lines, nearest: float, now: float, *, in_order: bool) -> int:
+    def takes_first(
+        self, waiting: int, group: Group | None, nearest: float, now: float, *, lines: int, in_order: bool
+    ) -> int:
         """How many of the first requests of a line are the next batch: a quick look, which is enough in most cases.
 
         Args:
-            line: The line.
-            lines: All of them.
+            waiting: How many there are.
+            group: Their keyword arguments.
             nearest: No deadline is before this.
             now: The time.
+            lines: How many groups wait.
             in_order: Whether those that came first have the nearest deadlines.
 
         Returns:
             Their number; 0 where it takes a closer look.
         """
-        count = min(line.waiting, self._ceiling)
-        if self._limits.weighed or (count < line.waiting and (self.auto or not in_order or lines.fairness is not None)):
+        count = min(waiting, self._ceiling)
+        if self._limits.weighed or (count < waiting and (self.auto or not in_order)):
             return 0
-        curve = self._times.curve(line.group)
+        curve = self._times.curve(group)
         if self.auto and count > self.auto.size_for(curve, 0.0):
             return 0
         if curve is None or not curve.holds(count, 0.0, nearest - now):
             return count if curve is None else 0
-        if not self._arrivals.rate:
+        if not self._arrivals.rate or (lines <= 1 and self.surely_in_time(waiting, self._arrivals.shortest, [], now)):
             return count
-        crowd = self._arrivals.crowd(line.group, curve, 0.0, lines=len(lines), ceiling=self._ceiling)
-        if count > crowd and self._may_be_fewer(curve.rate(crowd, 0.0), curve.rate(count, 0.0), len(lines)):
+        crowd = self._arrivals.crowd(group, curve, 0.0, lines=lines, ceiling=self._ceiling)
+        if count > crowd and self._may_be_fewer(curve.rate(crowd, 0.0), curve.rate(count, 0.0), lines):
             return 0
         return count
 

@@ -2,11 +2,12 @@
 
 Every method takes the time as an argument and is called with the batcher's lock held. Failures that the queue decides
 on by itself (expired, refused after all, closed) go to ``undelivered``; the batcher delivers them without the lock.
-Requests that need no decision may be put into ``inbox`` without the lock.
+Calls that need no decision may be put into ``inbox`` without the lock.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import heapq
 import itertools
@@ -27,7 +28,7 @@ from modelguard.errors import (
 )
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._planner import AutoSize, Planner
-from modelguard.serving._requests import Failure, Request, caller_gone
+from modelguard.serving._requests import Failure, LoopRequest, PlainCall, Request, caller_gone, request_of
 from modelguard.serving._times import BatchTimes
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.status import (
@@ -35,8 +36,10 @@ from modelguard.serving.status import (
     BatchStatus,
     Counters,
     Limits,
+    PlainBatch,
     Quantiles,
     Verdict,
+    is_plain,
     mark_hung,
     next_hang,
     state_of,
@@ -87,11 +90,11 @@ class QueueCircuit:
             self._probe = None
             self._circuit.probe_inconclusive()
 
-    def batch_ended(self, requests: Sequence[Request], verdict: Verdict, now: float) -> CircuitChange:
+    def batch_ended(self, batch: Batch, verdict: Verdict, now: float) -> CircuitChange:
         circuit = self._circuit
         if circuit is None:
             return None
-        probe = self._probe is not None and self._probe in requests
+        probe = self._probe is not None and self._probe in batch.requests
         if probe:
             self._probe = None
         if verdict == "succeeded":
@@ -214,7 +217,7 @@ class Recent:
 
     def note(self, batch: Batch, seconds: float) -> None:
         waited = batch.started - batch.oldest
-        self._batches.append((len(batch.requests), waited, seconds, batch.weight, batch.padding))
+        self._batches.append((batch.count, waited, seconds, batch.weight, batch.padding))
 
     def summary(self) -> RecentBatches:
         sizes, waits, runs, weights, paddings = zip(*self._batches, strict=True) if self._batches else ((),) * 5
@@ -332,8 +335,8 @@ class BatchQueue:
     """The state of one batcher.
 
     Attributes:
-        inbox: Requests without keyword arguments or a deadline of their own that wait as well, and are not counted yet.
-        sure: While fewer wait, one more has room and its answer in time, if no batch runs for longer than expected.
+        inbox: Plain calls that wait as well, and are not counted yet.
+        sure: While fewer wait, a plain call has room, and its answer in time if no batch runs for longer than expected.
         overdue: When one does; infinity while none runs.
         waiting: Requests that wait, without those that expired or were cancelled.
         running: Batches under way.
@@ -352,10 +355,10 @@ class BatchQueue:
         self._ungrouped = self._lines.ungrouped
         self._take_limits(limits)
         self._expiry = Expiry()
-        self.inbox: deque[Request] = deque()
+        self.inbox: deque[PlainCall] = deque()
         self.waiting = 0
         self.running: list[Batch] = []
-        self.sure, self.overdue = self._planner.sure(), math.inf
+        self.overdue = math.inf
         self.undelivered: list[tuple[Request, Failure]] = []
         self.reopen()
         self.counters = Counters()
@@ -374,6 +377,7 @@ class BatchQueue:
 
     def order(self) -> None:
         self._sorted = self._picky = True  # first: an exception may interrupt this at any point
+        self.sure = 0
         self.take_in()
         self._lines.order()
 
@@ -392,26 +396,49 @@ class BatchQueue:
         self._admission.configure(limits)
         self._planner.configure(limits)
         self._lines.configure(limits, self._planner.most, now)
-        self.sure = self._planner.sure()
+        self._note_sure()
 
     # In
 
     def take_in(self) -> None:
+        """Make requests of the plain calls that wait."""
         if count := len(self.inbox):
-            self.waiting += count  # first: callers add up both, and may count a request twice, but not miss one
-            take = self.inbox.popleft
-            requests = [take() for _ in range(count)]
+            self.waiting += count  # first: callers add up both, and may count a call twice, but not miss one
+            calls = self._note(count)
+            requests: list[Request] = [request_of(call, self._limits.deadline) for call in calls]
             if self._limits.deadline != math.inf:
                 self._expiry.add_all(requests)
-                self._planner.note_uniform(count)
-            else:
-                self._planner.note_patient(count)
             if self._sorted:
                 for request in requests:
                     self._lines.add(request, request.arrived)
             else:
                 self._ungrouped.waiting += count
                 self._ungrouped.requests.extend(requests)
+
+    def _note(self, count: int) -> list[PlainCall]:
+        """The first plain calls out of the inbox."""
+        if self._limits.deadline != math.inf:
+            self._planner.note_uniform(count)
+        else:
+            self._planner.note_patient(count)
+        take = self.inbox.popleft
+        return [take() for _ in range(count)]
+
+    def request_of(self, future: asyncio.Future[Any]) -> Request | None:
+        """The request of a plain call; None if it has its answer already."""
+        self.take_in()
+        for batch in self.running:
+            if isinstance(batch, PlainBatch) and batch.has(future):
+                self._make_requests(batch)
+        running = itertools.chain.from_iterable(batch.requests for batch in self.running if not is_plain(batch))
+        both = itertools.chain(self._lines.live(), running)
+        return next((one for one in both if isinstance(one, LoopRequest) and one.future is future), None)
+
+    def _make_requests(self, batch: PlainBatch) -> None:
+        if is_plain(batch):
+            requests = batch.requests
+            if self._limits.deadline != math.inf:
+                self._expiry.add_all(requests)
 
     def admit(self, request: Request, now: float) -> None:
         """Queue a request whose deadline, weight and group are set.
@@ -485,6 +512,11 @@ class BatchQueue:
 
     def next_batch(self, now: float) -> Batch | float | None:
         """The next batch for a free thread; or seconds after which to ask again; or None until more is admitted."""
+        if not self.waiting:
+            if not self.inbox:
+                return None
+            if (batch := self._plain_batch(now)) is not None:
+                return batch
         self.take_in()
         self.expire(now)
         while True:
@@ -494,6 +526,23 @@ class BatchQueue:
             requests = self._take(found, now)
             if requests:
                 return self._start(requests, now)
+
+    def _plain_batch(self, now: float) -> PlainBatch | None:
+        """The next batch of what waits, all of it plain calls; None if that takes a closer look."""
+        if self._sorted:
+            return None
+        count, timeout = len(self.inbox), self._limits.deadline
+        if self._picky or timeout != math.inf:
+            until = self.inbox[0][-1] + timeout
+            count = self._planner.takes_first(count, None, until, now, lines=1, in_order=timeout != math.inf)
+        else:
+            count = min(count, self._planner.most)
+        if not count:
+            return None
+        batch = PlainBatch(self._note(count), timeout, now)
+        self.running.append(batch)
+        self._note_overdue()
+        return batch
 
     def _take(self, line: Line, now: float) -> list[Request]:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
@@ -521,8 +570,9 @@ class BatchQueue:
 
     def _choose(self, line: Line, now: float) -> list[Request]:
         if not self._stale:
-            in_order = self._limits.deadline != math.inf and self._expiry.in_order
-            count = self._planner.takes_first(line, self._lines, self._expiry.nearest, now, in_order=in_order)
+            in_order = self._limits.deadline != math.inf and self._expiry.in_order and not self.ordered
+            nearest, lines = self._expiry.nearest, len(self._lines)
+            count = self._planner.takes_first(line.waiting, line.group, nearest, now, lines=lines, in_order=in_order)
             if count:
                 return self._first(line, count)
         requests, late = self._planner.choose(line, self._lines, now)
@@ -575,6 +625,17 @@ class BatchQueue:
         self.counters.answered += len(requests) - failed
         return requests, outcomes
 
+    def finish_plain(self, batch: PlainBatch, failed: int) -> bool:
+        """End a batch of plain calls; false if one of them has got a request, so that it takes :meth:`finish`."""
+        if not is_plain(batch):
+            return False
+        self.running.remove(batch)
+        self._note_overdue()
+        self.counters.batches += 1
+        self.counters.failed += failed
+        self.counters.answered += batch.count - failed
+        return True
+
     def answer(self, requests: list[Request], outcomes: list[Any]) -> tuple[list[Request], list[Any]]:
         """Answer some requests of a batch that is still being computed.
 
@@ -593,9 +654,9 @@ class BatchQueue:
     def record_verdict(self, batch: Batch, verdict: Verdict, now: float) -> CircuitChange:
         """Tell the breaker how a batch went. Returns whether that opened or closed the circuit."""
         self.counters.failed_batches += verdict == "failed"
-        self._planner.note_verdict(len(batch.requests), failed=verdict == "failed")
+        self._planner.note_verdict(batch.count, failed=verdict == "failed")
         self._note_most()
-        change = self._queue_circuit.batch_ended(batch.requests, verdict, now)
+        change = self._queue_circuit.batch_ended(batch, verdict, now)
         if change == "opened":
             self._refuse_because_open(now)
         return change
@@ -615,7 +676,7 @@ class BatchQueue:
 
     def record_run(self, batch: Batch, seconds: float, now: float) -> None:
         """Record that the function ran once over all of a batch, and for how many seconds."""
-        self.times.record(len(batch.requests), batch.weight, batch.group, seconds, now)
+        self.times.record(batch.count, batch.weight, batch.group, seconds, now)
         self._recent.note(batch, seconds)
 
     def record_part(self, batch: Batch, count: int, weight: float, seconds: float, now: float) -> None:
@@ -629,13 +690,15 @@ class BatchQueue:
 
     def record_end(self, batch: Batch, seconds: float, now: float, *, reruns: int = 0, bad: float = 0.0) -> None:
         """Record how long a batch kept its thread, how often it was run again, and the share of bad items."""
-        self.times.record_batch(len(batch.requests), seconds, now, bad=bad, weight=batch.weight, group=batch.group)
+        self.times.record_batch(batch.count, seconds, now, bad=bad, weight=batch.weight, group=batch.group)
         self._planner.note_batch(batch, seconds, now, reruns=reruns)
-        self._note_most()
 
     def _note_most(self) -> None:
         self._lines.full_size = self._planner.most
-        self.sure = self._planner.sure()
+        self._note_sure()
+
+    def _note_sure(self) -> None:
+        self.sure = 0 if self.may_refuse or self._sorted else self._planner.sure()
 
     # Out of turn
 
@@ -643,7 +706,16 @@ class BatchQueue:
         while (request := self._expiry.pop(now)) is not None:
             self._drop_late(request, now)
 
+    def expire_all(self, now: float) -> None:
+        """:meth:`expire`, plain calls included: they get requests, whose deadlines stand with all others."""
+        for batch in self.running:
+            if isinstance(batch, PlainBatch):
+                self._make_requests(batch)
+        self.take_in()
+        self.expire(now)
+
     def next_check(self) -> float:
+        """When :meth:`expire_all` or :meth:`note_hung` may have something to do; infinity for never."""
         return min(self._expiry.next(), next_hang(self.running, self._limits.hang_after))
 
     def cancel(self, request: Request, *, notify: bool = False) -> bool:
@@ -662,10 +734,12 @@ class BatchQueue:
 
     def close(self) -> None:
         self.closed = self.may_refuse = True
+        self.sure = 0
 
     def reopen(self) -> None:
         self.closed = False
         self.may_refuse = self.circuit is not None or self._limits.quota is not None
+        self._note_sure()
 
     def refuse_waiting(self, error: ModelGuardError) -> None:
         """Fail everything that waits, each request with a copy of the error."""
@@ -680,7 +754,8 @@ class BatchQueue:
 
     def disown(self) -> None:
         """In a forked child: what waits and runs is the parent's, and cancelling it here must change nothing."""
-        for request in itertools.chain(self.inbox, self._lines.live(), *(batch.requests for batch in self.running)):
+        running = [batch.requests for batch in self.running if not is_plain(batch)]
+        for request in itertools.chain(self._lines.live(), *running):
             request.state = "done"
 
     # Its state
@@ -696,7 +771,7 @@ class BatchQueue:
 
     @property
     def _live(self) -> int:
-        return self.waiting + sum(len(batch.requests) for batch in self.running)
+        return self.waiting + sum(batch.count for batch in self.running)
 
     def status(self, now: float) -> BatchStatus:
         self.take_in()
@@ -704,7 +779,7 @@ class BatchQueue:
             name=self._limits.name,
             state=state_of(self.running, self.circuit, closed=self.closed),
             waiting=self.waiting,
-            running=sum(len(batch.requests) for batch in self.running),
+            running=sum(batch.count for batch in self.running),
             running_seconds=max((now - batch.started for batch in self.running), default=0.0),
             rate=self.times.rate(now),
             max_size=self._planner.most,

@@ -7,7 +7,7 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -114,16 +114,34 @@ class ThreadRequest(Request):
 
 
 class LoopRequest(Request):
-    """A request whose caller is a coroutine, on any event loop."""
+    """A request whose caller is a coroutine, on any event loop.
 
-    def __init__(self, item: Any, loop: asyncio.AbstractEventLoop) -> None:
+    Args:
+        item: What the caller passed.
+        loop: The event loop.
+        future: What the caller awaits.
+    """
+
+    def __init__(self, item: Any, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any] | None = None) -> None:
         self.item = item
         self.loop = loop
-        self.future: asyncio.Future[Any] = loop.create_future()
+        self.future: asyncio.Future[Any] = loop.create_future() if future is None else future
 
     def deliver(self, outcome: Any) -> None:
         """Complete the coroutine's future. Called on its loop."""
-        _complete([self], [outcome])
+        _complete([self.future], [outcome])
+
+
+#: A call on an event loop with nothing but an item: the item, what the caller awaits, its loop, and when it came.
+#: It has no request of its own as long as nothing happens to it but a batch.
+PlainCall: TypeAlias = tuple[Any, asyncio.Future[Any], asyncio.AbstractEventLoop, float]
+
+
+def request_of(call: PlainCall, timeout: float) -> LoopRequest:
+    item, future, loop, arrived = call
+    request = LoopRequest(item, loop, future)
+    request.arrived, request.deadline = arrived, arrived + timeout
+    return request
 
 
 class CancellableFuture(Future[Any]):
@@ -189,23 +207,17 @@ def deliver(requests: list[Request], outcomes: list[Any]) -> None:
 
     Futures come last: their callbacks are other people's code, and nobody else should wait for it.
     """
-    loops = {request.loop for request in requests}
-    if len(loops) == 1 and (loop := loops.pop()) is not None:
-        _deliver_on_loop(loop, requests, outcomes)
-        return
-    by_loop: dict[asyncio.AbstractEventLoop, tuple[list[Request], list[Any]]] = {}
+    awaited: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any], Any]] = []
     futures: list[tuple[Request, Any]] = []
     for request, outcome in zip(requests, outcomes, strict=True):
-        if isinstance(request, FutureRequest):
+        if isinstance(request, LoopRequest):
+            awaited.append((request.loop, request.future, outcome))  # type: ignore[arg-type]
+        elif isinstance(request, FutureRequest):
             futures.append((request, outcome))
-        elif request.loop is None:
-            request.deliver(outcome)
         else:
-            its_requests, its_outcomes = by_loop.setdefault(request.loop, ([], []))
-            its_requests.append(request)
-            its_outcomes.append(outcome)
-    for loop, (its_requests, its_outcomes) in by_loop.items():
-        _deliver_on_loop(loop, its_requests, its_outcomes)
+            request.deliver(outcome)
+    if awaited:
+        deliver_on_loops(*zip(*awaited, strict=True))
     for request, outcome in futures:
         try:
             request.deliver(outcome)
@@ -214,21 +226,38 @@ def deliver(requests: list[Request], outcomes: list[Any]) -> None:
                 logger.exception("modelguard: a callback of a submitted call failed")
 
 
-def _deliver_on_loop(loop: asyncio.AbstractEventLoop, requests: list[Any], outcomes: Iterable[Any]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits there any more
-        loop.call_soon_threadsafe(_complete, requests, outcomes)
+def deliver_on_loops(
+    loops: Sequence[asyncio.AbstractEventLoop], futures: Sequence[asyncio.Future[Any]], outcomes: Sequence[Any]
+) -> None:
+    """Complete futures, each on its loop. Each loop is woken once."""
+    if loops.count(loop := loops[0]) == len(loops):
+        _deliver_on_loop(loop, futures, outcomes)
+        return
+    by_loop: dict[asyncio.AbstractEventLoop, list[int]] = {}
+    for at, loop in enumerate(loops):
+        by_loop.setdefault(loop, []).append(at)
+    for loop, its in by_loop.items():
+        _deliver_on_loop(loop, [futures[at] for at in its], [outcomes[at] for at in its])
 
 
-def _complete(requests: list[LoopRequest], outcomes: Iterable[Any]) -> None:
+def _deliver_on_loop(
+    loop: asyncio.AbstractEventLoop, futures: Sequence[asyncio.Future[Any]], outcomes: Sequence[Any]
+) -> None:
+    try:  # noqa: SIM105 - contextlib.suppress takes half a microsecond
+        loop.call_soon_threadsafe(_complete, futures, outcomes)
+    except RuntimeError:  # the loop is closed, so nobody waits there any more
+        pass
+
+
+def _complete(futures: Sequence[asyncio.Future[Any]], outcomes: Sequence[Any]) -> None:
     """Runs on the event loop."""
-    for request, outcome in zip(requests, outcomes, strict=True):
-        try:
-            if type(outcome) is Failure:
-                request.future.set_exception(outcome.error)
-            else:
-                request.future.set_result(outcome)
-        except asyncio.InvalidStateError:  # cancelled meanwhile
-            pass
+    for future, outcome in zip(futures, outcomes, strict=True):
+        if future.done():  # cancelled meanwhile
+            continue
+        if type(outcome) is Failure:
+            future.set_exception(outcome.error)
+        else:
+            future.set_result(outcome)
 
 
 # A request whose caller gets its result in parts: a bounded buffer between the batch and one consumer.

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 from modelguard import _units
 from modelguard.errors import ConsumerTooSlow, WrongResults
@@ -29,7 +29,7 @@ from modelguard.serving._execution import (
 )
 from modelguard.serving._loops import PrivateLoop, run_on
 from modelguard.serving._requests import AllLeft, Callers, Failure, Request, StreamRequest, Waiter, wake
-from modelguard.serving.status import Verdict
+from modelguard.serving.status import Batch, Verdict
 
 # Run one batch of streams: take step after step from the generator, and hand each item's part to its consumer.
 
@@ -291,12 +291,11 @@ _OthersWait: TypeAlias = Callable[[], bool]
 class Runner(Protocol):
     """Computes batches of one function."""
 
-    def batch(self, requests: list[Any], extras: dict[str, Any], answer: Answer) -> Computed:
+    def batch(self, batch: Batch, answer: Answer) -> Computed:
         """Compute a batch. Never raises.
 
         Args:
-            requests: Whose items to compute.
-            extras: Keyword arguments that all requests share.
+            batch: Its items and the keyword arguments that they share.
             answer: Called with what has its outcome already while the batch goes on.
         """
         ...
@@ -328,8 +327,8 @@ class _Called:
     def __init__(self, function: BatchFunction) -> None:
         self._function = function
 
-    def batch(self, requests: list[Request], extras: dict[str, Any], answer: Answer) -> Computed:
-        return compute(self._function, requests, extras, answer)
+    def batch(self, batch: Batch, answer: Answer) -> Computed:
+        return compute(self._function, batch, answer)
 
     def inline(self, request: Request) -> None:
         request.deliver(compute_one(self._function, request))
@@ -343,8 +342,8 @@ class _Awaited:
         self._loop = loop
         self._others_wait = others_wait
 
-    def batch(self, requests: list[Request], extras: dict[str, Any], answer: Answer) -> Computed:
-        callers = Callers(requests)
+    def batch(self, batch: Batch, answer: Answer) -> Computed:
+        callers = Callers(batch.requests)
         run = self._function.run
 
         def wait_for(items: list[Any], /, **extras: Any) -> Any:
@@ -352,7 +351,7 @@ class _Awaited:
                 raise AllLeft
             return run_on(self._loop(), lambda: run(items, **extras), callers, self._others_wait)
 
-        return compute(replace(self._function, run=wait_for), requests, extras, answer)
+        return compute(replace(self._function, run=wait_for), batch, answer)
 
     def inline(self, request: Request) -> None:
         run = self._function.run
@@ -376,12 +375,12 @@ class _Streamed:
         self._loop = loop
         self._others_wait = others_wait
 
-    def batch(self, requests: list[StreamRequest], extras: dict[str, Any], answer: Answer) -> Computed:
+    def batch(self, batch: Batch, answer: Answer) -> Computed:
         return compute_stream(
             self._function,
             self._start,
-            requests,
-            extras,
+            cast("list[StreamRequest]", batch.requests),
+            batch.extras,
             answer,
             slow_after=self._slow_after,
             others_wait=self._others_wait,
@@ -420,9 +419,9 @@ class _ByLoop:
         self._on = on
         self._others_wait = others_wait
 
-    def batch(self, requests: list[Request], extras: dict[str, Any], answer: Answer) -> Computed:
+    def batch(self, batch: Batch, answer: Answer) -> Computed:
         by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-        for request in requests:
+        for request in batch.requests:
             loop = request.loop or request.home
             assert loop is not None  # noqa: S101 - others are refused when they are queued
             by_loop.setdefault(loop, []).append(request)
@@ -431,11 +430,11 @@ class _ByLoop:
             loop = next(iter(by_loop))
             part, started = by_loop.pop(loop), time.monotonic()
             runner = self._on(partial(_same, loop), lambda: bool(by_loop) or self._others_wait())
-            computed = runner.batch(part, extras, answer)
+            computed = runner.batch(Batch(part, 0.0, batch.started), answer)
             parts.append(Part(part, computed, time.monotonic() - started))
             if by_loop:
                 answer(part, computed.outcomes)
-        return joined(requests, parts)
+        return joined(batch.requests, parts)
 
     def inline(self, request: Any) -> None:
         self._on(asyncio.get_running_loop, self._others_wait).inline(request)

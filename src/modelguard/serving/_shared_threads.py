@@ -6,6 +6,7 @@ ten seconds: 1,600 at 160 requests a second.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import heapq
 import itertools
@@ -294,13 +295,13 @@ class LockedQueue:
         queue: Used with the lock held, except where its own attributes say otherwise.
         lock: Reentrant, because a finalizer may want it in a thread that holds it. What that asks for is deferred until
             the state is consistent again; see :meth:`cancel`.
-        deferred: Requests to cancel, and whether to notify their callers.
+        deferred: Requests and plain calls to cancel, and whether to notify their callers.
     """
 
     def __init__(self, queue: BatchQueue, on_drained: Callable[[], object]) -> None:
         self.queue = queue
         self.lock = threading.RLock()
-        self.deferred: deque[tuple[Request, bool]] = deque()
+        self.deferred: deque[tuple[Request | asyncio.Future[Any], bool]] = deque()
         self._on_drained = on_drained
 
     @property
@@ -309,14 +310,11 @@ class LockedQueue:
         owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition does
         return owned
 
-    def cancel(self, request: Request, *, notify: bool = False) -> None:
-        """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
-        if self.interrupted:  # the change ends first
-            self.deferred.append((request, notify))
-            return
-        with self.lock:
-            self.queue.cancel(request, notify=notify)
-        self.settle()
+    def cancel(self, request: Request | asyncio.Future[Any], *, notify: bool = False) -> None:
+        """Drop a request, or a plain call. With ``notify`` its caller still waits, and gets ``CallerGone``."""
+        self.deferred.append((request, notify))
+        if not self.interrupted:  # else the change ends first
+            self.settle()
 
     def drop(self, request: Request) -> None:
         """:meth:`cancel` for the garbage collector, which may interrupt code that holds a lock: it waits for none.
@@ -335,8 +333,10 @@ class LockedQueue:
 
     def _cancel_deferred(self) -> None:
         while self.deferred:
-            request, notify = self.deferred.popleft()
-            self.queue.cancel(request, notify=notify)
+            one, notify = self.deferred.popleft()
+            request = one if isinstance(one, Request) else self.queue.request_of(one)
+            if request is not None:
+                self.queue.cancel(request, notify=notify)
 
     def settle(self, *, callbacks_elsewhere: bool = False) -> None:
         """Do what was deferred, and deliver the failures that the queue decided on. Called without the lock.
@@ -472,7 +472,8 @@ class BatchThreads:
         with locked.lock:
             found = self._take()
             if isinstance(found, Batch):
-                other = self.find() if queue.waiting else None  # the rest may be due before this batch has ended
+                if queue.waiting or queue.inbox:  # the rest may be due before this batch has ended
+                    other = self.find()
             elif found is None and (queue.closed or not self._lingers):
                 self.count -= 1
                 ends = True

@@ -626,6 +626,11 @@ class Arrivals:
         self._longest = longest
         self._planned: dict[Hashable, _Plan] = {}
 
+    @property
+    def shortest(self) -> float:
+        """The shortest time that some of the last requests had; infinity if none had a deadline."""
+        return min(self._timeouts, default=math.inf)
+
     def note(self, left: float, count: int = 1) -> None:
         """Note that so many requests, with so many seconds for their answers, have come."""
         self.offered += count

@@ -112,18 +112,17 @@ class Batched(Decorated, Generic[X, Y]):
         except RuntimeError:
             put = functools.partial(self._put, timeout=timeout, priority=priority, extras=extras, others=others)
             return await _loops.call(_loops.TrioRequest(item), put, self._batcher.cancel)  # type: ignore[no-any-return]
-        request = LoopRequest(item, loop)
-        if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
-            self._put(request, timeout, priority, extras, others)
-        else:  # what _put would do, without its call
-            self._batcher.put_plain(request)
+        call = loop.create_future()
+        special = extras or others or timeout is not None or priority or self._always_checked or type(item) is list
+        if special or not self._batcher.put_plain(item, call, loop):
+            self._put(LoopRequest(item, loop, call), timeout, priority, extras, others)
         try:
-            return await request.future  # type: ignore[no-any-return]
+            return await call  # type: ignore[no-any-return]
         except (asyncio.CancelledError, GeneratorExit):  # the task was cancelled, or the coroutine closed
-            self._batcher.cancel(request)
+            self._batcher.cancel(call)
             raise
         finally:
-            del request  # as above
+            del call  # as above
 
     def submit(
         self, item: X, /, *others: Never, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any

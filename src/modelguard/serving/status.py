@@ -1,11 +1,12 @@
 """The status of a batched function, as values."""
 
+import asyncio
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from modelguard.serving._requests import Request
+from modelguard.serving._requests import PlainCall, Request, deliver_on_loops, request_of
 from modelguard.serving.breaker import Circuit
 
 __all__ = [
@@ -156,6 +157,7 @@ class Batch:
     Attributes:
         extras: Keyword arguments that they share.
         requests: In the order in which they are computed.
+        count: How many these are.
         group: Those, as the key of their line; None for none.
         weight: Their total weight, with padding; 0 if nothing is weighed.
         padding: How much of it is padding.
@@ -164,17 +166,22 @@ class Batch:
         oldest: When the first of them arrived.
     """
 
-    __slots__ = ("extras", "group", "hung", "oldest", "padding", "requests", "started", "weight")
+    __slots__ = ("count", "extras", "group", "hung", "oldest", "padding", "requests", "started", "weight")
 
     def __init__(self, requests: list[Request], weight: float, started: float) -> None:
         self.group = requests[0].group
         self.extras: dict[str, Any] = {} if self.group is None else requests[0].extras
         self.requests = requests
+        self.count = len(requests)
         self.oldest = requests[0].arrived
         self.weight = weight
         self.padding = 0.0
         self.started = started
         self.hung = False
+
+    @property
+    def items(self) -> list[Any]:
+        return [request.item for request in self.requests]
 
     def weigh(self, *, padded: bool) -> None:
         """Put the heaviest request first, and set the weight.
@@ -188,6 +195,56 @@ class Batch:
         if padded:
             weight = requests[0].weight * len(requests)
             self.padding, self.weight = max(weight - self.weight, 0.0), weight
+
+
+class PlainBatch(Batch):
+    """Plain calls that are computed together. They get requests when something happens to one of them.
+
+    Args:
+        calls: The calls.
+        timeout: Seconds that each of them has.
+        started: As of any batch.
+    """
+
+    __slots__ = ("_arrived", "_futures", "_items", "_loops", "_timeout", "made")
+
+    def __init__(self, calls: list[PlainCall], timeout: float, started: float) -> None:
+        self._items, self._futures, self._loops, self._arrived = zip(*calls, strict=True)
+        self._timeout = timeout
+        self.made: dict[str, list[Request]] = {}
+        self.group, self.extras = None, {}
+        self.count = len(calls)
+        self.oldest = self._arrived[0]
+        self.weight = self.padding = 0.0
+        self.started = started
+        self.hung = False
+
+    @property
+    def items(self) -> list[Any]:
+        return list(self._items)
+
+    def has(self, future: asyncio.Future[Any]) -> bool:
+        return any(one is future for one in self._futures)
+
+    @property
+    def requests(self) -> list[Request]:  # type: ignore[override]
+        made = self.made.get("requests")
+        return self.made.setdefault("requests", self._make()) if made is None else made  # one step: any thread asks
+
+    def _make(self) -> list[Request]:
+        calls = zip(self._items, self._futures, self._loops, self._arrived, strict=True)
+        requests: list[Request] = [request_of(call, self._timeout) for call in calls]
+        for request in requests:
+            request.state = "running"
+        return requests
+
+    def deliver(self, outcomes: list[Any]) -> None:
+        deliver_on_loops(self._loops, self._futures, outcomes)
+
+
+def is_plain(batch: Batch) -> bool:
+    """Whether its calls have no requests, since nothing has happened to any of them."""
+    return isinstance(batch, PlainBatch) and not batch.made
 
 
 @dataclass(slots=True)
@@ -230,7 +287,7 @@ def count_hung(running: Iterable[Batch]) -> int:
 
 def items_in_hung(running: Iterable[Batch]) -> int:
     """How many items are in batches that hang."""
-    return sum(len(batch.requests) for batch in running if batch.hung)
+    return sum(batch.count for batch in running if batch.hung)
 
 
 def state_of(running: Iterable[Batch], circuit: Circuit | None, *, closed: bool) -> BatchState:

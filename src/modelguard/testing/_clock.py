@@ -17,6 +17,7 @@ from modelguard.lifecycle import _loading, runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._pool_engine import pool_engines
 from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
+from modelguard.runtime import own_thread
 from modelguard.runtime.background import TICKER, Ticked
 from modelguard.runtime.host_lock import Held, HostLock
 from modelguard.serving import _shared_threads, deadlines
@@ -360,5 +361,5 @@ def off() -> Iterator[None]:
     caller gets its result or error for that item. At the end, models that were loaded in the block are dropped, so that
     the next use loads in the normal way.
     """
-    with _loading.inline(), deadlines.inline():
+    with _loading.inline(), own_thread.inline():
         yield

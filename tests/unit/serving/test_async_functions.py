@@ -16,9 +16,9 @@ from tests.unit.serving.gated import TIMEOUT, next_turn, until
 
 from modelguard import Batched, Breaker, batched, guard
 from modelguard.errors import BatchFailed, DeadlineExceeded, NotSupported, WrongResults
+from modelguard.runtime.own_thread import inline
 from modelguard.serving import BatchedStream, _loops, _shared_threads
 from modelguard.serving._loops import OwnLoop
-from modelguard.serving.deadlines import inline
 
 
 async def double(items: list[int], *, by: int = 2) -> list[int]:

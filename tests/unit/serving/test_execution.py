@@ -13,6 +13,7 @@ from tests.unit.environment.torches import FakeTorch, OutOfMemoryError
 from modelguard.errors import BatchFailed, GuardClosed, LoadFailed, QueueFull, Reloading, WrongResults
 from modelguard.serving._execution import BatchFunction, Computed, compute
 from modelguard.serving._requests import Failure, Request
+from modelguard.serving.status import Batch
 
 
 class Model:
@@ -30,7 +31,8 @@ class Model:
 
 
 def ran(run: Callable[..., Any], items: range | list[Any], *, isolate: bool = True, **options: Any) -> Computed:
-    return compute(BatchFunction(run=run, name="f", isolate=isolate, **options), [Request(item) for item in items], {})
+    batch = Batch([Request(item) for item in items], 0.0, 0.0)
+    return compute(BatchFunction(run=run, name="f", isolate=isolate, **options), batch)
 
 
 def errors(computed: Computed) -> list[Any]:
@@ -90,7 +92,7 @@ def test_what_expires_meanwhile_is_not_run_again() -> None:
         return items
 
     seen: list[list[int]] = []
-    computed = compute(BatchFunction(run=run, name="f", isolate=True), requests, {})
+    computed = compute(BatchFunction(run=run, name="f", isolate=True), Batch(requests, 0.0, 0.0))
     assert [[0, 1, 2, 3], [1, 2, 3], [1], [2], [3]] == seen
     assert [1, 2, "three"] == errors(computed)[1:]
 

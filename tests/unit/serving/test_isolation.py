@@ -9,6 +9,7 @@ import pytest
 from modelguard.errors import Overloaded
 from modelguard.serving._execution import BatchFunction, Computed, Suspects, compute
 from modelguard.serving._requests import Failure, Request
+from modelguard.serving.status import Batch
 
 
 class Model:
@@ -44,7 +45,7 @@ def texts(count: int, *bad: int, of: str = "bad") -> list[str]:
 
 
 def ran(function: BatchFunction, items: list[Any], **options: Any) -> Computed:
-    return compute(function, [Request(item) for item in items], {}, **options)
+    return compute(function, Batch([Request(item) for item in items], 0.0, 0.0), **options)
 
 
 def failed(computed: Computed) -> list[int]:

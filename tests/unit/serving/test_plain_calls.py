@@ -105,22 +105,22 @@ def test_a_close_between_the_look_and_the_queue_refuses_the_call(model: Gated, m
         append = batcher._queue.inbox.append
 
         class Inbox:
-            """Closes the queue just before the request is put into it."""
+            """Closes the queue just before the call is put into it."""
 
             def __len__(self) -> int:
                 return 0
 
-            def append(self, request: Any) -> None:
+            def append(self, call: Any) -> None:
                 batcher._queue.close()
-                append(request)
+                append(call)
 
         inbox = batcher._queue.inbox
         monkeypatch.setattr(batcher._queue, "inbox", Inbox())
         attend_to = batcher._attend_to
 
-        def attend(request: Any) -> None:
+        def attend(future: Any, until: float) -> None:
             monkeypatch.setattr(batcher._queue, "inbox", inbox)
-            attend_to(request)
+            attend_to(future, until)
 
         monkeypatch.setattr(batcher, "_attend_to", attend)
         with pytest.raises(GuardClosed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -525,8 +526,10 @@ def test_a_child_does_not_cancel_what_is_its_parents() -> None:
     """What was queued before a fork counts in no queue of the child."""
     queue, requests = filled(6)
     taken(queue, 0.0)
-    queue.inbox.append(late := request(6))
+    queue.inbox.append((6, late := asyncio.Future(loop=asyncio.new_event_loop()), late.get_loop(), 0.0))
     queue.disown()
     own = queue_of()
-    assert [False] * 7 == [own.cancel(one) for one in (*requests, late)]
+    assert [False] * 6 == [own.cancel(one) for one in requests]
+    assert own.request_of(late) is None
     assert (0, 0) == (own.waiting, own.status(0.0).cancelled)
+    late.get_loop().close()

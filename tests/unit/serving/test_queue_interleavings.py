@@ -15,21 +15,26 @@ from tests.unit.serving.queues import request
 
 from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Failure, Request
+from modelguard.serving._requests import Failure, LoopRequest, Request
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.serving.status import Batch, Limits
+from modelguard.serving.status import Batch, Limits, PlainBatch, is_plain
+
+
+class Call:
+    """The future of a plain call."""
+
 
 VERDICTS = st.sampled_from(["succeeded", "succeeded", "failed", "inconclusive"])
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Any order of admissions, batches, ends, expiries and cancellations."""
+    """Any order of admissions, plain calls, batches, ends, expiries and cancellations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.number = 0
-        self.admitted: dict[int, Request] = {}
+        self.admitted: dict[int, Request | Call] = {}
         self.answers: dict[int, Any] = {}
         self.cancelled: set[int] = set()
 
@@ -43,6 +48,7 @@ class Interleavings(RuleBasedStateMachine):
         fair=st.booleans(),
         padded=st.booleans(),
         quota=st.sampled_from([None, None, 3]),
+        deadline=st.sampled_from([math.inf, math.inf, 9.0]),
     )
     def begin(
         self,
@@ -56,6 +62,7 @@ class Interleavings(RuleBasedStateMachine):
         fair: bool,
         padded: bool,
         quota: int | None,
+        deadline: float,
     ) -> None:
         self.limits = Limits(
             name="f",
@@ -68,6 +75,7 @@ class Interleavings(RuleBasedStateMachine):
             padded=padded and max_weight != math.inf,
             fair=fair,
             quota=quota,
+            deadline=deadline,
             shares={"a": 3.0},
         )
         circuit = None if failures is None else Circuit(Breaker(failures=failures, cooldown=3.0, max_cooldown=6.0))
@@ -84,7 +92,8 @@ class Interleavings(RuleBasedStateMachine):
     )
     def admit(self, bound: float | None, weight: int, group: Any, key: Any, priority: int) -> None:
         self.number += 1
-        one = request(self.number, deadline=math.inf if bound is None else self.now + bound, group=group)
+        left = self.limits.deadline if bound is None else min(bound, self.limits.deadline)
+        one = request(self.number, deadline=self.now + left, group=group)
         one.weight = weight if self.limits.weighed else 1
         if self.queue.ordered:
             one.key, one.priority = key, priority
@@ -96,15 +105,15 @@ class Interleavings(RuleBasedStateMachine):
         self.admitted[self.number] = one
         self.collect()
 
-    @precondition(lambda self: not (self.queue.may_refuse or self.queue.ordered or self.limits.weighed))
     @rule()
-    def put_into_the_inbox(self) -> None:
-        if self.queue.waiting + len(self.queue.inbox) >= self.limits.max_queue:
+    def call(self) -> None:
+        """A plain call, as the batcher lets them in."""
+        queue = self.queue
+        if len(queue.inbox) + queue.waiting >= queue.sure or self.now > queue.overdue:
             return
         self.number += 1
-        one = self.admitted[self.number] = request(self.number)
-        one.arrived = self.now
-        self.queue.inbox.append(one)
+        future = self.admitted[self.number] = Call()
+        queue.inbox.append((self.number, future, None, self.now))  # type: ignore[arg-type]
 
     @rule()
     def take(self) -> None:
@@ -133,23 +142,38 @@ class Interleavings(RuleBasedStateMachine):
         self.most_waiting = max(max_queue, self.queue.waiting)
         assert not self.queue.inbox
 
+    def number_of(self, one: Request) -> int:
+        if isinstance(one, LoopRequest):
+            return next(number for number, known in self.admitted.items() if known is one.future)
+        return one.number  # type: ignore[attr-defined, no-any-return]
+
+    def numbers_of(self, batch: Batch) -> list[int]:
+        if isinstance(batch, PlainBatch):
+            return batch.items
+        return [self.number_of(one) for one in batch.requests]
+
     def check(self, batch: Batch) -> None:
-        numbers = [one.number for one in batch.requests]
+        numbers = self.numbers_of(batch)
         assert numbers
         assert not {*numbers} & {*self.answers}
         assert not {*numbers} & self.cancelled
         assert len(numbers) <= self.limits.max_size
         assert len(numbers) == 1 or batch.weight <= self.limits.max_weight
+        if is_plain(batch):
+            assert not [n for n in self.alive() if n < numbers[0] and n not in self.running()], (
+                "in the order of arrival"
+            )
+            return
         assert 1 == len({one.group for one in batch.requests})
         assert all(one.deadline > self.now for one in batch.requests)
         if self.queue.ordered or self.limits.padded:
             return
         if not self.limits.weighed:
             assert numbers == sorted(numbers), "in the order of arrival"
-        same = [n for n, one in self.alive().items() if one.group == batch.requests[0].group and n not in numbers]
-        running = {one.number for other in self.batches for one in other.requests}
-        older = [n for n in same if n not in running and n < min(numbers)]
-        assert all(self.admitted[n].deadline != math.inf for n in older), (
+        alive = {n: self.queue.request_of(one) if isinstance(one, Call) else one for n, one in self.alive().items()}
+        same = [n for n, one in alive.items() if one.group == batch.requests[0].group and n not in numbers]
+        older = [n for n in same if n not in self.running() and n < min(numbers)]
+        assert all(alive[n].deadline != math.inf for n in older), (
             "the oldest of its kind is in it, unless others would be late because of it"
         )
 
@@ -162,12 +186,20 @@ class Interleavings(RuleBasedStateMachine):
         self.queue.record_end(
             batch, seconds, self.now, reruns=int(verdict == "failed"), bad=0.5 * (verdict == "failed")
         )
-        requests, outcomes = self.queue.finish(batch, [("result of", one.number) for one in batch.requests])
-        for one, outcome in zip(requests, outcomes, strict=True):
-            assert ("result of", one.number) == outcome, "another's result"
-            self.answer(one, outcome)
+        self.end(batch)
         self.queue.record_verdict(batch, verdict, self.now)
         self.collect()
+
+    def end(self, batch: Batch) -> None:
+        numbers = self.numbers_of(batch)
+        outcomes = [("result of", number) for number in numbers]
+        if isinstance(batch, PlainBatch) and self.queue.finish_plain(batch, 0):
+            for number, outcome in zip(numbers, outcomes, strict=True):
+                self.answer(number, outcome)
+            return
+        for one, outcome in zip(*self.queue.finish(batch, outcomes), strict=True):
+            assert ("result of", self.number_of(one)) == outcome, "another's result"
+            self.answer(self.number_of(one), outcome)
 
     @precondition(lambda self: not self.queue.ordered)
     @rule()
@@ -180,7 +212,9 @@ class Interleavings(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject, *, notify: bool) -> None:
         number = data.draw(st.sampled_from(sorted(self.admitted)))
         before = number in self.answers or number in self.cancelled
-        assert before != self.queue.cancel(self.admitted[number], notify=notify)
+        one = self.admitted[number]
+        request = one if isinstance(one, Request) else self.queue.request_of(one)  # type: ignore[arg-type]
+        assert before != (request is not None and self.queue.cancel(request, notify=notify))
         if not before and not notify:
             self.cancelled.add(number)
         self.collect()
@@ -188,7 +222,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 40.0]))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.queue.expire(self.now)
+        self.queue.expire_all(self.now)
         self.collect()
         assert self.queue.next_check() > self.now
 
@@ -206,27 +240,30 @@ class Interleavings(RuleBasedStateMachine):
     def collect(self) -> None:
         settled, self.queue.undelivered = self.queue.undelivered, []
         for one, failure in settled:
-            self.answer(one, failure)
+            if isinstance(failure, Failure) and isinstance(failure.error, DeadlineExceeded):
+                assert one.deadline != math.inf
+            self.answer(self.number_of(one), failure)
 
-    def answer(self, one: Request, outcome: Any) -> None:
-        number = next(n for n, known in self.admitted.items() if known is one)
+    def answer(self, number: int, outcome: Any) -> None:
         assert number not in self.answers, "answered twice"
         assert number not in self.cancelled, "answered after its caller had cancelled"
         self.answers[number] = outcome
-        if isinstance(outcome, Failure) and isinstance(outcome.error, DeadlineExceeded):
-            assert one.deadline != math.inf
 
-    def alive(self) -> dict[int, Request]:
+    def running(self) -> set[int]:
+        return {number for batch in self.batches for number in self.numbers_of(batch)}
+
+    def alive(self) -> dict[int, Any]:
         return {n: one for n, one in self.admitted.items() if n not in self.answers and n not in self.cancelled}
 
     @invariant()
     def counts(self) -> None:
         if not hasattr(self, "queue"):
             return
-        running = {one.number for batch in self.batches for one in batch.requests}
+        running = self.running()
         waiting = [one for n, one in self.alive().items() if n not in running]
         assert len(waiting) == self.queue.waiting + len(self.queue.inbox) <= self.most_waiting
-        assert all((one.state == "done") != (n in self.alive()) for n, one in self.admitted.items())
+        requests = {n: one for n, one in self.admitted.items() if isinstance(one, Request)}
+        assert all((one.state == "done") != (n in self.alive()) for n, one in requests.items())
         if self.queue.ordered:
             fairness = self.queue._lines.fairness
             counts = Counter(one.key for one in waiting)
@@ -244,15 +281,61 @@ class Interleavings(RuleBasedStateMachine):
             self.now += 3.0
             while self.batches:
                 batch = self.batches.pop()
-                for pair in zip(
-                    *self.queue.finish(batch, [("result of", one.number) for one in batch.requests]), strict=True
-                ):
-                    self.answer(*pair)
+                self.end(batch)
             self.take()
         assert self.queue.idle
         assert {*self.admitted} == {*self.answers} | self.cancelled, "a request was lost"
 
 
-Interleavings.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+class PlainInterleavings(Interleavings):
+    """Mostly plain calls, which wait without requests until something happens to one of them."""
+
+    @initialize(
+        max_size=st.integers(1, 4),
+        max_queue=st.integers(4, 9),
+        threads=st.integers(1, 3),
+        deadline=st.sampled_from([math.inf, 9.0, 40.0]),
+        seconds=st.floats(0.001, 2.0),
+    )
+    def begin(  # type: ignore[override]
+        self, *, max_size: int, max_queue: int, threads: int, deadline: float, seconds: float
+    ) -> None:
+        super().begin(
+            max_size=max_size,
+            max_queue=max_queue,
+            threads=threads,
+            max_wait=0.0,
+            max_weight=math.inf,
+            failures=None,
+            fair=False,
+            padded=False,
+            quota=None,
+            deadline=deadline,
+        )
+        for _ in range(4):  # measured, so that it is known what is surely in time
+            self.call() if self.queue.sure else self.admit(None, 1, None, None, 0)
+            self.take()
+            batch = self.batches.pop()
+            self.now += seconds
+            self.queue.record_run(batch, seconds, self.now)
+            self.queue.record_end(batch, seconds, self.now)
+            self.end(batch)
+            self.queue.record_verdict(batch, "succeeded", self.now)
+
+    @rule(count=st.integers(1, 6))
+    def calls(self, count: int) -> None:
+        for _ in range(count):
+            self.call()
+
+    @precondition(lambda self: False)
+    @rule()
+    def order(self) -> None:
+        """Requests with keys take another way for ever."""
+
+
+for machine in (Interleavings, PlainInterleavings):
+    machine.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
 TestInterleavings = Interleavings.TestCase
 TestInterleavings.__doc__ = "No item is lost, answered twice or answered with another's result, in any order of events."
+TestPlainInterleavings = PlainInterleavings.TestCase
+TestPlainInterleavings.__doc__ = "Nor is one that waits without a request of its own."

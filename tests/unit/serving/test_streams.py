@@ -25,8 +25,9 @@ from modelguard.errors import (
     QueueFull,
     WouldDeadlock,
 )
+from modelguard.runtime.own_thread import inline
 from modelguard.serving import BatchedStream, Stream
-from modelguard.serving.deadlines import WebRequest, inline, on_behalf_of
+from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
 
 class Steps:
