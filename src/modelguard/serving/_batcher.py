@@ -17,7 +17,7 @@ from modelguard.serving._batch_options import BatchOptions, Changes
 from modelguard.serving._execution import BatchCallable, BatchFunction, Computed, one_line
 from modelguard.serving._planner import AutoSize
 from modelguard.serving._queue import BatchQueue, CircuitChange
-from modelguard.serving._requests import QueuedCall, Request, deliver
+from modelguard.serving._requests import QueuedCall, Request, deliver, request_of
 from modelguard.serving._runners import runner_of
 from modelguard.serving._shared_threads import BatchThreads, LockedQueue, Watch, Work
 from modelguard.serving.breaker import Circuit
@@ -371,8 +371,8 @@ class Batcher:
             for request in requests:
                 scope.web_request.add(QueuedCall(request, self.cancel))
 
-    def put_plain(self, item: Any, future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> bool:
-        """Queue a coroutine's call of nothing but an item, mostly without the lock; false if it takes :meth:`put`.
+    def put_plain(self, item: Any, future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop, weight: float) -> None:
+        """:meth:`put` for a coroutine's call with nothing but an item; mostly without the lock.
 
         A lock costs as much as everything else here, and more while another thread holds it. Loops in several threads
         may exceed ``max_queue`` together, by one call each.
@@ -384,10 +384,11 @@ class Batcher:
             or own_thread.open_blocks
             or current_scope.get() is not None
         ):
-            return False
+            self.put(request_of((item, future, loop, now, weight), math.inf))
+            return
         threads, until = self._threads, now + self._limits.deadline
         try:
-            queue.inbox.append((item, future, loop, now))
+            queue.inbox.append((item, future, loop, now, weight))
             # Read again, after the call was queued: a thread looks for work after it has written these.
             if threads.idle or threads.count < threads.most or queue.closed or until < self._watch.due:
                 self._attend_to(future, until)
@@ -399,7 +400,6 @@ class Batcher:
             if request is not None:
                 self._withdraw(request)
             raise
-        return True
 
     def _attend_to(self, future: asyncio.Future[Any], until: float) -> None:
         """Have a thread compute what was put into the inbox. Raises what ``put`` does if there will be none."""

@@ -298,7 +298,12 @@ class Arguments:
     @property
     def always_checked(self) -> bool:
         """Whether even a call with nothing but an item has to be checked, whatever the item is."""
-        return self._incomplete is not None or self._weigh is not None or self._fair_by is not None
+        return self._incomplete is not None or self._fair_by is not None
+
+    @property
+    def weigh(self) -> Callable[[Any], float] | None:
+        """Gives the weight of an item, or raises what :meth:`fill_in` does; None if nothing is weighed."""
+        return None if self._weigh is None else functools.partial(self._weight, self._weigh)
 
     @property
     def incomplete(self) -> str | None:
@@ -554,6 +559,7 @@ class Decorated(Entered):
         self._batcher = Batcher(function, options, lingers=instance is None)
         self._arguments = Arguments(function, options)
         self._always_checked = self._arguments.always_checked
+        self._weigh = self._arguments.weigh
         self._methods: BoundMethods[Any] | None = None
         self._method_of: tuple[Any, str] | None = None
         self._on_callers_loop = options.is_async and options.loop == "caller"
@@ -577,7 +583,7 @@ class Decorated(Entered):
         if priority:
             request.priority = check_priority(priority)
             self._batcher.order()
-        if extras or self._always_checked or type(request.item) is list:
+        if extras or self._always_checked or self._weigh is not None or type(request.item) is list:
             self._arguments.fill_in(request, extras)
         if self._on_callers_loop and request.loop is None:
             request.home = self._callers_loop()

@@ -529,17 +529,18 @@ class BatchQueue:
 
     def _plain_batch(self, now: float) -> PlainBatch | None:
         """The next batch of what waits, all of it plain calls; None if that takes a closer look."""
-        if self._sorted:
+        limits = self._limits
+        if limits.max_weight != math.inf or limits.padded or self.ordered or limits.max_wait:
             return None
-        count, timeout = len(self.inbox), self._limits.deadline
+        count, timeout = len(self.inbox), limits.deadline
         if self._picky or timeout != math.inf:
-            until = self.inbox[0][-1] + timeout
+            until = self.inbox[0][3] + timeout
             count = self._planner.takes_first(count, None, until, now, lines=1, in_order=timeout != math.inf)
         else:
             count = min(count, self._planner.most)
         if not count:
             return None
-        batch = PlainBatch(self._note(count), timeout, now)
+        batch = PlainBatch(self._note(count), timeout, now, weighed=limits.weighed)
         self.running.append(batch)
         self._note_overdue()
         return batch
@@ -698,7 +699,8 @@ class BatchQueue:
         self._note_sure()
 
     def _note_sure(self) -> None:
-        self.sure = 0 if self.may_refuse or self._sorted else self._planner.sure()
+        special = self.may_refuse or self.ordered or self._limits.max_wait
+        self.sure = 0 if special else self._planner.sure()
 
     # Out of turn
 

@@ -132,15 +132,15 @@ class LoopRequest(Request):
         _complete([self.future], [outcome])
 
 
-#: A call on an event loop with nothing but an item: the item, what the caller awaits, its loop, and when it came.
-#: It has no request of its own as long as nothing happens to it but a batch.
-PlainCall: TypeAlias = tuple[Any, asyncio.Future[Any], asyncio.AbstractEventLoop, float]
+#: A call on an event loop with nothing but an item: the item, what the caller awaits, its loop, when it came, and the
+#: item's weight. It has no request of its own as long as nothing happens to it but a batch.
+PlainCall: TypeAlias = tuple[Any, asyncio.Future[Any], asyncio.AbstractEventLoop, float, float]
 
 
 def request_of(call: PlainCall, timeout: float) -> LoopRequest:
-    item, future, loop, arrived = call
+    item, future, loop, arrived, weight = call
     request = LoopRequest(item, loop, future)
-    request.arrived, request.deadline = arrived, arrived + timeout
+    request.arrived, request.deadline, request.weight = arrived, arrived + timeout, weight
     return request
 
 

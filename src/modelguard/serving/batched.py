@@ -113,9 +113,10 @@ class Batched(Decorated, Generic[X, Y]):
             put = functools.partial(self._put, timeout=timeout, priority=priority, extras=extras, others=others)
             return await _loops.call(_loops.TrioRequest(item), put, self._batcher.cancel)  # type: ignore[no-any-return]
         call = loop.create_future()
-        special = extras or others or timeout is not None or priority or self._always_checked or type(item) is list
-        if special or not self._batcher.put_plain(item, call, loop):
+        if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
             self._put(LoopRequest(item, loop, call), timeout, priority, extras, others)
+        else:
+            self._batcher.put_plain(item, call, loop, 1 if self._weigh is None else self._weigh(item))
         try:
             return await call  # type: ignore[no-any-return]
         except (asyncio.CancelledError, GeneratorExit):  # the task was cancelled, or the coroutine closed

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal, Self
 
 from modelguard.serving._requests import PlainCall, Request, deliver_on_loops, request_of
@@ -204,27 +205,31 @@ class PlainBatch(Batch):
         calls: The calls.
         timeout: Seconds that each of them has.
         started: As of any batch.
+        weighed: Whether items have weights of their own.
     """
 
-    __slots__ = ("_arrived", "_futures", "_items", "_loops", "_timeout", "made")
+    __slots__ = ("_columns", "_timeout", "made")
 
-    def __init__(self, calls: list[PlainCall], timeout: float, started: float) -> None:
-        self._items, self._futures, self._loops, self._arrived = zip(*calls, strict=True)
+    def __init__(self, calls: list[PlainCall], timeout: float, started: float, *, weighed: bool) -> None:
+        self.oldest = calls[0][3]
+        if weighed:
+            calls.sort(key=_weight_of, reverse=True)
+        self._columns = tuple(zip(*calls, strict=True))
         self._timeout = timeout
         self.made: dict[str, list[Request]] = {}
         self.group, self.extras = None, {}
         self.count = len(calls)
-        self.oldest = self._arrived[0]
-        self.weight = self.padding = 0.0
+        self.weight = math.fsum(self._columns[4]) if weighed else 0.0
+        self.padding = 0.0
         self.started = started
         self.hung = False
 
     @property
     def items(self) -> list[Any]:
-        return list(self._items)
+        return list(self._columns[0])
 
     def has(self, future: asyncio.Future[Any]) -> bool:
-        return any(one is future for one in self._futures)
+        return any(one is future for one in self._columns[1])
 
     @property
     def requests(self) -> list[Request]:  # type: ignore[override]
@@ -232,14 +237,17 @@ class PlainBatch(Batch):
         return self.made.setdefault("requests", self._make()) if made is None else made  # one step: any thread asks
 
     def _make(self) -> list[Request]:
-        calls = zip(self._items, self._futures, self._loops, self._arrived, strict=True)
-        requests: list[Request] = [request_of(call, self._timeout) for call in calls]
+        requests: list[Request] = [request_of(call, self._timeout) for call in zip(*self._columns, strict=True)]
         for request in requests:
             request.state = "running"
         return requests
 
     def deliver(self, outcomes: list[Any]) -> None:
-        deliver_on_loops(self._loops, self._futures, outcomes)
+        _, futures, loops, _, _ = self._columns
+        deliver_on_loops(loops, futures, outcomes)
+
+
+_weight_of = itemgetter(4)
 
 
 def is_plain(batch: Batch) -> bool:

@@ -526,7 +526,7 @@ def test_a_child_does_not_cancel_what_is_its_parents() -> None:
     """What was queued before a fork counts in no queue of the child."""
     queue, requests = filled(6)
     taken(queue, 0.0)
-    queue.inbox.append((6, late := asyncio.Future(loop=asyncio.new_event_loop()), late.get_loop(), 0.0))
+    queue.inbox.append((6, late := asyncio.Future(loop=asyncio.new_event_loop()), late.get_loop(), 0.0, 1))
     queue.disown()
     own = queue_of()
     assert [False] * 6 == [own.cancel(one) for one in requests]

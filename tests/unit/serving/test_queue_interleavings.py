@@ -105,15 +105,16 @@ class Interleavings(RuleBasedStateMachine):
         self.admitted[self.number] = one
         self.collect()
 
-    @rule()
-    def call(self) -> None:
+    @rule(weight=st.integers(1, 6))
+    def call(self, weight: int = 1) -> None:
         """A plain call, as the batcher lets them in."""
         queue = self.queue
         if len(queue.inbox) + queue.waiting >= queue.sure or self.now > queue.overdue:
             return
         self.number += 1
         future = self.admitted[self.number] = Call()
-        queue.inbox.append((self.number, future, None, self.now))  # type: ignore[arg-type]
+        weight = weight if self.limits.weighed else 1
+        queue.inbox.append((self.number, future, None, self.now, weight))  # type: ignore[arg-type]
 
     @rule()
     def take(self) -> None:
