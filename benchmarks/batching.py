@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 CLIENTS = 64
 SIZE = 64
 OURS, FLOOR, BARE, THREAD = "modelguard", "floor: a future", "bare hand-over", "asyncio.to_thread"
+WITHOUT, WEIGHED = f"{OURS}, no deadline", f"{OURS}, weight"
 
 #: The slow model: seconds for a batch, and for each of its items.
 BASE, EACH = 0.030, 0.0005
@@ -65,6 +66,21 @@ def slow(items: list[int]) -> list[int]:
 async def ours(model: _peers.Model, size: int, **options: Any) -> AsyncIterator[_peers.Call]:
     async with batched(max_size=size, name="f", **options)(model) as function:
         yield function.aio
+
+
+def weigh(item: int) -> float:
+    return 1 + item % 5
+
+
+#: As services use it, with a deadline; without one; and with weights. How much of a bare hand-over each is to reach.
+WAYS: dict[str, tuple[_peers.Peer, float]] = {
+    OURS: (functools.partial(ours, deadline="5s"), 0.75),
+    WITHOUT: (ours, 0.8),
+    WEIGHED: (functools.partial(ours, weight=weigh), 0.6),
+}
+
+#: How long a lone request may take, of what ``asyncio.to_thread`` takes.
+LONE = {OURS: 1.2, WITHOUT: 1.05}
 
 
 # Clients
@@ -163,7 +179,7 @@ def in_turn(ways: dict[str, _peers.Peer], measure: Callable[[_peers.Call], Await
 def blocking(rounds: int, count: int) -> Measured:
     found: Measured = {OURS: [], "ThreadPoolExecutor(1)": []}
     for _ in range(rounds):
-        with batched(max_size=SIZE)(no_op) as function:
+        with batched(max_size=SIZE, deadline="5s")(no_op) as function:
             found[OURS].append(threads(function, count))
         with ThreadPoolExecutor(1) as pool:
             found["ThreadPoolExecutor(1)"].append(threads(lambda n: pool.submit(no_op, [n]).result()[0], count))
@@ -286,12 +302,20 @@ def main() -> None:
     rounds, long = (2, 0.4) if quick else (9, 6.0)  # Ray's batcher takes 70 times as long for what comes in overload
     peers = _peers.installed()
     crowd = in_turn(
-        {FLOOR: _peers.floor, BARE: _peers.bare, OURS: ours, THREAD: _peers.to_thread, **peers},
+        {
+            FLOOR: _peers.floor,
+            BARE: _peers.bare,
+            **{name: way for name, (way, _) in WAYS.items()},
+            THREAD: _peers.to_thread,
+            **peers,
+        },
         lambda call: closed_loop(call, 4_000 if quick else 20_000),
         rounds,
     )
     lone = in_turn(
-        {THREAD: _peers.to_thread, OURS: ours, **peers}, lambda call: alone(call, 100 if quick else 300), rounds
+        {THREAD: _peers.to_thread, OURS: WAYS[OURS][0], WITHOUT: ours, **peers},
+        lambda call: alone(call, 100 if quick else 300),
+        rounds,
     )
     sync = blocking(2 if quick else 5, 6_400 if quick else 19_200)
     median = moderate(1 if quick else 3, long)
@@ -299,28 +323,31 @@ def main() -> None:
     texts = minilm(1 if quick else 5, 32 if quick else 512)
     resting = [idle(1.0 if quick else 3.0) for _ in range(1 if quick else 3)]
 
-    rows = [_common.Row("no-op, floor / modelguard", over(crowd, FLOOR, OURS), "x", target=1 / 0.8, ours=True)]
-    rows += [
-        _common.Row(f"no-op, floor / {name}", over(crowd, FLOOR, name), "x")
-        for name in crowd
-        if name not in {FLOOR, OURS}
+    rows = [
+        _common.Row(f"no-op, {BARE} / {name}", over(crowd, BARE, name), "x", target=1 / goal, ours=True)
+        for name, (_, goal) in WAYS.items()
     ]
     rows += [
-        _common.Row(f"no-op, {name} / modelguard", over(crowd, name, OURS), "x", target=1 / 3, ours=True)
+        _common.Row(f"no-op, floor / {name}", over(crowd, FLOOR, name), "x", ours=name in WAYS)
+        for name in crowd
+        if name != FLOOR
+    ]
+    rows += [
+        _common.Row(f"no-op, {name} / modelguard", over(crowd, name, OURS), "x", target=1 / 4, ours=True)
         for name in crowd
         if name.startswith("Ray")
     ]
     rows += [
-        _common.Row(
-            f"lone, {name} / to_thread", over(lone, name, THREAD), "x", 1.1 if name == OURS else None, ours=name == OURS
-        )
+        _common.Row(f"lone, {name} / to_thread", over(lone, name, THREAD), "x", LONE.get(name), ours=name in WAYS)
         for name in lone
         if name != THREAD
     ]
     best = [min(values) for values in zip(*median.values(), strict=True)]
     ratio = [own / least for own, least in zip(median[OURS], best, strict=True)]
     rows += [
-        _common.Row("64 threads, executor / modelguard", over(sync, "ThreadPoolExecutor(1)", OURS), "x", ours=True),
+        _common.Row(
+            "64 threads, executor / modelguard", over(sync, "ThreadPoolExecutor(1)", OURS), "x", 1 / 1.1, ours=True
+        ),
         _common.Row("300 req/s, p50 / the best p50", ratio, "x", target=1.05, ours=True),
         *(_common.Row(f"300 req/s, p50 of {name}", values, "ms", ours=name == OURS) for name, values in median.items()),
         *(

@@ -38,7 +38,7 @@ def record(name: str, *rows: dict[str, Any], quick: bool = False) -> dict[str, A
 
 RUN = [
     record("call_overhead", row("guarded function over bare wrapt", 359.0, "ns", 400), row("a peer", 620, "ns", None)),
-    record("batching", row("no-op, floor / modelguard", 1.63, "x", 1.25)),
+    record("batching", row("no-op, bare hand-over / modelguard", 1.63, "x", 1.33)),
 ]
 
 
@@ -61,7 +61,7 @@ def test_each_promise_is_met_missed_or_not_measured(tmp_path: Path) -> None:
     assert "359 ns: guarded function over bare wrapt" in promises[0]
     assert promises[0].endswith("| 358 ns to 360 ns | 7 | met |")
     (missed,) = [line for line in promises if "**missed**" in line]
-    assert missed.startswith("| story 3, a no-op model and 64 clients: rate of the floor")
+    assert missed.startswith("| story 3, a no-op model, 64 clients: rate of a bare hand-over")
     assert 15 == len(promises)
     assert 13 == sum("not in this run" in line or "not measured" in line for line in promises)
     assert "without sharing: it has left no file" in done.stdout
