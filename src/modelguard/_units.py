@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from modelguard.errors import InvalidOption, printable
+from modelguard.errors import InvalidOption
+from modelguard.errors import printable as printable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
-__all__ = [
-    "Duration",
-    "Percentage",
-    "format_bytes",
-    "format_seconds",
-    "kind_of",
-    "name",
-    "printable",
-    "process_id",
-    "seconds",
-    "size",
-    "size_or_percentage",
-    "whole_number",
-]
+T = TypeVar("T")
 
 #: A duration as an argument: seconds, a timedelta, or text such as ``"1h30m"``.
 Duration: TypeAlias = float | timedelta | str
@@ -160,6 +149,73 @@ def whole_number(value: int, argument: str, *, at_least: int = 1) -> int:
         why = f"must be a whole number of at least {at_least}"
         raise InvalidOption(argument, value, why=why, fix=f"Write for example {argument}={max(at_least, 8)}.")
     return value
+
+
+def number(value: object, argument: str, *, fix: str, above: float = 0.0, most: float = sys.float_info.max) -> float:
+    """Check a number, which may have a fraction; True and False are not numbers here.
+
+    Raises:
+        InvalidOption: It is not a number, or not more than ``above``, or more than ``most``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:
+        bound = "" if most == sys.float_info.max else f" and at most {most:g}"
+        raise InvalidOption(argument, value, why=f"must be a number above {above:g}{bound}", fix=fix)
+    return float(value)
+
+
+def flag(value: object, argument: str) -> bool:
+    """Check that a value is True or False, and no other object.
+
+    Raises:
+        InvalidOption: It is anything else.
+    """
+    return instance(value, argument, bool, "True or False", fix=f"Write {argument}=True.")
+
+
+def one_of(value: object, argument: str, known: Iterable[str], *, fix: str = "") -> None:
+    """Check that a value is one of the texts in ``known``.
+
+    Raises:
+        InvalidOption: It is anything else.
+    """
+    names = tuple(known)
+    if value not in names:
+        choice = f"Write one of {', '.join(map(repr, names))}."
+        raise InvalidOption(argument, value, why="is not a known value", fix=fix or choice)
+
+
+def instance(value: object, argument: str, kind: type[T], what: str, *, fix: str) -> T:
+    """Check the type of a value.
+
+    Args:
+        value: The value.
+        argument: The name of the caller's argument, for the error.
+        kind: What it must be an instance of.
+        what: What that is, for the error: ``"a Breaker"``.
+        fix: What to write instead.
+
+    Raises:
+        InvalidOption: It is of another type.
+    """
+    if not isinstance(value, kind):
+        raise InvalidOption(argument, value, why=f"must be {what}, not {kind_of(value)}", fix=fix)
+    return value
+
+
+def function(value: object, argument: str, of: str, *, fix: str) -> None:
+    """Check that a value can be called.
+
+    Args:
+        value: The value.
+        argument: The name of the caller's argument, for the error.
+        of: What it is a function of, for the error: ``"one item"``.
+        fix: What to write instead.
+
+    Raises:
+        InvalidOption: It cannot be called.
+    """
+    if not callable(value):
+        raise InvalidOption(argument, value, why=f"must be a function of {of}, not {kind_of(value)}", fix=fix)
 
 
 def name(value: object) -> str:
