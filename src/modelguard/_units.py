@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from modelguard.errors import InvalidOption
-from modelguard.errors import printable as printable
+from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
