@@ -88,7 +88,7 @@ INDEX = f"""\
 #: The sidebar, in reading order. Sphinx reports a page that is missing here.
 SECTIONS = {
     "Start": ["tutorial"],
-    "Lifecycle": ["lifecycle", "pool", "recipes", "spacy"],
+    "Lifecycle": ["guard", "policies", "pool", "recipes", "spacy"],
     "Environment": ["environment", "memory", "torch", "gpu"],
     "Sharing": ["sharing", "fork-safety"],
     "Isolation": ["isolation"],

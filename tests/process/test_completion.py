@@ -139,7 +139,7 @@ def zsh(tmp_path: Path) -> Iterator[Zsh]:
         ("modelguard ctl --timeout 5s 1 st", "modelguard ctl --timeout 5s 1 status "),
         ("modelguard ctl --no", "modelguard ctl --no-wait "),
         ("modelguard run --preset pre", "modelguard run --preset prefork "),
-        ("modelguard docs lifec", "modelguard docs lifecycle "),
+        ("modelguard docs polic", "modelguard docs policies "),
         ("modelguard completion z", "modelguard completion zsh "),
     ],
 )
