@@ -5,8 +5,8 @@ out is a comment on the line before the fence, which has to say why::
 
     <!-- not run: it serves until it is stopped -->
 
-In docs/frameworks.md and docs/recipes.md each section is a program of its own, after the code of its first section, and
-may need packages of its own.
+In docs/recipes.md each section is a program of its own, after the code of its first section, and may need packages of
+its own. So may the whole programs of examples/frameworks, which the same test runs.
 
 The tutorial shows files instead, below comments such as ``<!-- file: app.py -->``. ``tests/process/test_tutorial.py``
 writes them and runs the commands beside them.
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 #: The pages whose sections are run one by one.
-BY_SECTION = {ROOT / "docs" / "frameworks.md", ROOT / "docs" / "recipes.md"}
+BY_SECTION = {ROOT / "docs" / "recipes.md"}
 
 #: May be missing: on an interpreter that has no wheels for them, or where an extra was left out; nothing else may.
 OPTIONAL = {"ja_ginza", "matplotlib", "prometheus_client", "rich", "spacy", "torch", "transformers"}
@@ -142,6 +142,10 @@ def programs() -> list[Any]:
             ]
         else:
             found.append(pytest.param(page, script(text), OPTIONAL, id=name_of(page)))
+    for program in sorted(ROOT.glob("examples/frameworks/*.py")):
+        found.append(
+            pytest.param(program, program.read_text(encoding="utf-8"), OPTIONAL_IN_SECTIONS, id=name_of(program))
+        )
     return found
 
 
@@ -172,7 +176,7 @@ def name_of(page: Path) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("page", "code", "optional"), programs())
 def test_the_snippets_of_a_page_run(page: Path, code: str, optional: set[str], tmp_path: Path) -> None:
-    """Whatever a page shows works when it is pasted, in the page's order."""
+    """Whatever a page shows works when it is pasted, in the page's order; so does each program for a framework."""
     missing = sorted(name for name in needed(code, optional) if importlib.util.find_spec(name) is None)
     if missing:
         pytest.skip(f"{name_of(page)} needs {', '.join(missing)}, not installed here")

@@ -1,4 +1,4 @@
-"""MLflow's own server of models with the pyfunc of docs/frameworks.md whose context makes a guard."""
+"""MLflow's own server of models with the pyfunc of examples/frameworks whose context makes a guard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from examples._driver import free_port
-from tests.contract.test_docs import sections
 from tests.process.harness import Server
 
 pytestmark = [
@@ -19,9 +18,9 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+PROGRAM = Path(__file__).parents[2] / "examples" / "frameworks" / "mlflow_model.py"
 
-#: Saves the pyfunc, as the page does.
+#: Saves the pyfunc, as the program does.
 SAVE = """
 import sys
 import mlflow
@@ -34,13 +33,13 @@ mlflow.pyfunc.save_model("guarded", python_model="guarded.py", artifacts=artifac
 
 
 def guarded() -> str:
-    """The module of the page."""
-    tree = ast.parse(sections(PAGE.read_text(encoding="utf-8"))["MLflow's pyfunc"])
+    """The module that the program writes."""
+    tree = ast.parse(PROGRAM.read_text(encoding="utf-8"))
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id="GUARDED")], value=ast.Constant(value=str(code))):
                 return code
-    raise AssertionError("the page does not show it any more")
+    raise AssertionError("the program does not write it any more")
 
 
 def test_a_refusal_inside_a_pyfunc_is_503(tmp_path: Path) -> None:

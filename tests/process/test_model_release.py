@@ -1,4 +1,4 @@
-"""What the release of models of other libraries returns to the system: the table of docs/frameworks.md."""
+"""What the release of models of other libraries returns to the system: the table of docs/figures.md."""
 
 from __future__ import annotations
 
