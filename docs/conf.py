@@ -91,7 +91,7 @@ SECTIONS = {
     "Lifecycle": ["guard", "policies", "pool", "recipes", "spacy"],
     "Environment": ["environment", "memory", "torch", "gpu"],
     "Sharing": ["sharing", "fork-safety"],
-    "Isolation": ["isolation"],
+    "Isolation": ["isolation", "one-mold"],
     "Serving": ["serving", "frameworks", "scale-out"],
     "Operations": ["faq", "diagnosis", "doctor", "control", "metrics", "errors", "mistakes", "testing", "known-issues"],
     "Background": ["figures", "decisions"],
