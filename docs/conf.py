@@ -87,7 +87,7 @@ INDEX = f"""\
 
 #: The sidebar, in reading order. Sphinx reports a page that is missing here.
 SECTIONS = {
-    "Start": ["tutorial"],
+    "Start": ["which-one", "tutorial"],
     "Lifecycle": ["guard", "policies", "pool", "recipes", "spacy"],
     "Environment": ["environment", "memory", "torch", "gpu"],
     "Sharing": ["sharing", "fork-safety"],
