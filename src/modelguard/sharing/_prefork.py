@@ -489,11 +489,10 @@ def _immortalize(
     why = None
     if wanted == "auto":
         chosen, why = _worth_it(chosen, renewed_here=renewed_here)
-    if not chosen:
-        return None, why
-    made = _immortal.immortalize(*_models(chosen))
-    with suppress(NotSupported):
-        _allocator.trim()  # the walk through a model leaves free heap behind: 52 MB for ja_ginza
+    made = _immortal.immortalize(*_models(chosen)) if chosen else None
+    if _immortal.immortalize_program():
+        with suppress(NotSupported):
+            _allocator.trim()  # the walk through a model leaves free heap behind: 52 MB for ja_ginza
     return made, why
 
 
