@@ -170,6 +170,42 @@ def test_isolated_workers_share_a_model_that_is_renewed(scope: str, source: str,
     assert all(private < 10_000 for private in run_python(program, 60, MODELGUARD_RUNTIME_DIR=str(tmp_path / "run")))
 
 
+USED_BY_CHILDREN = """
+import asyncio, email.message, gc, http.server, json, os, sqlite3, ssl, sys, unittest.mock, xml.dom.minidom
+from modelguard import guard, prefork
+
+nlp = guard(dict, reload_on=None, name="nlp")
+prefork.prepare(nlp, immortalize=IMMORTAL)
+
+def private():
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
+
+def use_all():
+    for module in list(sys.modules.values()):
+        for one in list(vars(module).values()):
+            isinstance(one, dict)
+
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    before = private()
+    use_all()
+    os.write(writer, str(private() - before).encode())
+    os._exit(0)
+os.waitpid(child, 0)
+print(json.dumps(int(os.read(reader, 100))))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of processes from /proc")
+def test_forked_children_share_the_program() -> None:
+    """References to functions and classes are not counted: a child that uses all of them copies half at most."""
+    counted, shared = (run_python(USED_BY_CHILDREN.replace("IMMORTAL", text), 60) for text in ("False", "'auto'"))
+    assert 1000 < counted
+    assert shared < counted / 2, (shared, counted)
+
+
 def ends_cleanly(program: str, **variables: str) -> None:
     """Run ``program`` to the end of its interpreter, memory debugging on, and let nothing be said on stderr."""
     done = subprocess.run(
@@ -263,3 +299,67 @@ def test_thread_pools_of_the_models_own_go_on() -> None:
         assert ["lock", "thread"] == sorted(entry.kind for entry in report.skipped)
         assert before == model.predict()
     """)
+
+
+PREPARED = """
+    import asyncio, contextlib, email.message, http.server, logging, sqlite3, ssl, tempfile, weakref
+    from concurrent.futures import ThreadPoolExecutor
+    from modelguard import guard, prefork
+
+    class Closed:
+        def __del__(self):
+            dead.append(len(name))
+
+    name, TABLE = "closed", [Closed()]
+    file, pool = tempfile.NamedTemporaryFile(), ThreadPoolExecutor(1)
+    file.close()
+    pool.submit(len, "").result()
+    pool.shutdown()
+    nlp = guard(lambda: build(1000), reload_on=None, name="nlp")
+    prefork.prepare(nlp, immortalize=IMMORTAL)
+"""
+
+PREPARED_ENDINGS = {
+    "at once": "",
+    "its data dies": """
+        TABLE.clear()
+        assert dead == [6]
+        seen = weakref.ref(Closed())
+        assert seen() is None and dead == [6, 6]
+    """,
+    "what is defined later dies": """
+        class Later:
+            def use(self):
+                return [Later]
+        seen = weakref.ref(Later), weakref.ref(lambda: Later)
+        del Later
+        gc.collect()
+        assert [None, None] == [one() for one in seen]
+    """,
+    "its functions change": """
+        def read(model):
+            return 0
+        Entry.new, Closed.__del__ = read, lambda self: None
+        with nlp.lease() as model:
+            assert 0 == read(model)
+        del Entry.new, Closed
+        gc.collect()
+    """,
+    "a child ends": """
+        child = os.fork()
+        with nlp.lease() as model:
+            read(model)
+        asyncio.run(asyncio.sleep(0))
+        gc.collect()
+        if child:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """,
+}
+
+
+@pytest.mark.parametrize("ending", PREPARED_ENDINGS.values(), ids=PREPARED_ENDINGS)
+@pytest.mark.parametrize("immortal", ["'auto'", "True"])
+def test_a_prepared_program_goes_on_and_ends_cleanly(ending: str, immortal: str) -> None:
+    """With its functions and classes immortal, its data and what it defines later still die."""
+    text = textwrap.dedent(PREPARED.replace("IMMORTAL", immortal))
+    ends_cleanly(text + textwrap.dedent(ending))

@@ -35,7 +35,7 @@ from modelguard.lifecycle._guard_options import Loaded
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.runtime.background import TICKER
-from modelguard.sharing import _prefork, _trial
+from modelguard.sharing import _immortal, _prefork, _trial
 from modelguard.telemetry import _hooks
 
 __all__ = ["Molds", "needed"]
@@ -123,6 +123,8 @@ class Molds:
         if self._options.freeze:  # else each mold copies what the application has imported
             gc.collect()
             gc.freeze()
+        if self._options.immortalize is not False:
+            _immortal.immortalize_program()
         first = self._guards[0].engine.join_load()
         while any(_mold_of(guard) is None for guard in self._guards):
             self.step()
@@ -283,11 +285,12 @@ class Molds:
 
     def _run_gunicorns(self, pre_fork: Callable[[Any], object], fork: Callable[[Any], int]) -> int:
         """Run gunicorn's own code for a new worker, with these in the place of its hook and of ``os.fork``."""
-        cfg, hook, real = self._server.cfg, self._server.cfg.pre_fork, os.fork
+        setting, real = self._server.cfg.settings["pre_fork"], os.fork  # not `cfg.set`, which inspects the function
+        hook = setting.value
 
         def put_back() -> None:
             setattr(os, "fork", real)  # noqa: B010 - checkers refuse the assignment
-            cfg.set("pre_fork", hook)
+            setting.value = hook
 
         def pre_fork_instead(_server: Any, worker: Any) -> None:
             def fork_instead() -> int:
@@ -297,7 +300,7 @@ class Molds:
             pre_fork(worker)
             setattr(os, "fork", fork_instead)  # noqa: B010
 
-        cfg.set("pre_fork", pre_fork_instead)
+        setting.value = pre_fork_instead
         try:
             return self._make_worker()
         finally:

@@ -36,6 +36,7 @@ import functools
 import inspect
 import math
 import os
+import random
 import signal
 import stat
 import sys
@@ -143,6 +144,7 @@ class _Master:
             os.set_blocking(end, False)
         fork.at_fork(fork.Rank.SERVER, in_child=self._after_fork)
         background.TICKER.stop()
+        random.Random("")  # noqa: S311 - imports what each worker would import, as gunicorn seeds it with a text
         telemetry.add_hook(self._log)
         server, with_molds = self._server, needed(self._guards)
         for number, guard in enumerate(self._guards):

@@ -7,7 +7,7 @@ import gc
 import struct
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,16 +67,11 @@ HANDLES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-_CODE = (
+#: What modules define. It is made on import, and lives as long as the program.
+_DEFINITIONS = (
     "builtins.type",
-    "builtins.module",
     "builtins.function",
     "builtins.code",
-    "builtins.frame",
-    "builtins.traceback",
-    "builtins.generator",
-    "builtins.coroutine",
-    "builtins.async_generator",
     "builtins.method_descriptor",
     "builtins.wrapper_descriptor",
     "builtins.classmethod_descriptor",
@@ -85,9 +80,19 @@ _CODE = (
     "builtins.property",
     "builtins.classmethod",
     "builtins.staticmethod",
-    "builtins.super",
     "functools._lru_cache_wrapper",
     "numpy.ufunc",
+)
+
+_CODE = (
+    *_DEFINITIONS,
+    "builtins.module",
+    "builtins.frame",
+    "builtins.traceback",
+    "builtins.generator",
+    "builtins.coroutine",
+    "builtins.async_generator",
+    "builtins.super",
     "weakref.ReferenceType",
     "weakref.ProxyType",
     "weakref.CallableProxyType",
@@ -151,6 +156,11 @@ def _kind_of(cls: type) -> str:
         if "__code__" in base.__dict__ or "__globals__" in base.__dict__:
             return CODE
     return BRANCH if cls.__flags__ & _HAS_REFERENTS else LEAF
+
+
+def is_definition(cls: type) -> bool:
+    """Whether objects of this type are classes, functions or what these are made of."""
+    return any(type_name(base) in _DEFINITIONS or "__code__" in base.__dict__ for base in cls.__mro__)
 
 
 def type_name(cls: type) -> str:
@@ -341,6 +351,9 @@ def _probes() -> list[Any]:
         _Plain(),
         _Slotted(),
         [number],
+        type("_Made", (), {}),
+        types.FunctionType(_nothing.__code__, {}),
+        _nothing.__code__.replace(),
         (number, words),
         {number: words},
         {number},
@@ -355,8 +368,9 @@ def _probes() -> list[Any]:
 
 def _read(holder: _Holder, words: memoryview[int], at: int) -> set[int]:
     """Read an object often, and return each content that its first word had meanwhile."""
-    found = {words[at]}
+    found, use = {words[at]}, _use_of(holder.slot)
     for _ in range(_READS):
+        used = use()
         in_slot, in_instance = holder.slot, holder.plain.own
         in_list, in_dict, in_tuple = holder.items[0], holder.keys["key"], holder.pair[0]
         unpacked, _nothing = holder.pair
@@ -364,13 +378,23 @@ def _read(holder: _Holder, words: memoryview[int], at: int) -> set[int]:
         for iterated in holder.items:
             returned = _passed(iterated), holder.returned()
         found.add(words[at])
-        del in_slot, in_instance, in_list, in_dict, in_tuple, unpacked, iterated, returned
+        del used, in_slot, in_instance, in_list, in_dict, in_tuple, unpacked, iterated, returned
         found.add(words[at])
     return found
 
 
+def _use_of(probe: object) -> Callable[[], object]:
+    if isinstance(probe, types.CodeType):
+        return types.FunctionType(probe, {})
+    return probe if isinstance(probe, type | types.FunctionType) else _nothing
+
+
 def _passed(item: object) -> object:
     return item
+
+
+def _nothing() -> None:
+    pass
 
 
 @functools.cache
@@ -472,13 +496,29 @@ def elements(item: Any) -> list[Any]:
     return found
 
 
-def namespaces() -> Iterator[int]:
-    """The ids of the modules' namespaces, and of ``sys.modules``."""
-    yield id(sys.modules)
+def namespaces() -> Iterator[dict[str, Any]]:
+    """The modules' namespaces, and ``sys.modules``."""
+    yield sys.modules
     for module in list(sys.modules.values()):
         # By its type, and without its own `__getattribute__`, which may load a module on first use.
         if issubclass(type(module), types.ModuleType):
-            yield id(object.__getattribute__(module, "__dict__"))
+            yield object.__getattribute__(module, "__dict__")
+
+
+def is_made_at_run_time(cls: type) -> bool:
+    """Whether a program has made the class, and not a compiler: those are immortal from the start."""
+    return bool(cls.__flags__ & _HEAP_TYPE)
+
+
+def classes() -> Iterator[type]:
+    """All classes there are."""
+    waiting, seen = [object], set[int]()
+    while waiting:
+        cls = waiting.pop()
+        if id(cls) not in seen:
+            seen.add(id(cls))
+            waiting += type.__subclasses__(cls)  # not by a metaclass of its own
+            yield cls
 
 
 class _Measure:
@@ -493,7 +533,7 @@ class _Measure:
         self._mortal = mortal
         self._most = most
         self._kinds = ObjectKinds()
-        self._seen = set(namespaces())
+        self._seen = set(map(id, namespaces()))
         self._left = _LIMIT
 
     def add(self, start: Iterable[Any], enough: float = float("inf")) -> tuple[int, int]:
@@ -529,7 +569,7 @@ def _places(code: Any) -> Iterator[tuple[str, Any]]:
         return
     metaclass: type = type(code)  # it may have a table of its classes
     for base in (*code.__mro__, *metaclass.__mro__):
-        if base.__flags__ & _HEAP_TYPE:
+        if is_made_at_run_time(base):
             for name, value in list(type.__dict__["__dict__"].__get__(base).items()):
                 yield f"attribute {name!r} of class {type_name(base)}", value
 

@@ -16,7 +16,7 @@ import reprlib
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,7 @@ from modelguard.sharing._graph import (
     behind_code,
     elements,
     is_code_with_data,
+    is_definition,
     namespaces,
     type_name,
 )
@@ -270,6 +271,64 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     )
 
 
+#: What the constants of a program are made of, and what holds them: nothing in it can be replaced, but in a cell. No
+#: modules: at exit Python empties those that do not die by themselves, while other modules still use them.
+_CONSTANTS = frozenset({bytes, complex, float, frozenset, int, str, tuple, types.MappingProxyType})
+_HOLDERS = frozenset({types.BuiltinFunctionType, types.CellType, types.MethodType})
+
+
+class _PartsOfPrograms(dict[type, bool]):
+    """Whether objects of a type become immortal with the program."""
+
+    def __missing__(self, cls: type) -> bool:
+        self[cls] = belongs = cls in _CONSTANTS or cls in _HOLDERS or is_definition(cls)
+        return belongs
+
+
+def immortalize_program() -> int:
+    """Make the program immortal: each call counts references to its parts, which is most of what a child writes.
+
+    That is classes, functions, their code and its constants, and the namespaces of modules. No data becomes immortal:
+    instances, lists and dicts do not, with what only they lead to. A module that is immortal is not looked at again, so
+    a second call adds what was imported in between.
+
+    For processes that fork, whose program lives as long as they do. Call it after :func:`immortalize`, which tells what
+    code keeps mortal.
+
+    Returns:
+        The number of objects; 0 where the interpreter cannot do it.
+    """
+    if immortalize_unsupported() is not None:
+        return 0
+    words, value = _graph.memory(), _graph.mark(sys.version_info[:2])
+    count, kept, immortal = sys.getrefcount, _graph.KEPT, _graph.IMMORTAL
+    belongs, made, waiting = _PartsOfPrograms(), 0, list[Any]()
+
+    def mark(found: Iterable[Any]) -> None:
+        nonlocal made
+        for item in found:
+            if count(item) < immortal and belongs[type(item)]:
+                words[id(item) >> 3] = words[id(item) >> 3] & kept | value
+                made += 1
+                waiting.append(item)
+
+    # What these hold is listed once: to look at it counts a reference, too.
+    new_classes = [cls for cls in _graph.classes() if count(cls) < immortal or not _graph.is_made_at_run_time(cls)]
+    new_namespaces = [namespace for namespace in _graph.namespaces() if count(namespace) < immortal]
+    for cls in new_classes:
+        mark((cls, cls.__mro__, *type.__dict__["__dict__"].__get__(cls).values()))
+    for namespace in new_namespaces:
+        words[id(namespace) >> 3] = words[id(namespace) >> 3] & kept | value
+        mark(list(itertools.chain(*dict.items(namespace))))
+    while waiting:
+        step = _last(waiting)
+        mark(gc.get_referents(*step))
+        for code in step:
+            if type(code) is types.CodeType:  # does not show what it refers to
+                mark((code.co_consts, code.co_names, code.co_name, code.co_qualname, code.co_filename))
+    return made
+
+
 class _Walk:
     """One walk through an object graph. Visited objects are immortal from then on, so no list of them is needed."""
 
@@ -287,7 +346,7 @@ class _Walk:
         self._dicts: list[dict[Any, Any]] = []
         self._words = _graph.memory()
         self._value = _graph.mark(sys.version_info[:2])
-        self._namespaces = set(namespaces())
+        self._namespaces = set(map(id, namespaces()))
         self._code: dict[int, Any] = {}
 
     def run(self, roots: Sequence[object]) -> None:

@@ -259,7 +259,7 @@ def prepare(
     """Prepare this process to be forked into workers that share its models. Call it last, just before the fork.
 
     It loads the models, searches for hazards, runs each warm-up in a trial child, collects garbage, freezes the
-    remaining objects and makes the models' objects immortal, in this order. Children that are forked from now on repair
+    remaining objects and makes the models' objects and the program immortal, in this order. Children that are forked from now on repair
     what a fork breaks and warm up by themselves (``os.register_at_fork``). In a server's hook, call :func:`in_child` as
     well: it raises the errors of that repair.
 
@@ -270,7 +270,8 @@ def prepare(
             (CPython 3.12 or newer). This cannot be undone: such objects are never freed. ``"auto"``: if the interpreter
             supports it and the models take at least 16 MB, and not for guards with ``TTL``, ``Modified`` or
             ``Changed``, whose old models this process could never free; children then copy the objects that they
-            read, which the hazard ``"copies"`` tells. True: always, or raise ``NotSupported``.
+            read, which the hazard ``"copies"`` tells. True: always, or raise ``NotSupported``. Unless it is False,
+            classes and functions that there are become immortal as well, because each call of them is counted.
         on_hazard: ``"fix"``: refuse what no child could survive, let children repair what they can, end threads that
             their library starts again, and warn about the rest. ``"refuse"``: refuse every hazard. ``"warn"``: warn
             about all and repair nothing.
@@ -489,11 +490,10 @@ def _immortalize(
     why = None
     if wanted == "auto":
         chosen, why = _worth_it(chosen, renewed_here=renewed_here)
-    if not chosen:
-        return None, why
-    made = _immortal.immortalize(*_models(chosen))
-    with suppress(NotSupported):
-        _allocator.trim()  # the walk through a model leaves free heap behind: 52 MB for ja_ginza
+    made = _immortal.immortalize(*_models(chosen)) if chosen else None
+    if _immortal.immortalize_program():
+        with suppress(NotSupported):
+            _allocator.trim()  # the walk through a model leaves free heap behind: 52 MB for ja_ginza
     return made, why
 
 
