@@ -131,8 +131,8 @@ class Handle(ABC):
     look: Callable[[], object] | None = None
     unloaded: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        """Decorate the functions that the tests call."""
+    def __post_init__(self) -> None:  # noqa: B027 - most have nothing to prepare
+        """Prepare what the tests call."""
 
     # Use
 
@@ -192,7 +192,7 @@ class Handle(ABC):
 
     def verbs(self) -> list[Callable[[], object]]:
         """Every verb that needs it to be open, and its twin."""
-        names = [verb for verb in ("load", "reload", "unload", "rollback") if verb not in self.lacks]
+        names = ["reload", "unload", *({"load", "rollback"} & self.has)]
         twins = [verb for verb in names if verb != "rollback"]
         return [*(getattr(self.it, verb) for verb in names), *(partial(self.do, verb, "async") for verb in twins)]
 
@@ -319,7 +319,7 @@ class _InProcess(Handle):
         return {
             "function": self.call,
             "coroutine": lambda: asyncio.run(self.acall()),
-            "generator": lambda: list(self._stream())[0],
+            "generator": lambda: next(iter(list(self._stream()))),
             "lease": by_lease,
             "async lease": lambda: asyncio.run(by_alease()),
         }
@@ -352,7 +352,7 @@ EVERYTHING = frozenset(
         "retries",  # a load that failed, without being asked
         "close timeout",
         "postponed",
-        "closes at once",
+        "closes at once",  # and refuses calls while it waits for those that run
     }
 )
 
@@ -440,6 +440,8 @@ def parametrize(metafunc: pytest.Metafunc, handles: Mapping[str, type[Handle]]) 
     """For ``pytest_generate_tests`` of a module: a test that takes a ``kind`` runs on each handle that it is for."""
     if "kind" not in metafunc.fixturenames:
         return
+    if getattr(metafunc.cls, "everywhere", False):
+        handles = {**IN_PROCESS, **handles}
     needed = {*getattr(metafunc.function, "needs", ()), *getattr(metafunc.cls, "needs", ())}
     if "lacking" in metafunc.fixturenames:
         cases = [(kind, verb) for kind, one in handles.items() for verb in one.lacks]

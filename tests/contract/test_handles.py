@@ -139,7 +139,7 @@ class TestTheFirstLoad:
     def test_load_does_not_block_an_event_loop(self, make: Make) -> None:
         """The error names the twin that does not."""
         handle = make()
-        with pytest.raises(WouldDeadlock, match="await .*aload"):
+        with pytest.raises(WouldDeadlock, match=r"await .*aload"):
             handle.on_loop(handle.it.load)
         assert 0 == handle.loader.calls
 
@@ -270,7 +270,7 @@ class TestReload:
         """The error names the twin that does not; with ``wait=False`` there is nothing to wait for."""
         handle = make()
         before = handle.load()
-        with pytest.raises(WouldDeadlock, match="await .*areload"):
+        with pytest.raises(WouldDeadlock, match=r"await .*areload"):
             handle.on_loop(handle.it.reload)
         assert before == handle.loader.calls
         handle.on_loop(lambda: handle.it.reload(wait=False))
@@ -349,7 +349,7 @@ class TestUnload:
         """The error names the twin that does not."""
         handle = make()
         handle.load()
-        with pytest.raises(WouldDeadlock, match="await .*aunload"):
+        with pytest.raises(WouldDeadlock, match=r"await .*aunload"):
             handle.on_loop(handle.it.unload)
         assert handle.copies == handle.alive()
 
@@ -607,7 +607,7 @@ class TestClose:
         """The error names the twin that does not, and it stays open."""
         handle = make()
         handle.load()
-        with pytest.raises(WouldDeadlock, match="await .*aclose"):
+        with pytest.raises(WouldDeadlock, match=r"await .*aclose"):
             handle.on_loop(handle.it.close)
         assert handle.call() <= handle.copies
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.contract.handles import Times, Variant, make_in_process
+from tests.contract.handles import IN_PROCESS, Times, Variant, make_in_process
 
 from modelguard import Backoff, Isolated, isolate
 
@@ -196,8 +196,17 @@ def keys_idle(model: Model, gate: str = "", key: str = "a") -> int:
     return _work(model, gate)
 
 
-FUNCTIONS: dict[str, dict[str, Isolated[..., Any]]] = {
+_FUNCTIONS: dict[str, dict[Variant, Isolated[..., Any]]] = {
     "process": {"plain": plain, "due": due, "idle": idle, "kept": kept},
     "keys": {"plain": keys_plain, "due": keys_due, "idle": keys_idle, "kept": keys_plain},
     "host": {"plain": shared_plain, "due": shared_due, "idle": shared_idle, "kept": shared_plain},
 }
+
+
+def make_any(kind: str, variant: Variant) -> Any:
+    """The public object of any handle: of an isolated function a fresh one, since those above have seen other tests."""
+    if kind in IN_PROCESS:
+        return make_in_process(kind, variant, load, REAL, unload=note_unload)
+    function = _FUNCTIONS[kind][variant]
+    scope: Any = "host" if kind == "host" else "process"
+    return isolate(**OPTIONS, scope=scope, name=function.name)(function.isolated_function)
