@@ -439,6 +439,7 @@ class Engine(Generic[M]):
         await self._await_until_ready(self._timeout(timeout))
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None = None) -> None:
+        limit = Timeout(timeout)  # first: a mistake must not begin a load
         if wait:
             waiting.raise_on_event_loop(self.name, "reload", "await guard.areload()")
             self.raise_inside_call("reload")
@@ -446,12 +447,13 @@ class Engine(Generic[M]):
                 pass  # a loader that asks for its own reload is refused before the request makes its load stale
         future = self._request_reload()
         if wait:
-            wait_for_load(self.state, future, Timeout(timeout))
+            wait_for_load(self.state, future, limit)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
+        limit = Timeout(timeout)
         self.raise_inside_call("areload")
         waiting.require_asyncio("waiting for a model in a coroutine")  # before the load begins
-        await wait_for_load_on_loop(self.state, self._request_reload(), Timeout(timeout))
+        await wait_for_load_on_loop(self.state, self._request_reload(), limit)
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
         waiting.raise_on_event_loop(self.name, "unload", "await guard.aunload()")

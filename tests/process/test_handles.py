@@ -1,0 +1,290 @@
+"""What every handle of models promises, of isolated functions: of one process, over a pool, and of the host.
+
+The promises are those of ``tests/contract/test_handles.py``. What happens at a fork and at the exit is proved here, of
+the handles whose models live in this process too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from tests.contract.handles import EVERYTHING, IN_PROCESS, TIMEOUT, Handle, Running, Variant, parametrize, spawn, until
+from tests.contract.test_handles import (
+    Make,
+    TestALoadThatFails,
+    TestClose,
+    TestIdle,
+    TestMistakes,
+    TestPause,
+    TestReload,
+    TestReopening,
+    TestRollback,
+    TestStatus,
+    TestTheFirstLoad,
+    TestUnload,
+)
+from tests.process.conftest import ROOT
+from tests.process.handle_functions import FolderLoader, make_any
+from tests.process.harness import run_python
+
+from modelguard.errors import NoPreviousModel, NotSupported
+
+__all__ = [
+    "TestALoadThatFails",
+    "TestClose",
+    "TestIdle",
+    "TestMistakes",
+    "TestPause",
+    "TestReload",
+    "TestReopening",
+    "TestRollback",
+    "TestStatus",
+    "TestTheFirstLoad",
+    "TestUnload",
+]
+
+pytestmark = pytest.mark.timeout(240)
+
+
+class _Isolated(Handle):
+    _gates = count()
+
+    def __post_init__(self) -> None:
+        self._folder: Path = self.loader._place  # type: ignore[attr-defined]
+
+    def call(self) -> int:
+        return int(self.it())
+
+    async def acall(self) -> int:
+        return int(await self.it.aio())
+
+    def doors(self) -> dict[str, Callable[[], int]]:
+        return {
+            "function": self.call,
+            "aio": lambda: asyncio.run(self.acall()),
+            "submit": lambda: int(self.it.submit().result(TIMEOUT)),
+        }
+
+    @contextmanager
+    def busy(self) -> Iterator[Running]:
+        gate = self._folder / f"gate-{next(self._gates)}"
+        running = Running(spawn(self.it, str(gate)), gate.touch)
+        until(Path(f"{gate}.begun").exists, "the call begins")
+        try:
+            yield running
+        finally:
+            gate.touch()
+            running.answer.result(TIMEOUT)
+
+    def try_lacking(self, verb: str) -> None:
+        if verb == "close(timeout)":
+            self.it.close(timeout=1)
+        else:
+            super().try_lacking(verb)
+
+    def end(self) -> None:
+        self.loader.fail(0)
+        super().end()
+
+
+Lacking = Mapping[str, tuple[type[Exception], str]]
+
+_NO_CLOSE_TIMEOUT: Lacking = {"close(timeout)": (TypeError, "unexpected keyword argument 'timeout'")}
+
+
+class ProcessHandle(_Isolated):
+    kind = "process"
+    has = EVERYTHING - {"in process", "close timeout"}
+    lacks: ClassVar[Lacking] = _NO_CLOSE_TIMEOUT
+
+
+class KeysHandle(_Isolated):
+    kind = "keys"
+    has = frozenset({"ready", "closes at once"})
+    lacks: ClassVar[Lacking] = {
+        **_NO_CLOSE_TIMEOUT,
+        "rollback": (NotSupported, "each key of a pool has a mold of its own"),
+    }
+
+    def load(self) -> int:
+        self.call()
+        return self.loader.calls
+
+
+class HostHandle(_Isolated):
+    kind = "host"
+    has = ProcessHandle.has - {"rollback"}
+    lacks: ClassVar[Lacking] = {
+        **_NO_CLOSE_TIMEOUT,
+        "rollback": (NoPreviousModel, "molds that processes share are not kept"),
+    }
+
+
+ISOLATED: dict[str, type[Handle]] = {one.kind: one for one in (ProcessHandle, KeysHandle, HostHandle)}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test on each handle that it is for."""
+    parametrize(metafunc, ISOLATED)
+
+
+@pytest.fixture
+def make(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Make a handle of a kind, which is closed after the test."""
+    monkeypatch.setenv("HANDLES_FOLDER", str(tmp_path))
+    made: list[Handle] = []
+
+    def one(variant: Variant = "plain") -> Handle:
+        made.append(new(kind, variant, tmp_path))
+        return made[-1]
+
+    yield one
+    for handle in made:
+        handle.end()
+    if kind in ISOLATED:
+        until(lambda: FolderLoader(tmp_path).alive == 0, "the end of all molds")
+
+
+def new(kind: str, variant: Variant, place: Path) -> Handle:
+    """A fresh handle of any kind, in real time."""
+    handle = {**IN_PROCESS, **ISOLATED}[kind]
+    return handle(make_any(kind, variant), FolderLoader(place), time.sleep, lambda: time.sleep(1.0))
+
+
+def in_child(work: Callable[[], object]) -> None:
+    """Fork, run ``work`` in the child, and fail with what it raised. A child that hangs is killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            os.write(writing, repr(error).encode()[:4000])
+            os._exit(1)
+    os.close(writing)
+    ended = threading.Timer(TIMEOUT, os.kill, (child, signal.SIGKILL))
+    ended.start()
+    status = os.waitpid(child, 0)[1]
+    ended.cancel()
+    said = os.read(reading, 4000).decode()
+    os.close(reading)
+    assert 0 == os.waitstatus_to_exitcode(status), said
+
+
+class TestFork:
+    everywhere = True
+
+    def test_a_child_takes_calls(self, make: Make) -> None:
+        """On the parent's model where it can be shared; else it loads, or starts a mold, for itself."""
+        handle = make()
+        before = handle.load()
+
+        def child() -> None:
+            number, loads = handle.call(), handle.loader.calls
+            if handle.kind in {"process", "keys"}:
+                assert before < number <= loads
+            else:
+                assert (True, before) == (number <= before, loads)
+            handle.it.close()
+
+        in_child(child)
+        assert handle.call() <= before
+
+    def test_what_a_child_does_stays_there(self, make: Make) -> None:
+        """Its close and, but for one mold of the whole host, its reload."""
+        handle = make()
+        before = handle.load()
+
+        def child() -> None:
+            handle.call()
+            if handle.kind != "host":
+                handle.it.reload()
+                assert handle.call() > before
+            handle.it.close()
+            assert handle.refuses()
+
+        in_child(child)
+        assert handle.call() <= before
+
+    def test_a_pause_holds_in_children(self, make: Make) -> None:
+        """A worker that is forked during an incident starts paused."""
+        handle = make("due")
+        handle.it.pause()
+        handle.load()
+
+        def child() -> None:
+            assert handle.paused()
+            before = handle.call()
+            handle.pass_time()
+            assert before == handle.call()
+            handle.it.close()
+
+        in_child(child)
+        assert handle.paused()
+
+    def test_calls_of_other_threads_are_not_the_childs(self, make: Make) -> None:
+        """It counts none, and its ``close()`` waits for none."""
+        handle = make()
+        handle.load()
+        with handle.busy() as running:
+
+            def child() -> None:
+                assert 0 == handle.in_flight()
+                handle.it.close()
+                assert handle.refuses()
+
+            in_child(child)
+            assert running.end() <= handle.copies
+
+    def test_a_child_of_a_closed_handle_may_open_it(self, make: Make) -> None:
+        """The parent's stays closed."""
+        handle = make()
+        handle.load()
+        handle.it.close()
+
+        def child() -> None:
+            assert handle.refuses()
+            with handle.it:
+                handle.call()
+            assert handle.refuses()
+
+        in_child(child)
+        assert handle.refuses()
+
+
+class TestExit:
+    everywhere = True
+
+    PROGRAM = """
+        import json
+        from pathlib import Path
+        from tests.process.test_handles import new
+
+        handle = new({kind!r}, "kept", Path({place!r}))
+        handle.load()
+        handle.it.reload()
+        handle.call()
+        {end}
+        print(json.dumps(handle.loader.calls))
+    """
+
+    @pytest.mark.parametrize("end", ["pass", "handle.it.close()"], ids=["open", "closed"])
+    def test_each_model_is_unloaded_once(self, kind: str, end: str, tmp_path: Path) -> None:
+        """By the exit if nobody has closed its handle, and no process is left."""
+        environment = {"HANDLES_FOLDER": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        loads = run_python(self.PROGRAM.format(kind=kind, place=str(tmp_path), end=end), 90, **environment)
+        loader = FolderLoader(tmp_path)
+        until(lambda: loader.alive == 0, "the end of all processes")
+        assert list(range(1, loads + 1)) == sorted(loader.unloaded)
