@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import pickle
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from tests.contract.handles import (
     Handle,
     How,
     Variant,
-    both,
     make_in_process,
     needs,
     parametrize,
@@ -40,6 +40,8 @@ from modelguard.testing import Clock, Loader
 
 Make = Callable[..., Handle]
 
+both = pytest.mark.parametrize("how", ["plain", "async"])
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each test on each handle that it is for."""
@@ -52,16 +54,17 @@ def make(kind: str, modelguard_clock: Clock, modelguard_loader: Loader) -> Itera
     made: list[Handle] = []
 
     def one(variant: Variant = "plain") -> Handle:
-        freed: list[int] = []
-        it = make_in_process(kind, variant, modelguard_loader, CLOCKED, unload=lambda model: freed.append(model.number))
+        unloaded: list[int] = []
+        note = {"unload": lambda model: unloaded.append(model.number)}
+        it = make_in_process(kind, variant, modelguard_loader, CLOCKED, **note)
         passing = {"due": CLOCKED.due, "kept": CLOCKED.due, "idle": CLOCKED.idle}.get(variant, "1h")
         handle = IN_PROCESS[kind](
             it,
             modelguard_loader,
             modelguard_clock.advance,
             lambda: modelguard_clock.advance(passing),
+            lambda: unloaded,
             modelguard_clock.settle,
-            freed,
         )
         made.append(handle)
         return handle
@@ -77,6 +80,7 @@ class TestTheFirstLoad:
         handle = make()
         repr(handle.it)
         assert ({"new"}, 0, False, 0) == (handle.states(), handle.in_flight(), handle.paused(), handle.loader.calls)
+        assert "load" not in handle.has or not handle.ready()
 
     def test_the_first_call_loads_and_later_ones_do_not(self, make: Make) -> None:
         """One model answers all of them, by whichever way they come."""
@@ -157,7 +161,7 @@ class TestALoadThatFails:
         assert handle.loader.calls <= handle.copies
 
     def test_all_who_waited_get_the_reason(self, make: Make) -> None:
-        """Each an error of its own, threads and tasks alike."""
+        """Each an error of its own, threads and tasks alike, and the loader's own is a cause."""
         handle = make()
         handle.loader.fail(None)
         handle.loader.hold()
@@ -166,6 +170,7 @@ class TestALoadThatFails:
         handle.loader.let_go()
         errors = [call.exception(TIMEOUT) for call in calls]
         assert ({LoadFailed}, len(calls)) == ({type(one) for one in errors}, len({id(one) for one in errors}))
+        assert OSError in {type(one.__cause__) for one in errors if one is not None}
 
     def test_it_is_tried_again_after_its_backoff(self, make: Make) -> None:
         """By the next call, at the latest, and then all is well."""
@@ -206,6 +211,9 @@ class TestALoadThatFails:
         assert handle.call() <= handle.copies
         assert "degraded" in handle.states()
         assert handle.states() <= {"degraded", "ready"}
+        handle.loader.fail(0)
+        handle.wait(failed.value.retry_after)
+        handle.until(lambda: handle.states() == {"ready"}, "the retry, which no call has to ask for")
 
 
 class TestReload:
@@ -295,12 +303,14 @@ class TestReload:
 
 class TestUnload:
     @both
-    def test_it_releases_until_the_next_use(self, make: Make, how: How) -> None:
-        """All models are gone when it returns, the state says so, and the next call loads."""
+    def test_it_releases_until_the_next_use(self, make: Make, how: How, seen: list[telemetry.Event]) -> None:
+        """All models are gone when it returns, state and event say so, and the next call loads."""
         handle = make()
         before = handle.load()
         handle.do("unload", how)
         assert (0, True) == (handle.alive(), handle.idle())
+        told = [event.reasons for event in seen if isinstance(event, telemetry.UnloadStarted)]
+        assert [["requested"]] * handle.copies == [[reason.kind for reason in reasons] for reasons in told]
         assert before < handle.call()
         assert "ready" in handle.states()
 
@@ -481,6 +491,13 @@ class TestRollback:
             assert running.end() > handle.copies
         assert handle.call() <= handle.copies
 
+    @needs("in process")
+    def test_a_call_may_ask_for_it(self, make: Make) -> None:
+        """It runs to its end on the model that is left."""
+        handle = self.reloaded(make)
+        assert handle.inside(handle.it.rollback) > handle.copies
+        handle.until(lambda: handle.alive() <= 2 * handle.copies - 1, "the end of what is left")
+
     def test_it_stays_until_a_reload(self, make: Make) -> None:
         """No policy replaces what came back, since it would load what is bad."""
         handle = self.reloaded(make)
@@ -544,7 +561,8 @@ class TestClose:
             handle.load()
         before = handle.loader.calls
         handle.do("close", how)
-        assert (0, {"closed"}) == (handle.alive(), handle.states())
+        handle.gone()
+        assert {"closed"} == handle.states()
         for use in (*handle.doors().values(), *handle.verbs()):
             with pytest.raises(GuardClosed, match="is closed") as refused:
                 use()
@@ -566,11 +584,12 @@ class TestClose:
         handle.load()
         with handle.busy() as running:
             closing = spawn(handle.do, "close", how)
-            handle.until(lambda: "closed" in handle.states(), "the beginning of its end")
+            handle.until(handle.closed, "the beginning of its end")
             assert not closing.done()
             assert running.end() <= handle.copies
             closing.result(TIMEOUT)
-        assert (0, True) == (handle.alive(), handle.refuses())
+        handle.gone()
+        assert handle.refuses()
 
     @needs("closes at once")
     def test_it_refuses_new_calls_while_it_waits(self, make: Make) -> None:
@@ -579,29 +598,48 @@ class TestClose:
         handle.load()
         with handle.busy():
             spawn(handle.it.close)
-            handle.until(lambda: "closed" in handle.states(), "the beginning of its end")
+            handle.until(handle.closed, "the beginning of its end")
             assert handle.refuses()
 
     @needs("close timeout")
     @both
     @pytest.mark.parametrize("timeout", [0, "50ms"])
-    def test_it_waits_no_longer_than_it_may(self, make: Make, how: How, timeout: Any) -> None:
-        """Calls that take longer end as usual, and the last of them releases the model."""
+    def test_it_waits_no_longer_than_it_may(
+        self, make: Make, how: How, timeout: Any, seen: list[telemetry.Event]
+    ) -> None:
+        """Calls that take longer end as usual, an event counts them, and the last of them releases the model."""
         handle = make()
         handle.load()
         with handle.busy() as running:
             handle.do("close", how, timeout=timeout)
             assert (True, False) == (handle.refuses(), running.answer.done())
+            assert [1] == [event.in_flight for event in seen if isinstance(event, telemetry.GenerationAbandoned)]
             assert running.end() <= handle.copies
         handle.until(lambda: handle.alive() == 0, "the end of the model")
 
     @both
     def test_twice_is_once(self, make: Make, how: How) -> None:
-        """Also before the first load."""
+        """Its models are unloaded by the first."""
         handle = make()
+        before = handle.load()
         for _ in range(2):
             handle.do("close", how)
         assert {"closed"} == handle.states()
+        handle.until(lambda: list(range(1, before + 1)) == sorted(handle.unloaded()), "one unload of each")
+
+    @needs("in process")
+    def test_who_waits_for_a_load_is_told(self, make: Make) -> None:
+        """With ``GuardClosed``, and the model that comes too late is dropped."""
+        handle = make()
+        handle.loader.hold()
+        calls = [spawn(handle.call), spawn(lambda: asyncio.run(handle.acall()))]
+        handle.loader.reached()
+        closing = spawn(handle.it.close)
+        handle.until(handle.closed, "the beginning of its end")
+        handle.loader.let_go()
+        assert {GuardClosed} == {type(call.exception(TIMEOUT)) for call in calls}
+        closing.result(TIMEOUT)
+        handle.until(lambda: handle.alive() == 0, "the end of the model")
 
     def test_it_does_not_block_an_event_loop(self, make: Make) -> None:
         """The error names the twin that does not, and it stays open."""
@@ -628,7 +666,7 @@ class TestClose:
         handle.call()
         handle.it.close()
         handle.until(lambda: handle.alive() == 0, "the end of all models")
-        assert list(range(1, handle.loader.calls + 1)) == sorted(handle.unloaded)
+        assert list(range(1, handle.loader.calls + 1)) == sorted(handle.unloaded())
 
 
 class TestReopening:
@@ -642,7 +680,8 @@ class TestReopening:
                 number = handle.call()
                 assert before < number
             before = handle.loader.calls
-            assert (True, 0) == (handle.refuses(), handle.alive())
+            handle.gone()
+            assert handle.refuses()
 
     @needs("load")
     @both
@@ -754,16 +793,14 @@ class TestStatus:
 
 
 class TestMistakes:
-    @pytest.mark.parametrize("timeout", [-1, "soon", float("nan"), True])
-    def test_a_timeout_is_a_duration(self, make: Make, timeout: Any) -> None:
+    def test_a_timeout_is_a_duration(self, make: Make) -> None:
         """Each verb that takes one names it, does nothing, and leaves the handle as it was."""
         handle = make()
         before = handle.load()
-        for verb in handle.bounded():
-            for how in ("plain", "async"):
-                with pytest.raises(InvalidOption) as refused:
-                    handle.do(verb, how, timeout=timeout)
-                assert "timeout" == refused.value.argument
+        for verb, how, timeout in product(handle.bounded(), ("plain", "async"), (-1, "soon", float("nan"), True)):
+            with pytest.raises(InvalidOption) as refused:
+                handle.do(verb, how, timeout=timeout)
+            assert "timeout" == refused.value.argument
         handle.wait(1)
         assert (True, before) == (handle.call() <= handle.copies, handle.loader.calls)
 

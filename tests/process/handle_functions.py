@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 from tests.contract.handles import IN_PROCESS, Times, Variant, make_in_process
 
 from modelguard import Backoff, Isolated, isolate
@@ -63,59 +61,6 @@ def note_unload(model: Model) -> None:
     """Note that a model was unloaded."""
     with (folder() / "unloads").open("a") as file:
         file.write(f"{model.number}\n")
-
-
-class FolderLoader:
-    """Tells the loads of all processes what to do, as ``modelguard_loader`` does in one."""
-
-    def __init__(self, place: Path) -> None:
-        self._place = place
-
-    def _lines(self, name: str) -> list[int]:
-        path = self._place / name
-        return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    @property
-    def calls(self) -> int:
-        """How many loads there were."""
-        return len(self._lines("loads"))
-
-    @property
-    def unloaded(self) -> list[int]:
-        """The numbers of the models that were unloaded."""
-        return self._lines("unloads")
-
-    @property
-    def alive(self) -> int:
-        """How many of the processes that have loaded one run."""
-        return sum(map(_runs, self._lines("loads")))
-
-    def fail(self, times: int | None = 1) -> None:
-        """Make all loads fail, or none."""
-        if times == 0:
-            (self._place / "fail").unlink(missing_ok=True)
-        else:
-            (self._place / "fail").touch()
-
-    def hold(self) -> None:
-        """Make loads wait."""
-        (self._place / "reached").unlink(missing_ok=True)
-        (self._place / "hold").touch()
-
-    def reached(self) -> None:
-        """Wait until a load is being held."""
-        wait_while(lambda: not (self._place / "reached").exists())
-        assert (self._place / "reached").exists(), "no load began"
-
-    def let_go(self) -> None:
-        """Let the held loads continue."""
-        (self._place / "hold").unlink(missing_ok=True)
-
-
-def _runs(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def _work(model: Model, gate: str) -> int:

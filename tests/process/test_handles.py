@@ -35,10 +35,10 @@ from tests.contract.test_handles import (
     TestUnload,
 )
 from tests.process.conftest import ROOT
-from tests.process.handle_functions import FolderLoader, make_any
-from tests.process.harness import run_python
+from tests.process.handle_functions import make_any
+from tests.process.harness import alive, run_python
 
-from modelguard.errors import NoPreviousModel, NotSupported
+from modelguard.errors import GuardClosed, NoPreviousModel, NotSupported
 
 __all__ = [
     "TestALoadThatFails",
@@ -55,6 +55,51 @@ __all__ = [
 ]
 
 pytestmark = pytest.mark.timeout(240)
+
+
+class FolderLoader:
+    """Tells the loads of all processes what to do, as ``modelguard_loader`` does in one."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+
+    def _lines(self, name: str) -> list[int]:
+        path = self._place / name
+        return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def calls(self) -> int:
+        """How many loads there were."""
+        return len(self._lines("loads"))
+
+    def unloaded(self) -> list[int]:
+        """The numbers of the models that were unloaded."""
+        return self._lines("unloads")
+
+    @property
+    def alive(self) -> int:
+        """How many of the processes that have loaded one run."""
+        return sum(map(alive, self._lines("loads")))
+
+    def fail(self, times: int | None = 1) -> None:
+        """Make all loads fail, or none."""
+        if times == 0:
+            (self._place / "fail").unlink(missing_ok=True)
+        else:
+            (self._place / "fail").touch()
+
+    def hold(self) -> None:
+        """Make loads wait."""
+        (self._place / "reached").unlink(missing_ok=True)
+        (self._place / "hold").touch()
+
+    def reached(self) -> None:
+        """Wait until a load is being held."""
+        until((self._place / "reached").exists, "a load begins")
+
+    def let_go(self) -> None:
+        """Let the held loads continue."""
+        (self._place / "hold").unlink(missing_ok=True)
 
 
 class _Isolated(Handle):
@@ -123,12 +168,25 @@ class KeysHandle(_Isolated):
 
 
 class HostHandle(_Isolated):
+    """While ``close()`` waits for calls, its status is what the broker says for the other processes."""
+
     kind = "host"
     has = ProcessHandle.has - {"rollback"}
     lacks: ClassVar[Lacking] = {
         **_NO_CLOSE_TIMEOUT,
         "rollback": (NoPreviousModel, "molds that processes share are not kept"),
     }
+
+    def gone(self) -> None:
+        """The broker and its mold are ending when the last process has left."""
+        until(lambda: self.alive() == 0, "the end of the mold")
+
+    def closed(self) -> bool:
+        try:
+            self.it.submit().cancel()
+        except GuardClosed:
+            return True
+        return False
 
 
 ISOLATED: dict[str, type[Handle]] = {one.kind: one for one in (ProcessHandle, KeysHandle, HostHandle)}
@@ -158,8 +216,8 @@ def make(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 def new(kind: str, variant: Variant, place: Path) -> Handle:
     """A fresh handle of any kind, in real time."""
-    handle = {**IN_PROCESS, **ISOLATED}[kind]
-    return handle(make_any(kind, variant), FolderLoader(place), time.sleep, lambda: time.sleep(1.0))
+    handle, loader = {**IN_PROCESS, **ISOLATED}[kind], FolderLoader(place)
+    return handle(make_any(kind, variant), loader, time.sleep, lambda: time.sleep(1.0), loader.unloaded)
 
 
 def in_child(work: Callable[[], object]) -> None:
@@ -226,9 +284,11 @@ class TestFork:
 
         def child() -> None:
             assert handle.paused()
-            before = handle.call()
+            handle.call()
+            loads = handle.loader.calls
             handle.pass_time()
-            assert before == handle.call()
+            handle.call()
+            assert loads == handle.loader.calls
             handle.it.close()
 
         in_child(child)
@@ -287,4 +347,4 @@ class TestExit:
         loads = run_python(self.PROGRAM.format(kind=kind, place=str(tmp_path), end=end), 90, **environment)
         loader = FolderLoader(tmp_path)
         until(lambda: loader.alive == 0, "the end of all processes")
-        assert list(range(1, loads + 1)) == sorted(loader.unloaded)
+        assert list(range(1, loads + 1)) == sorted(loader.unloaded())
