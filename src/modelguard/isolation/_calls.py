@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -95,6 +95,7 @@ class Claim:
         key: Which of a pool's models it needs.
         then: Called with it when it has ended, unless it was withdrawn. With a worker, from any thread and under any
             lock, so it must not block. Kept until then and no longer: the call's future refers to the claim.
+        client: Whose call it is: clients take turns.
 
     Attributes:
         place: Where it waits; None if it does not wait.
@@ -104,11 +105,27 @@ class Claim:
         error: Why it has got none.
     """
 
-    __slots__ = ("_claims", "_late", "_open", "admitted", "error", "key", "limits", "place", "taken", "then", "until")
+    __slots__ = (
+        "_claims",
+        "_late",
+        "_open",
+        "admitted",
+        "client",
+        "error",
+        "key",
+        "limits",
+        "place",
+        "taken",
+        "then",
+        "until",
+    )
 
-    def __init__(self, limits: Limits, key: object, then: Callable[[Claim], object]) -> None:
+    def __init__(
+        self, limits: Limits, key: object, then: Callable[[Claim], object], *, client: Hashable = None
+    ) -> None:
         self.limits = limits
         self.key = key
+        self.client = client
         self.then: Callable[[Claim], object] | None = then
         self.place: Place | None = None
         self.admitted = False
@@ -125,6 +142,10 @@ class Claim:
         return not self._open
 
     # For the scope
+
+    def go_to(self, place: Place) -> None:
+        """Have this place from now on, before it waits there."""
+        self.place = place
 
     def wait(self, claims: Claims, until: float, late: Callable[[], Exception]) -> None:
         """Wait at :attr:`place`, at most until then, or until the caller's own deadline."""

@@ -297,7 +297,8 @@ class HostScope:
         try:
             self._raise_if_refusing()
             self.claims.admit(claim)
-            asking = claim.place = Asking(claim, self)
+            asking = Asking(claim, self)
+            claim.go_to(asking)
             claim.wait(self.claims, math.inf, partial(DeadlineExceeded, self._name, waited=0.0))
             asking.begin(blocking=isinstance(claim, ThreadClaim))
         except Exception as error:  # noqa: BLE001 - it is the call's

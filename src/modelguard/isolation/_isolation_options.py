@@ -260,58 +260,62 @@ class IsolationOptions:
     version: str | None
 
 
-def parse(
-    function: Callable[..., Any],
-    target: tuple[Reference, Stub] | None,
-    *,
-    workers: int,
-    timeout: _units.Duration | None,
-    start: StartMethod,
-    max_queue: int,
-    retry: bool,
-    breaker: Breaker | None,
-    max_transfer: int | str,
-    scope: ScopeName,
-    version: str | None,
-    name: str | None,
-) -> IsolationOptions:
+def _seconds_or_none(value: Any, argument: str) -> float | None:
+    return None if value is None else _units.seconds(value, argument)
+
+
+def _breaker(value: Any, argument: str) -> Breaker:
+    return Breaker() if value is None else _units.instance(value, argument, Breaker, "a Breaker", fix=_BREAKER_FIX)
+
+
+def _version(value: Any, argument: str) -> str | None:
+    fix = "Write for example version='2026-10'."
+    return None if value is None else _units.instance(value, argument, str, "text", fix=fix)
+
+
+def _start(value: Any, argument: str) -> Any:
+    _units.one_of(
+        value, argument, get_args(StartMethod), fix="Write 'spawn', or 'fork', which is right for most models."
+    )
+    return value
+
+
+def _scope(value: Any, argument: str) -> Any:
+    fix = "Write 'process', or 'host', which lets all processes of this host share one mold."
+    _units.one_of(value, argument, get_args(ScopeName), fix=fix)
+    return value
+
+
+_BREAKER_FIX = "Write Breaker(failures=5)."
+
+#: How each option of ``isolate`` that is kept is read.
+_READ: Mapping[str, Callable[[Any, str], Any]] = {
+    "workers": _units.whole_number,
+    "timeout": _seconds_or_none,
+    "start": _start,
+    "max_queue": _units.whole_number,
+    "retry": _units.flag,
+    "breaker": _breaker,
+    "max_transfer": _units.size,
+    "scope": _scope,
+    "version": _version,
+    "name": lambda value, _: None if value is None else _units.name(value),
+}
+
+
+def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, **given: Any) -> IsolationOptions:
     """Check and parse the options."""
-    if not isinstance(retry, bool):
-        raise InvalidOption("retry", retry, why="must be True or False", fix="Write retry=True.")
-    if start not in get_args(StartMethod):
-        raise InvalidOption("start", start, why="must be 'fork' or 'spawn'", fix="'fork' is right for most models.")
-    if scope not in get_args(ScopeName):
-        fix = "'host' lets all processes of this host share one mold."
-        raise InvalidOption("scope", scope, why="must be 'process' or 'host'", fix=fix)
-    if version is not None and scope == "process":
+    read = {option: _READ[option](value, option) for option, value in given.items()}
+    if read["version"] is not None and read["scope"] == "process":
         fix = "Leave it out, or write scope='host'."
-        raise InvalidOption("version", version, why="needs scope='host': other molds are not shared", fix=fix)
-    if version is not None and not isinstance(version, str):
-        why = f"must be text, not {_units.kind_of(version)}"
-        raise InvalidOption("version", version, why=why, fix="Write for example version='2026-10'.")
-    if breaker is not None and not isinstance(breaker, Breaker):
-        raise InvalidOption("breaker", breaker, why="must be a Breaker", fix="Write Breaker(failures=5).")
-    name = None if name is None else _units.name(name)
-    if scope == "host" and isinstance(owner_of(function), PooledFunction):
+        raise InvalidOption("version", read["version"], why="needs scope='host': other molds are not shared", fix=fix)
+    if read["scope"] == "host" and isinstance(owner_of(function), PooledFunction):
         why = "cannot hold the molds of a pool's keys, which its budget ends"
-        raise InvalidOption("scope", scope, why=why, fix="Leave it out, or give each model a guard of its own.")
+        raise InvalidOption("scope", "host", why=why, fix="Leave it out, or give each model a guard of its own.")
     where, stub = (reference(function), None) if target is None else target
     kind = kind_of(inspect.unwrap(function)) if stub is None else stub.kind
-    return IsolationOptions(
-        name=".".join(reference(function)) if name is None else name,
-        function=where,
-        stub=stub,
-        kind=kind,
-        workers=_units.whole_number(workers, "workers"),
-        timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
-        start=start,
-        max_queue=_units.whole_number(max_queue, "max_queue"),
-        retry=retry,
-        breaker=Breaker() if breaker is None else breaker,
-        max_transfer=_units.size(max_transfer, "max_transfer"),
-        scope=scope,
-        version=version,
-    )
+    read["name"] = read["name"] or ".".join(reference(function))
+    return IsolationOptions(function=where, stub=stub, kind=kind, **read)
 
 
 def check_function(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
@@ -346,8 +350,11 @@ def check_source(function: Any, owner: object, recycle_on: Policy | None, start:
     if isinstance(owner, ModelGuard) and (replay := owner.engine.guard.options.swap.replay) is not None:
         why = "compares two models in one process, and under isolate each mold has one"
         raise InvalidOption("replay", replay, why=why, fix="Leave it out, and check each new model with validate=.")
-    if start == "spawn":
-        _check_keeps_nothing(owner.reload_on if isinstance(owner, ModelGuard) else recycle_on)
+    policy = owner.reload_on if isinstance(owner, ModelGuard) else recycle_on
+    if start == "spawn" and isinstance(policy, Policy) and any(part.ends_workers for part in policy.parts()):
+        why = "needs workers that are forked from a mold, and start='spawn' has none"
+        fix = "Leave keep out: then all workers end, and the next call loads the model again."
+        raise InvalidOption("keep", "mold", why=why, fix=fix)
     if recycle_on is None:
         return
     if isinstance(owner, ModelGuard):
@@ -362,13 +369,6 @@ def check_source(function: Any, owner: object, recycle_on: Policy | None, start:
         raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
     world = runtime.default()
     check_policy(recycle_on, world.limit, world.gpu)
-
-
-def _check_keeps_nothing(policy: object) -> None:
-    if isinstance(policy, Policy) and any(part.ends_workers for part in policy.parts()):
-        why = "needs workers that are forked from a mold, and start='spawn' has none"
-        fix = "Leave keep out: then all workers end, and the next call loads the model again."
-        raise InvalidOption("keep", "mold", why=why, fix=fix)
 
 
 # Where an isolated function gets its model: from its guard, from a pool, or from none.

@@ -51,28 +51,32 @@ class Loan(Protocol):
         pass
 
 
-class _Taken:
-    __slots__ = ("_loan", "_worker", "_workers", "channel")
+class TakenWorker:
+    __slots__ = ("_loan", "_workers", "channel", "worker")
 
     def __init__(self, loan: Loan, worker: Worker) -> None:
         self._loan = loan
         self._workers = loan.model.workers
-        self._worker = worker
+        self.worker = worker
         self.channel: Channel = worker.channel
 
     @property
     def pid(self) -> int:
-        return self._worker.pid
+        return self.worker.pid
+
+    @property
+    def mold(self) -> Mold:
+        return self._loan.model
 
     def release(self, *, worn: tuple[Reason, ...]) -> None:
-        self._workers.release(self._worker, worn=worn)
+        self._workers.release(self.worker, worn=worn)
 
     def put_back(self) -> None:
-        self._workers.release(self._worker, worn=(), counts=False)
+        self._workers.release(self.worker, worn=(), counts=False)
         self.leave()
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        return self._workers.lose(self._worker, cause, blame=blame)
+        return self._workers.lose(self.worker, cause, blame=blame)
 
     def leave(self) -> None:
         self._loan.end(failed=False)
@@ -80,7 +84,7 @@ class _Taken:
 
 class _InLine(Place, Waiter[Worker]):
     def __init__(self, scope: MoldScope, claim: Claim, loan: Loan) -> None:
-        super().__init__(arrived=claim.limits.arrived, admitted=claim.admitted)
+        super().__init__(claim.client, arrived=claim.limits.arrived, admitted=claim.admitted)
         self._scope = scope
         self._claim = claim
         self._loan = loan
@@ -112,7 +116,7 @@ class _InLine(Place, Waiter[Worker]):
             aside(partial(self._fail, self.error))
 
     def _grant(self, worker: Worker) -> None:
-        taken = _Taken(self._loan, worker)
+        taken = TakenWorker(self._loan, worker)
         if not self._claim.grant(taken):
             supervisor().call(taken.put_back)  # not under the lock of the workers
 
@@ -171,7 +175,7 @@ class MoldScope:
         finally:
             if worker is None:
                 loan.end(failed=False)
-        return None if worker is None else _Taken(loan, worker)
+        return None if worker is None else TakenWorker(loan, worker)
 
     def request(self, claim: Claim) -> None:
         try:
@@ -197,7 +201,8 @@ class MoldScope:
 
     def _line_up(self, claim: Claim, loan: Loan) -> None:
         """Take a worker of this mold, or wait for one."""
-        place = claim.place = _InLine(self, claim, loan)
+        place = _InLine(self, claim, loan)
+        claim.go_to(place)
         try:
             waits = place.join()
         except MoldGone:
@@ -215,7 +220,7 @@ class MoldScope:
 
     def await_next_mold(self, claim: Claim, loan: Loan) -> None:
         """The mold has ended: wait for the next one."""
-        claim.place = _Stranded(loan.generation)
+        claim.go_to(_Stranded(loan.generation))
         loan.end(failed=False)
         since = time.monotonic()
         claim.wait(self.claims, since + self._wait_timeout(), partial(self._reloading, since))
@@ -300,20 +305,18 @@ class ProcessScope(MoldScope):
         if future is None:
             return False
         since, patience = time.monotonic(), self._engine.load_patience
-        claim.place = _Loading(self._engine, future)
+        claim.go_to(_Loading(self._engine, future))
         claim.wait(self.claims, math.inf if patience is None else since + patience, partial(self._reloading, since))
         future.add_done_callback(partial(self._loaded, claim))
         return True
 
     def _loaded(self, claim: Claim, future: Future[Outcome]) -> None:
-        if claim.ended:
-            return
         try:
             raise_outcome(future.result())
         except ModelGuardError as error:
             aside(partial(claim.fail, error))
         else:
-            self._go_on(claim)
+            supervisor().call(partial(self._go_on, claim))
 
     def has_replaced(self, loan: Loan, key: Any) -> bool:
         """Whether new calls get another mold. Those that wait when the function is closed are served."""
@@ -435,7 +438,7 @@ class PoolScope(MoldScope):
         if not again:
             # Who begins a load waits for as long as that takes.
             claim.until = math.inf if own else time.monotonic() + self._wait_timeout()
-        claim.place = _Fetching()
+        claim.go_to(_Fetching())
         claim.wait(self.claims, claim.until, partial(self._pool.why_full, claim.key))
         future.add_done_callback(partial(self._fetched, claim, own))
         return True
