@@ -39,7 +39,7 @@ from modelguard.isolation._host import (
     Request,
     packed,
 )
-from modelguard.isolation._mold_guard import MoldGuard, end_all
+from modelguard.isolation._molds import MoldGuard, end_all
 from modelguard.isolation._processes import leave
 from modelguard.isolation._scopes import ProcessScope, TakenWorker
 from modelguard.isolation._supervisor import Files, supervisor

@@ -15,9 +15,8 @@ from modelguard.errors import DeadlineExceeded, ModelGuardError, NotSupported, O
 from modelguard.isolation._calls import Claim, Claims, Limits, Place, Taken, aside, take_blocking
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
-from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._mold_workers import MoldGone, Presence, Waiter, Worker
-from modelguard.isolation._molds import Mold
+from modelguard.isolation._molds import Mold, MoldGuard
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import runtime

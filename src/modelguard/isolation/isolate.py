@@ -32,7 +32,7 @@ from modelguard.isolation._isolation_options import (
     stub_of,
     warn_of_other_loaders,
 )
-from modelguard.isolation._mold_guard import MoldGuard
+from modelguard.isolation._molds import MoldGuard
 from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _misuse
