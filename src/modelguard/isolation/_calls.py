@@ -22,6 +22,7 @@ from modelguard.errors import (
     DeadlineExceeded,
     GuardClosed,
     QueueFull,
+    Reloading,
     RemoteError,
     TransferRefused,
     UnhashableKey,
@@ -329,8 +330,14 @@ def aside(work: Callable[[], object]) -> None:
         work()
 
 
-class GivesWorkers(Protocol):
-    """What a call needs of the processes that compute it, wherever these are: of this process, or of the whole host."""
+class Source:
+    """Where the workers of a function come from: this process's molds, those of a pool's keys, or a broker."""
+
+    def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
+        self._name = options.name
+        self.timeout = math.inf if options.timeout is None else options.timeout
+        self.wait_timeout = wait_timeout
+        self.claims = Claims(options.name, most_loading=options.max_queue + options.workers)
 
     def take(self, limits: Limits, key: Any = None) -> Taken:
         """Take a worker; start what is missing. Blocks.
@@ -338,21 +345,30 @@ class GivesWorkers(Protocol):
         Raises:
             GuardClosed, LoadFailed, Reloading, QueueFull, CircuitOpen, DeadlineExceeded: There is none.
         """
-        ...
+        claim = ThreadClaim(limits, key)
+        try:
+            self.request(claim)
+            return claim.result()
+        except BaseException:
+            claim.abandon()
+            raise
 
     def request(self, claim: Claim) -> None:
         """:meth:`take` for a call that does not block."""
-        ...
+        try:
+            self._advance(claim)
+        except Exception as error:  # noqa: BLE001 - it is the call's
+            claim.fail(error)
 
+    def _advance(self, claim: Claim) -> None:
+        """Give the claim a worker, or have it wait for one. Does not block."""
+        raise NotImplementedError
 
-def take_blocking(scope: GivesWorkers, limits: Limits, key: Any) -> Taken:
-    claim = ThreadClaim(limits, key)
-    try:
-        scope.request(claim)
-        return claim.result()
-    except BaseException:
-        claim.abandon()
-        raise
+    def too_late(self, arrived: float) -> DeadlineExceeded:
+        return DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
+
+    def reloading(self, since: float) -> Reloading:
+        return Reloading(self._name, waited=time.monotonic() - since)
 
 
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
@@ -367,7 +383,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 #: Compared with each answer, and plain numbers compare faster.
-_RESULT, _ERROR, _ITEM = int(AnswerKind.RESULT), int(AnswerKind.ERROR), int(AnswerKind.ITEM)
+_ERROR, _ITEM = int(AnswerKind.ERROR), int(AnswerKind.ITEM)
 
 #: Errors of a function that would end the iteration, the generator or the task of its caller instead of reaching it.
 _SIGNALS = (StopIteration, GeneratorExit, CancelledError, concurrent.futures.CancelledError)
@@ -420,7 +436,7 @@ Finish = Callable[[_Call, Taken, int, Any], Any]
 class Caller:
     """Makes the calls of one isolated function. Thread-safe."""
 
-    def __init__(self, options: IsolationOptions, scope: GivesWorkers, key_of: KeyOf | None = None) -> None:
+    def __init__(self, options: IsolationOptions, scope: Source, key_of: KeyOf | None = None) -> None:
         self._name = options.name
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._max_bytes = options.max_transfer
@@ -451,20 +467,14 @@ class Caller:
 
     def _result(self, _call: _Call, taken: Taken, kind: int, value: Any) -> Any:
         taken.leave()
-        if kind == _RESULT:
-            return value
-        try:
-            raise self._raisable(with_remote_traceback(*value))
-        finally:
-            del value  # it refers to the error, and that to this frame
+        if kind == _ERROR:
+            raise value.pop()
+        return value
 
     def _opened(self, call: _Call, taken: Taken, kind: int, value: Any) -> Iterator[Any]:
         if kind == _ERROR:
             taken.leave()
-            try:
-                raise self._raisable(with_remote_traceback(*value))
-            finally:
-                del value
+            raise value.pop()
         items = self._items(taken, call.limits)
         next(items)  # has begun, so that to close it ends the stream in the worker too
         return items
@@ -488,10 +498,7 @@ class Caller:
                     self._exchange(taken, close, Limits(time.monotonic()))
             taken.leave()
         if kind == _ERROR:
-            try:
-                raise self._raisable(with_remote_traceback(*value))
-            finally:
-                del value
+            raise value.pop()
 
     # One call
 
@@ -680,15 +687,19 @@ class Caller:
             if channel.fileno() >= 0:
                 taken.lose("cancelled")
             raise
-        if kind != _ITEM:
-            # Who gets the worker gets this thread too, if nothing in it can block before.
-            thread = self._thread
-            thread.is_free = thread.serves is taken
-            try:
-                taken.release(worn=worn)
-            finally:
-                thread.is_free = False
-        return kind, value
+        return kind, value if kind == _ITEM else self._answered(taken, kind, value, worn)
+
+    def _answered(self, taken: Taken, kind: int, value: Any, worn: tuple[Reason, ...]) -> Any:
+        """Release the worker. Who gets it next gets this thread too, if nothing in it can block before."""
+        thread = self._thread
+        thread.is_free = thread.serves is taken
+        try:
+            taken.release(worn=worn)
+        finally:
+            thread.is_free = False
+        if kind == _ERROR:  # in a list from which it is taken: no frame that it refers to may refer to it
+            return [self._raisable(with_remote_traceback(*value))]
+        return value
 
     @staticmethod
     def _kill_at_deadline(taken: Taken) -> None:

@@ -132,7 +132,7 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
         "function": f"{module}.{name}",
         "file": str(getattr(sys.modules.get(module), "__file__", None)),
         "version": str(options.version),
-        "options": repr(_without_code(options)),
+        "options": repr(options.without_code),
         "guard": repr(replace(for_broker(source), load=str)),  # whose repr is the same in each process
         "arguments": repr(sys.argv) if module == "__main__" else "",
         "working directory": folder,
@@ -163,7 +163,7 @@ def orders_for(
         socket=socket,
         identity=identity,
         code=_supervisor.imported,
-        options=_without_code(options),
+        options=options.without_code,
         source=for_broker(source),
         origin=Origin(_supervisor.preparation(), _supervisor.levels()),
         paused=paused,
@@ -176,11 +176,6 @@ def _version() -> str:
         return metadata.version("modelguard-lifecycle")
     except metadata.PackageNotFoundError:  # it runs from its sources
         return ""
-
-
-def _without_code(options: IsolationOptions) -> IsolationOptions:
-    """The options without what would need the application's modules, and does not apply to workers."""
-    return replace(options, breaker=replace(options.breaker, ignore=(), reload=None))
 
 
 def for_broker(source: GuardOptions[Any]) -> GuardOptions[Any]:

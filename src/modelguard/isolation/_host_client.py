@@ -121,6 +121,39 @@ class BrokerGone(Exception):
     pass
 
 
+class Connection(Channel):
+    """A connection to the broker, for one request or call at a time."""
+
+    def __init__(self, connected: socket.socket, membership: Membership) -> None:
+        super().__init__(connected)
+        self._membership = membership
+
+    def say(self, what: Request, *details: Any, limit: float = 0.0) -> None:
+        """Send a message; ``limit`` bounds this and what is received next, in seconds."""
+        try:
+            self.set_timeout(limit)
+            self.send((what, *details))
+        except OSError as error:
+            self.close()
+            raise BrokerGone from error
+
+    def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
+        """Send a message, and wait for the answer. This connection can be used again unless it fails."""
+        self.say(what, *details, limit=limit)
+        try:
+            answer = self.receive()
+        except (EOFError, OSError) as error:
+            self.close()
+            if isinstance(error, BlockingIOError):
+                raise
+            raise BrokerGone from error
+        self.give_back()
+        return answer
+
+    def give_back(self) -> None:
+        self._membership.keep(self)
+
+
 class Membership:
     """This process among the clients of one broker."""
 
@@ -147,19 +180,19 @@ class Membership:
         self._channel = channel
         self._token = token
         self._reports = reports
-        self._idle: deque[Channel] = deque()
+        self._idle: deque[Connection] = deque()
         self._family: list[int] = []
         supervisor().call(lambda: supervisor().watch(reports.fileno(), self._heed))
 
     # Connections
 
-    def idle_connection(self) -> Channel | None:
+    def idle_connection(self) -> Connection | None:
         """A connection that no other call uses, if there is one already. Does not block."""
         with suppress(IndexError):
             return self._idle.pop()
         return None
 
-    def connection(self) -> Channel:
+    def connection(self) -> Connection:
         idle = self.idle_connection()
         if idle is not None:
             return idle
@@ -169,39 +202,20 @@ class Membership:
             raise BrokerGone from error
         if connected is None:
             raise BrokerGone
-        channel = Channel(connected)
-        self.say(channel, "call", self._token)
-        return channel
+        connection = Connection(connected, self)
+        connection.say("call", self._token)
+        return connection
 
-    def give_back(self, channel: Channel) -> None:
+    def keep(self, connection: Connection) -> None:
         if len(self._idle) >= _MOST_IDLE:
-            channel.close()
+            connection.close()
             return
-        self._idle.append(channel)
+        self._idle.append(connection)
         if self.gone:
             self._close_idle()
 
-    def say(self, channel: Channel, what: Request, *details: Any, limit: float = 0.0) -> None:
-        """Send a message; ``limit`` bounds this and what is received next, in seconds."""
-        try:
-            channel.set_timeout(limit)
-            channel.send((what, *details))
-        except OSError as error:
-            channel.close()
-            raise BrokerGone from error
-
     def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
-        channel = self.connection()
-        self.say(channel, what, *details, limit=limit)
-        try:
-            kind, *answer = channel.receive()
-        except BlockingIOError:
-            channel.close()
-            raise
-        except (EOFError, OSError) as error:
-            channel.close()
-            raise BrokerGone from error
-        self.give_back(channel)
+        kind, *answer = self.connection().ask(what, *details, limit=limit)
         if kind == "failed":
             raise unpacked(*answer)
         return answer[0]
@@ -229,11 +243,8 @@ class Membership:
         self._close_idle()
 
     def _close_idle(self) -> None:
-        while True:
-            try:
-                self._idle.pop().close()
-            except IndexError:
-                return
+        while (idle := self.idle_connection()) is not None:
+            idle.close()
 
     def _end(self) -> None:
         self.gone, self.ready, self.version = True, False, None
@@ -310,41 +321,31 @@ _LONGEST = 30.0
 _ELECTION_POLL = 0.02
 
 
-def join(
-    options: IsolationOptions,
-    source: GuardOptions[Any],
-    *,
-    elect: bool,
-    paused: bool,
-    on_pause: Callable[[bool], object],
-    give_up: Callable[[], bool],
-) -> Membership | None:
-    """Become the client of a broker; start one if there is none and ``elect`` is true. Blocks."""
-    until = time.monotonic() + _LONGEST
-    election = _Election(options, source, _ANSWER if elect else _SOON, paused=paused, on_pause=on_pause)
-    while True:
-        found = election.attempt(elect, lambda: give_up() or time.monotonic() > until)
-        if found is not None or not elect:
-            return found
-        if give_up() or time.monotonic() > until:
-            raise LoadFailed(options.name, f"no broker serves in {private_folder()}: {election.obstacle}")
-        time.sleep(_ELECTION_POLL)
+class Election:
+    """Finds a broker, or starts one.
 
+    Args:
+        options: Of the function.
+        source: Of its guard.
+        elect: Whether to start one if there is none.
+        paused: Whether one that is started begins paused.
+        on_pause: Hears whether the broker is paused.
+    """
 
-class _Election:
     def __init__(
         self,
         options: IsolationOptions,
         source: GuardOptions[Any],
-        patience: float,
         *,
+        elect: bool,
         paused: bool,
         on_pause: Callable[[bool], object],
     ) -> None:
-        self.obstacle = "another process holds the lock"
+        self._obstacle = "another process holds the lock"
         self._options = options
         self._source = source
-        self._patience = patience
+        self._elect = elect
+        self._patience = _ANSWER if elect else _SOON
         self._paused = paused
         self._on_pause = on_pause
         self._identity = identity_of(options, source)
@@ -352,12 +353,25 @@ class _Election:
         self._serving: set[str] = set()
         self._hung = False
 
-    def attempt(self, elect: bool, give_up: Callable[[], bool]) -> Membership | None:  # noqa: FBT001
+    def join(self, give_up: Callable[[], bool]) -> Membership | None:
+        """Become the client of a broker. Blocks."""
+        longest = time.monotonic() + _LONGEST
+
+        def over() -> bool:
+            return give_up() or time.monotonic() > longest
+
+        while (found := self._attempt(over)) is None and self._elect:
+            if over():
+                raise LoadFailed(self._options.name, f"no broker serves in {private_folder()}: {self._obstacle}")
+            time.sleep(_ELECTION_POLL)
+        return found
+
+    def _attempt(self, give_up: Callable[[], bool]) -> Membership | None:
         folder = found = None
         try:
             folder = Folder(private_folder())
             found = self._find(folder)
-            if found is None and elect and not self._hung:
+            if found is None and self._elect and not self._hung:
                 with folder.locked(give_up) as lock:
                     if lock is not None:
                         found = self._find(folder)
@@ -403,7 +417,7 @@ class _Election:
                 self._refused(name, *details)
         except BlockingIOError:
             self._hung = True
-            self.obstacle = f"the one that listens there does not answer within {self._patience:g} s"
+            self._obstacle = f"the one that listens there does not answer within {self._patience:g} s"
         except (EOFError, OSError):  # it ends
             pass
         finally:

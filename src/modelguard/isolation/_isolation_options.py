@@ -259,6 +259,11 @@ class IsolationOptions:
     scope: ScopeName
     version: str | None
 
+    @property
+    def without_code(self) -> IsolationOptions:
+        """These without what would need the application's modules, and does not apply to workers."""
+        return replace(self, breaker=replace(self.breaker, ignore=(), reload=None))
+
 
 def _seconds_or_none(value: Any, argument: str) -> float | None:
     return None if value is None else _units.seconds(value, argument)

@@ -58,7 +58,6 @@ class Mold(MoldOrders):
 
     Args:
         instructions: What it is told.
-        options: Of its function.
         owner: Hears in the supervisor's thread when it ends without having been asked to, or gives no workers.
         generation: Its number.
 
@@ -74,12 +73,11 @@ class Mold(MoldOrders):
     #: A fork of a mold costs little memory, and saves the time that a new worker needs.
     SPARE = 1
 
-    def __init__(
-        self, instructions: Instructions, options: IsolationOptions, owner: MoldGuard, *, generation: int
-    ) -> None:
+    def __init__(self, instructions: Instructions, owner: MoldGuard, *, generation: int) -> None:
+        options = instructions.options
         self.born = time.monotonic()
         self.died: float | None = None
-        self.code = instructions["code"]
+        self.code = instructions.code
         self.version: str | None = None
         self.instructions = instructions
         self.owner = owner
@@ -161,7 +159,7 @@ class Mold(MoldOrders):
     @property
     def belongs_here(self) -> bool:
         """Whether this process has started it, and not the one that forked this process."""
-        return self.instructions["owner"] == os.getpid()
+        return self.instructions.owner == os.getpid()
 
     @property
     def pid(self) -> int | None:
@@ -249,7 +247,7 @@ class Mold(MoldOrders):
         self.workers.add(worker)
         self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
-            beside_calls = not awaited and (self._loaded.done() or self.instructions["beside_calls"])
+            beside_calls = not awaited and (self._loaded.done() or self.instructions.beside_calls)
             program.control.send(("fork", number, beside_calls), [theirs.fileno()])
         self._check_later(worker, _START)
 
@@ -281,7 +279,7 @@ class Mold(MoldOrders):
 
     def _not_loaded(self, error: BaseException, text: str) -> None:
         if self._loaded.done():  # a replacement; the others serve on, and after two in a row a new generation is made
-            logger.warning("%s: a new worker could not load: %s", self.instructions["name"], text)
+            logger.warning("%s: a new worker could not load: %s", self.instructions.options.name, text)
         else:
             self._fail(with_remote_traceback(error, text))
 
@@ -398,7 +396,7 @@ class SpawnedWorkers(Mold):
         try:
             ours, theirs = pair()
             with theirs:
-                program = launch({**self.instructions, "forks": False})
+                program = launch(self.instructions)
                 program.control.send(("serve", number), [theirs.fileno()])  # it is read after the load
         except OSError as error:
             self.workers.not_started(number, str(error))
@@ -590,22 +588,17 @@ class MoldGuard:
     def _load(self) -> Mold | Loaded[Mold]:
         _end_all_at_exit()
         origin = Origin(_supervisor.preparation(), _supervisor.levels()) if self._origin is None else self._origin
-        instructions: Instructions = {
-            "owner": os.getpid(),
-            "preparation": origin.preparation,
-            "function": self._options.function,
-            "stub": self._options.stub,
-            "key": self._key,
-            "levels": origin.levels,
-            "name": self._options.name,
-            "max_bytes": self._options.max_transfer,
-            "beside_calls": self.current is not None,
-            "forks": self._options.start == "fork",
-            "code": self.code,
-            "shared": self._origin is not None,
-        }
+        instructions = Instructions(
+            owner=os.getpid(),
+            origin=origin,
+            options=self._options.without_code,
+            key=self._key,
+            beside_calls=self.current is not None,
+            code=self.code,
+            shared=self._origin is not None,
+        )
         kind = Mold if self._options.start == "fork" else SpawnedWorkers
-        mold = kind(instructions, self._options, self, generation=self.guard.engine.state.generations + 1)
+        mold = kind(instructions, self, generation=self.guard.engine.state.generations + 1)
         try:
             mold.load()
         except ModelRejected as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,9 +53,11 @@ class Host:
         self.started: list[bool] = []
         self.on_pause: Any = None
 
-    def join(self, *_: Any, elect: bool, paused: bool, on_pause: Any, give_up: Any) -> Membership | None:
-        del give_up
+    def election(self, *_: Any, elect: bool, paused: bool, on_pause: Any) -> Any:
         self.on_pause = on_pause
+        return SimpleNamespace(join=lambda _give_up: self.join(elect=elect, paused=paused))
+
+    def join(self, *, elect: bool, paused: bool) -> Membership | None:
         if self.broker is None and elect:
             self.started.append(paused)
             self.broker = Membership()
@@ -70,7 +73,7 @@ class TestHost:
     def host(self, monkeypatch: pytest.MonkeyPatch) -> Host:
         """A host without a broker."""
         host = Host()
-        monkeypatch.setattr(_host_scope, "join", host.join)
+        monkeypatch.setattr(_host_scope, "Election", host.election)
         return host
 
     @pytest.fixture

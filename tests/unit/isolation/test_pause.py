@@ -166,8 +166,7 @@ class Process:
     made: list[Process]
     gate, loading = threading.Event(), threading.Event()
 
-    def __init__(self, instructions: Any, options: Any, owner: Any, *, generation: int) -> None:
-        del options
+    def __init__(self, instructions: Any, owner: Any, *, generation: int) -> None:
         self.instructions, self.generation, self.is_paused = instructions, generation, owner.is_paused
         self.die = lambda: owner.mold_died(self)
         self.code = self.version = None
