@@ -14,6 +14,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -88,6 +89,7 @@ class Place:
         return True
 
 
+@dataclass(slots=True, eq=False)
 class Claim:
     """A call that asks for a worker. It ends once: with a worker, with an error, or withdrawn. Thread-safe.
 
@@ -106,36 +108,19 @@ class Claim:
         error: Why it has got none.
     """
 
-    __slots__ = (
-        "_claims",
-        "_late",
-        "_open",
-        "admitted",
-        "client",
-        "error",
-        "key",
-        "limits",
-        "place",
-        "taken",
-        "then",
-        "until",
-    )
-
-    def __init__(
-        self, limits: Limits, key: object, then: Callable[[Claim], object], *, client: Hashable = None
-    ) -> None:
-        self.limits = limits
-        self.key = key
-        self.client = client
-        self.then: Callable[[Claim], object] | None = then
-        self.place: Place | None = None
-        self.admitted = False
-        self.until = math.inf
-        self.taken: Taken | None = None
-        self.error: BaseException | None = None
-        self._claims: Claims | None = None
-        self._late: Callable[[], Exception] | None = None
-        self._open = [None]  # who takes the entry out ends it: one operation, so no lock is needed
+    limits: Limits
+    key: object
+    then: Callable[[Claim], object] | None
+    client: Hashable = None
+    place: Place | None = None
+    admitted: bool = False
+    until: float = math.inf
+    taken: Taken | None = None
+    error: BaseException | None = None
+    _claims: Claims | None = None
+    _late: Callable[[], Exception] | None = None
+    # Who takes the entry out ends it: one operation, so no lock is needed.
+    _open: list[None] = field(default_factory=lambda: [None])
 
     @property
     def ended(self) -> bool:
@@ -397,19 +382,17 @@ class _NeverRead(Exception):
         self.cause = cause
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
-    __slots__ = ("arguments", "awaited", "begun", "content", "key", "limits", "resends", "trace", "tries")
-
-    def __init__(self, arguments: Arguments, limits: Limits, key: Any, tries: int) -> None:
-        self.arguments = arguments
-        self.limits = limits
-        self.key = key
-        self.trace = _channel.outgoing()
-        self.content: _channel.Content | None = None
-        self.tries = tries
-        self.resends = _RESENDS
-        self.begun = False
-        self.awaited = False
+    arguments: Arguments
+    limits: Limits
+    key: Any
+    tries: int
+    trace: _channel.Carrier | None
+    content: _channel.Content | None = None
+    resends: int = _RESENDS
+    begun: bool = False
+    awaited: bool = False
 
     def forget(self) -> None:
         self.arguments, self.content = ((), {}), None
@@ -503,7 +486,7 @@ class Caller:
     # One call
 
     def _new_call(self, arguments: Arguments, limits: Limits) -> _Call:
-        return _Call(arguments, limits, self._key(arguments), self._tries)
+        return _Call(arguments, limits, self._key(arguments), self._tries, _channel.outgoing())
 
     def _pickled(self, call: _Call) -> _channel.Content:
         if call.content is not None:

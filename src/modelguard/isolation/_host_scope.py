@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import pickle
 import random
+import select
 import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,15 +20,21 @@ from typing import Any, NoReturn
 
 from modelguard import _units, telemetry
 from modelguard.errors import GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
-from modelguard.isolation import _processes, status
+from modelguard.isolation import _processes, _supervisor, status
 from modelguard.isolation._calls import Claim, Place, Source, ThreadClaim, aside
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import (
+    ANSWER_SOON,
+    REPORT,
+    Election,
+    ForeignPeer,
+    Joined,
+    Request,
     check_shareable,
     identity_of,
+    reap,
     unpacked,
 )
-from modelguard.isolation._host_client import BrokerGone, Connection, Election, Membership
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus
@@ -35,6 +45,193 @@ from modelguard.runtime import waiting
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import Reason, WorkerEndCause, logger
+
+#: Connections that are kept for the next calls. Each call that waits has one.
+_MOST_IDLE = 64
+
+#: Seconds after the end of a broker at which its processes have mostly ended too, and can be collected; and the longest
+#: wait for those that have not. Each wait is three times the one before.
+_REAP = 1.0
+
+_REAP_SLOWEST = 27.0
+
+
+class BrokerGone(Exception):
+    pass
+
+
+class Connection(Channel):
+    """A connection to the broker, for one request or call at a time."""
+
+    def __init__(self, connected: socket.socket, membership: Membership) -> None:
+        super().__init__(connected)
+        self._membership = membership
+
+    def say(self, what: Request, *details: Any, limit: float = 0.0) -> None:
+        """Send a message; ``limit`` bounds this and what is received next, in seconds."""
+        try:
+            self.set_timeout(limit)
+            self.send((what, *details))
+        except OSError as error:
+            self.close()
+            raise BrokerGone from error
+
+    def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
+        """Send a message, and wait for the answer. This connection can be used again unless it fails."""
+        self.say(what, *details, limit=limit)
+        try:
+            answer = self.receive()
+        except (EOFError, OSError) as error:
+            self.close()
+            if isinstance(error, BlockingIOError):
+                raise
+            raise BrokerGone from error
+        self.give_back()
+        return answer
+
+    def give_back(self) -> None:
+        self._membership.keep(self)
+
+
+class Membership:
+    """This process among the clients of one broker."""
+
+    def __init__(self, joined: Joined, on_pause: Callable[[bool], object], on_loss: Callable[[], object]) -> None:
+        self.pid = joined.pid
+        self.ready = False
+        self.version: str | None = None
+        self.gone = False
+        self._joined = joined
+        self._was_ready = False
+        self._on_pause = on_pause
+        self._on_loss = on_loss
+        self._idle: deque[Connection] = deque()
+        self._family: list[int] = []
+        supervisor().call(lambda: supervisor().watch(joined.reports.fileno(), self._heed))
+
+    # Connections
+
+    def idle_connection(self) -> Connection | None:
+        """A connection that no other call uses, if there is one already. Does not block."""
+        with suppress(IndexError):
+            return self._idle.pop()
+        return None
+
+    def connection(self) -> Connection:
+        idle = self.idle_connection()
+        if idle is not None:
+            return idle
+        try:
+            connected = None if self.gone else self._joined.folder.connect(self._joined.name, ANSWER_SOON)
+        except (OSError, ForeignPeer) as error:
+            raise BrokerGone from error
+        if connected is None:
+            raise BrokerGone
+        connection = Connection(connected, self)
+        connection.say("call", self._joined.token)
+        return connection
+
+    def keep(self, connection: Connection) -> None:
+        if len(self._idle) >= _MOST_IDLE:
+            connection.close()
+            return
+        self._idle.append(connection)
+        if self.gone:
+            self._close_idle()
+
+    def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
+        kind, *answer = self.connection().ask(what, *details, limit=limit)
+        if kind == "failed":
+            raise unpacked(*answer)
+        return answer[0]
+
+    # The end
+
+    def leave(self, patience: float) -> None:
+        """Be a client no more. The last one waits until the broker has ended, at most so many seconds."""
+        with suppress(OSError, EOFError):
+            self._joined.channel.set_timeout(max(patience, 0.001))
+            self._joined.channel.send(("leave",))
+            if patience:
+                _, last = self._joined.channel.receive()
+                if last:
+                    _wait_until_gone(self.pid, patience)
+        self._end()
+        reap()
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the descriptors. The parent stays a client."""
+        self.gone = True
+        self._joined.channel.close()
+        self._joined.reports.close()
+        self._joined.folder.close()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        while (idle := self.idle_connection()) is not None:
+            idle.close()
+
+    def _end(self) -> None:
+        self.gone, self.ready, self.version = True, False, None
+        self._close_idle()
+        supervisor().call(self._forget)
+
+    # In the supervisor's thread
+
+    def _heed(self) -> None:
+        try:
+            message = self._joined.reports.recv(1 << 17)
+        except OSError:
+            message = b""
+        if not message:
+            self._broker_ended()
+        elif message[:1] == REPORT:
+            _supervisor.replay(message[1:])
+        else:
+            state = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
+            self.ready, self._family, self.version, paused = state
+            self._on_pause(paused)
+            self._was_ready = self._was_ready or self.ready
+
+    def _broker_ended(self) -> None:
+        lost = not self.gone and self._was_ready
+        self._end()
+        # Where this is a container's first process, the broker's processes have become its children.
+        supervisor().later(_REAP, reap)
+        _reap_later([self.pid, *self._family], _REAP)
+        if lost:
+            self._on_loss()  # last: it needs a thread, and may not get one
+
+    def _forget(self) -> None:
+        if self._joined.reports.fileno() >= 0:
+            supervisor().forget(self._joined.reports.fileno())
+        self._joined.reports.close()
+        self._joined.channel.close()
+        self._joined.folder.close()
+
+
+def _reap_later(pids: list[int], delay: float) -> None:
+    """Collect the processes when they have ended, which on a busy machine takes a while."""
+
+    def reap() -> None:
+        left = _processes.reap(pids)
+        if left and delay < _REAP_SLOWEST:
+            _reap_later(left, 3 * delay)
+
+    supervisor().later(delay, reap)
+
+
+def _wait_until_gone(pid: int, seconds: float) -> None:
+    """Wait until a process has ended, or is a zombie, at most so many seconds."""
+    try:
+        process = os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return
+    try:
+        select.select([process], [], [], seconds)
+    finally:
+        os.close(process)
+
 
 # A call's part of the talk with a broker: it asks for one worker, and gives it back.
 
@@ -309,13 +506,12 @@ class HostScope(Source):
         self._raise_if_refusing()
         membership = self._membership
         if membership is None or membership.gone:
-            election = Election(
-                self._options, self._source, elect=elect, paused=self._paused, on_pause=self._hear_pause
-            )
-            membership = self._membership = election.join(lambda: self._ended.is_set() or time.monotonic() > until)
+            election = Election(self._options, self._source, elect=elect, paused=self._paused)
+            joined = election.join(lambda: self._ended.is_set() or time.monotonic() > until)
+            membership = None if joined is None else Membership(joined, self._hear_pause, self._begin_to_renew)
+            self._membership = membership
             if membership is not None:
                 status.refuse_calls_at_exit()
-                membership.on_loss = self._begin_to_renew
                 self._pass_on_pause(membership)
         return membership
 

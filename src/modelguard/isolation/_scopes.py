@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, TypeAlias
 
 from modelguard import _units
 from modelguard.errors import ModelGuardError, NotSupported, Overloaded
@@ -36,18 +36,25 @@ from modelguard.telemetry import Reason, WorkerEndCause
 _LOOK = 0.02
 
 
-class Loan(Protocol):
-    @property
-    def engine(self) -> Engine[Mold]: ...
+class _Loan:
+    """A lease on a mold: each call takes one, and the object that blocks and coroutines use would cost it 5 us."""
+
+    __slots__ = ("engine", "generation")
+
+    def __init__(self, engine: Engine[Mold], generation: Generation[Mold]) -> None:
+        self.engine = engine
+        self.generation = generation
 
     @property
-    def generation(self) -> Generation[Mold] | None: ...
-
-    @property
-    def model(self) -> Mold: ...
+    def model(self) -> Mold:
+        return self.generation.model
 
     def end(self, *, failed: bool) -> None:
-        pass
+        self.engine.leave(self.generation, failed=failed)
+
+
+#: What a call holds: a lease on a mold, of its guard or of a pool.
+Loan: TypeAlias = _Loan | Lease[Mold]
 
 
 class TakenWorker:
@@ -81,7 +88,7 @@ class TakenWorker:
         self._loan.end(failed=False)
 
 
-class _InLine(Place, Waiter[Worker]):
+class _InLine(Place, Waiter):
     def __init__(self, scope: MoldScope, claim: Claim, loan: Loan) -> None:
         super().__init__(claim.client, arrived=claim.limits.arrived, admitted=claim.admitted)
         self._scope = scope
@@ -233,23 +240,6 @@ class MoldScope(Source):
 
 
 # ``scope="process"``: the mold and the workers belong to this process, and end with it.
-
-
-class _Loan:
-    """A lease on a mold: each call takes one, and the object that blocks and coroutines use would cost it 5 us."""
-
-    __slots__ = ("engine", "generation")
-
-    def __init__(self, engine: Engine[Mold], generation: Generation[Mold]) -> None:
-        self.engine = engine
-        self.generation = generation
-
-    @property
-    def model(self) -> Mold:
-        return self.generation.model
-
-    def end(self, *, failed: bool) -> None:
-        self.engine.leave(self.generation, failed=failed)
 
 
 class _Loading(Place):
