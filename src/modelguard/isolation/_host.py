@@ -417,6 +417,10 @@ class Joined(NamedTuple):
     token: bytes
     pid: int
 
+    def close(self) -> None:
+        for one in (self.reports, self.channel, self.folder):
+            one.close()
+
 
 # How a process finds the broker of an isolated function, or starts one: elected by a lock, found by a name.
 

@@ -162,9 +162,7 @@ class Membership:
     def abandon(self) -> None:
         """In a forked child: close the copies of the descriptors. The parent stays a client."""
         self.gone = True
-        self._joined.channel.close()
-        self._joined.reports.close()
-        self._joined.folder.close()
+        self._joined.close()
         self._close_idle()
 
     def _close_idle(self) -> None:
@@ -205,9 +203,7 @@ class Membership:
     def _forget(self) -> None:
         if self._joined.reports.fileno() >= 0:
             supervisor().forget(self._joined.reports.fileno())
-        self._joined.reports.close()
-        self._joined.channel.close()
-        self._joined.folder.close()
+        self._joined.close()
 
 
 def _reap_later(pids: list[int], delay: float) -> None:
@@ -445,8 +441,8 @@ class HostScope(Source):
 
     def connection(self, *, wait: bool) -> Connection | None:
         """A connection that no other call uses, if the broker is known."""
-        membership = self._membership
-        if membership is None or membership.gone or self._ended.is_set():
+        membership = self._known
+        if membership is None or self._ended.is_set():
             return None
         return membership.connection() if wait else membership.idle_connection()
 
@@ -481,17 +477,15 @@ class HostScope(Source):
             except BrokerGone:
                 one.broker_gone()
 
-    def _wait_for_next(self, since: float | None) -> float:
-        now = time.monotonic()
-        since = now if since is None else since
-        if now - since > self.wait_timeout():
-            raise self.reloading(since)
-        time.sleep(_AGAIN)
-        return since
+    @property
+    def _known(self) -> Membership | None:
+        """The broker that is known and lives."""
+        membership = self._membership
+        return None if membership is None or membership.gone else membership
 
     def _join(self, until: float) -> Membership:
-        membership = self._membership
-        if membership is not None and not membership.gone and not self._ended.is_set():
+        membership = self._known
+        if membership is not None and not self._ended.is_set():
             return membership
         if not self._joining.acquire(timeout=min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)):
             raise LoadFailed(self._name, "its broker is still being found or started")
@@ -504,15 +498,16 @@ class HostScope(Source):
 
     def _find(self, *, elect: bool, until: float = math.inf) -> Membership | None:
         self._raise_if_refusing()
-        membership = self._membership
-        if membership is None or membership.gone:
+        membership = self._known
+        if membership is None:
             election = Election(self._options, self._source, elect=elect, paused=self._paused)
             joined = election.join(lambda: self._ended.is_set() or time.monotonic() > until)
-            membership = None if joined is None else Membership(joined, self._hear_pause, self._begin_to_renew)
-            self._membership = membership
-            if membership is not None:
+            self._membership = None if joined is None else Membership(joined, self._hear_pause, self._begin_to_renew)
+            if (membership := self._membership) is not None:
                 status.refuse_calls_at_exit()
-                self._pass_on_pause(membership)
+                if self._unheard:  # what was asked for while this process had no broker
+                    with suppress(BrokerGone, BlockingIOError):
+                        self._pass_on_pause(membership)
         return membership
 
     def _raise_if_refusing(self) -> None:
@@ -522,11 +517,8 @@ class HostScope(Source):
             raise NotSupported(f"{self._name}() inside an isolated function", reason="a worker starts no workers")
 
     def _pass_on_pause(self, membership: Membership) -> None:
-        """Report to a broker what was asked for while this process had none."""
-        if self._unheard:
-            with suppress(BrokerGone, BlockingIOError):
-                membership.ask("pause", self._paused, limit=_ORDER)
-                self._unheard = False
+        membership.ask("pause", self._paused, limit=_ORDER)
+        self._unheard = False
 
     def _hear_pause(self, paused: bool) -> None:  # noqa: FBT001 - as it comes
         """The broker says whether it is paused. In the supervisor's thread."""
@@ -566,7 +558,10 @@ class HostScope(Source):
             try:
                 return self._join(until).ask(what, *details, limit=left(until))
             except BrokerGone:
-                since = self._wait_for_next(since)
+                since = time.monotonic() if since is None else since
+                if time.monotonic() - since > self.wait_timeout():
+                    raise self.reloading(since) from None
+                time.sleep(_AGAIN)
             except (BlockingIOError, LoadFailed) as error:
                 if isinstance(error, LoadFailed) and time.monotonic() < until:
                     raise
@@ -585,8 +580,7 @@ class HostScope(Source):
         return None if membership is None else membership.version
 
     def _look(self) -> Membership | None:
-        membership = self._membership
-        if membership is not None and not membership.gone:
+        if (membership := self._known) is not None:
             return membership
         if self._ended.is_set() or not self._joining.acquire(blocking=False):
             return None
@@ -656,13 +650,12 @@ class HostScope(Source):
         if membership is None or not self._unheard:  # it has heard it as it was found
             return
         try:
-            membership.ask("pause", paused, limit=_ORDER)
+            self._pass_on_pause(membership)
         except BrokerGone:  # the next one hears it
             return
         except BlockingIOError:
             self._note_pause(paused=before)
             raise LoadFailed(self._name, f"its broker has not answered within {_ORDER:g} s") from None
-        self._unheard = False
 
     # The end
 

@@ -27,6 +27,7 @@ from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import MoldOrders, Worker, WorkerPlan, Workers
 from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor
 from modelguard.lifecycle import runtime
+from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._guard_options import GuardOptions, Loaded
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._policy import subset
@@ -492,9 +493,7 @@ class MoldGuard:
 
     @property
     def current(self) -> Mold | None:
-        generation = self.guard.engine.state.current
-        mold: Mold | None = getattr(generation, "model", None)
-        return mold
+        return _model_of(self.guard.engine.state.current)
 
     def end_at_once(self) -> None:
         for mold in self._running():
@@ -552,15 +551,17 @@ class MoldGuard:
     def set_paused(self, *, paused: bool) -> None:
         """Let no policy replace a mold or a worker, or let them again. Does not block."""
         self.guard.engine.set_paused(paused=paused)
-        for mold in (self.current, self.previous):
-            if mold is not None:
-                mold.workers.settle()
+        self._settle()
 
     def follow_pause(self, *, paused: bool) -> None:
         """:meth:`set_paused` where the owner of several reports it. Does not block."""
         self.guard.engine.state.set_paused(paused=paused)
-        if self.current is not None:
-            self.current.workers.settle()
+        self._settle()
+
+    def _settle(self) -> None:
+        for mold in (self.current, self.previous):
+            if mold is not None:
+                mold.workers.settle()
 
     @property
     def postponed(self) -> Postponed | None:
@@ -574,8 +575,7 @@ class MoldGuard:
 
     @property
     def previous(self) -> Mold | None:
-        mold: Mold | None = getattr(self.guard.engine.state.previous, "model", None)
-        return mold
+        return _model_of(self.guard.engine.state.previous)
 
     def rollback(self) -> None:
         if self.previous is not None and self.previous.died is not None:
@@ -660,18 +660,17 @@ class _Workers:
     """The workers of the current mold, as ``Idle`` ends them."""
 
     def __init__(self, molds: MoldGuard) -> None:
-        self._molds = weakref.ref(molds)
+        self._molds = molds
+        self.end = molds.end_workers
 
     @property
     def ended(self) -> bool:
-        molds = self._molds()
-        mold = None if molds is None else molds.current
+        mold = self._molds.current
         return mold is None or mold.workers.presence != "present"
 
-    def end(self, reasons: tuple[Reason, ...]) -> None:
-        molds = self._molds()
-        if molds is not None:
-            molds.end_workers(reasons)
+
+def _model_of(generation: Generation[Mold] | None) -> Mold | None:
+    return getattr(generation, "model", None)
 
 
 def _end_late_load(loading: weakref.ref[Mold]) -> None:

@@ -423,23 +423,16 @@ class Launched:
 
 def launch(instructions: Instructions) -> Launched:
     """Start a mold. It dies with the calling thread, so that must be one that lives as long as this process."""
-    control, its_control = pair()
-    try:
+    with ExitStack() as ours, ExitStack() as theirs:
+        control, its_control = pair()
+        ours.enter_context(control)
+        theirs.enter_context(its_control)
         news, its_news = report_pair()
-    except BaseException:
-        control.close()
-        its_control.close()
-        raise
-    try:
+        ours.enter_context(news)
+        theirs.enter_context(its_news)
         words = "mold", ".".join(instructions.options.function)
         process = start_interpreter("_mold", (its_control.fileno(), its_news.fileno()), *words, process_group=0)
-    except BaseException:
-        control.close()
-        news.close()
-        raise
-    finally:
-        its_control.close()
-        its_news.close()
+        ours.pop_all()
     channel = Channel(control)
     channel.send(instructions)
     return Launched(process, channel, news)
