@@ -310,7 +310,8 @@ class _Broker:
         self._folder = Folder(Path(orders.folder))
         self._molds = MoldGuard(orders.options, orders.source, orders.origin, paused=orders.paused)
         self._molds.code = orders.code
-        self.scope = ProcessScope(orders.options, self._molds)
+        # Times are counted by the clients, which withdraw: a broker needs no timer for each call.
+        self.scope = ProcessScope(replace(orders.options, timeout=None), self._molds)
         self.supervisor = supervisor()
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
         self._connections: set[ClientConnection] = set()

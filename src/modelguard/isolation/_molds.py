@@ -244,13 +244,17 @@ class Mold(MoldOrders):
         awaited = self.workers.presence == "returning" and not any(
             map(self.workers.is_starting, self._running.values())
         )
-        worker = self._running[number] = Worker(number, Channel(ours))
-        self.workers.add(worker)
-        self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
+        worker = self._add_worker(number, ours)
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
             beside_calls = not awaited and (self._loaded.done() or self.instructions.beside_calls)
             program.control.send(("fork", number, beside_calls), [theirs.fileno()])
         self._check_later(worker, _START)
+
+    def _add_worker(self, number: int, ours: socket.socket) -> Worker:
+        worker = self._running[number] = Worker(number, Channel(ours))
+        self.workers.add(worker)
+        self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
+        return worker
 
     def _check_later(self, worker: Worker, seconds: float) -> None:
         self._supervisor.later(seconds, functools.partial(_check_started, weakref.ref(worker), weakref.ref(self)))
@@ -402,14 +406,12 @@ class SpawnedWorkers(Mold):
         except OSError as error:
             self.workers.not_started(number, str(error))
             return
-        worker = self._running[number] = Worker(number, Channel(ours))
+        worker = self._add_worker(number, ours)
         worker.pid = program.process.pid
         with suppress(OSError, AttributeError):
             worker.pidfd = os.pidfd_open(worker.pid)  # a child that nobody has waited for, so it is this one
         self._programs[number] = program
-        self.workers.add(worker)
         self._listen_to(program, lambda: self._worker_gone(program, worker))
-        self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
         if self._load_timeout is not None:
             self._check_later(worker, self._load_timeout)
 

@@ -238,7 +238,8 @@ def reap_group(group: int) -> None:
 
 Role = Literal["owner", "importing", "mold", "worker"]
 
-_role: Role = "owner"
+#: Read by each call, and only changed by :func:`enter`.
+role: Role = "owner"
 
 _target: object = None
 
@@ -246,7 +247,7 @@ _here: Callable[..., Any] | None = None
 
 
 def current() -> Role:
-    return _role
+    return role
 
 
 def target() -> object:
@@ -260,9 +261,9 @@ def here() -> Callable[..., Any]:
     return _here
 
 
-def enter(role: Role, isolates: object = None, here: Callable[..., Any] | None = None) -> None:
-    global _role, _target, _here
-    _role = role
+def enter(new: Role, isolates: object = None, here: Callable[..., Any] | None = None) -> None:
+    global role, _target, _here
+    role = new
     _target = isolates if isolates is not None else _target
     _here = here if here is not None else _here
 

@@ -138,7 +138,7 @@ class Isolated(Entered, Generic[P, R_co]):
         """
         result: Any
         kind = self._options.kind
-        if _processes.current() != "owner":
+        if _processes.role != "owner":
             result = self._call_inside((args, kwargs))
         elif kind == "function":
             if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none
@@ -177,7 +177,7 @@ class Isolated(Entered, Generic[P, R_co]):
         return self._submit((args, kwargs), awaited=False)
 
     def _submit(self, arguments: Arguments, *, awaited: bool) -> Future[Any]:
-        if _processes.current() != "owner":
+        if _processes.role != "owner":
             self._check_inside()
             reason = "a worker runs one call at a time. Call the function itself, or await its aio()"
             raise NotSupported(f"{self.name}.submit() in its own worker", reason=reason)
@@ -185,7 +185,7 @@ class Isolated(Entered, Generic[P, R_co]):
         return self._caller.submit(arguments, _limits(), awaited=awaited)
 
     async def _await(self, arguments: Arguments) -> Any:
-        if _processes.current() != "owner":
+        if _processes.role != "owner":
             self._refuse_streams()
             result = self._call_inside(arguments)
             return await result if self._options.kind == "coroutine" else result
