@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pkgutil import resolve_name
 from types import CodeType, FunctionType, ModuleType
@@ -243,21 +243,47 @@ StartMethod = Literal["fork", "spawn"]
 ScopeName = Literal["process", "host"]
 
 
+Read = Callable[[Any, str], Any]
+
+
+def _one_of(known: Iterable[str], fix: str) -> Read:
+    def read(value: Any, argument: str) -> Any:
+        _units.one_of(value, argument, known, fix=fix)
+        return value
+
+    return read
+
+
+def _instance(kind: type[Any], what: str, fix: str) -> Read:
+    return lambda value, argument: _units.instance(value, argument, kind, what, fix=fix)
+
+
+def _given(read: Read, *, optional: bool = False) -> dict[str, Read]:
+    """What a field has that ``isolate`` is given: how it is read. If it is optional, None stays None."""
+    return {"read": lambda value, argument: None if optional and value is None else read(value, argument)}
+
+
+_BREAKER_FIX = "Write Breaker(failures=5)."
+_VERSION_FIX = "Write for example version='2026-10'."
+_START_FIX = "Write 'spawn', or 'fork', which is right for most models."
+_SCOPE_FIX = "Write 'process', or 'host', which lets all processes of this host share one mold."
+
+
 @dataclass(frozen=True, kw_only=True)
 class IsolationOptions:
-    name: str
     function: Reference
     stub: Stub | None
     kind: FunctionKind
-    workers: int
-    timeout: float | None
-    start: StartMethod
-    max_queue: int
-    retry: bool
-    breaker: Breaker
-    max_transfer: int
-    scope: ScopeName
-    version: str | None
+    name: str = field(metadata=_given(lambda value, _: _units.name(value), optional=True))
+    workers: int = field(metadata=_given(_units.whole_number))
+    timeout: float | None = field(metadata=_given(_units.seconds, optional=True))
+    start: StartMethod = field(metadata=_given(_one_of(get_args(StartMethod), _START_FIX)))
+    max_queue: int = field(metadata=_given(_units.whole_number))
+    retry: bool = field(metadata=_given(_units.flag))
+    breaker: Breaker = field(metadata=_given(_instance(Breaker, "a Breaker", _BREAKER_FIX), optional=True))
+    max_transfer: int = field(metadata=_given(_units.size))
+    scope: ScopeName = field(metadata=_given(_one_of(get_args(ScopeName), _SCOPE_FIX)))
+    version: str | None = field(metadata=_given(_instance(str, "text", _VERSION_FIX), optional=True))
 
     @property
     def without_code(self) -> IsolationOptions:
@@ -265,62 +291,22 @@ class IsolationOptions:
         return replace(self, breaker=replace(self.breaker, ignore=(), reload=None))
 
 
-def _seconds_or_none(value: Any, argument: str) -> float | None:
-    return None if value is None else _units.seconds(value, argument)
-
-
-def _breaker(value: Any, argument: str) -> Breaker:
-    return Breaker() if value is None else _units.instance(value, argument, Breaker, "a Breaker", fix=_BREAKER_FIX)
-
-
-def _version(value: Any, argument: str) -> str | None:
-    fix = "Write for example version='2026-10'."
-    return None if value is None else _units.instance(value, argument, str, "text", fix=fix)
-
-
-def _start(value: Any, argument: str) -> Any:
-    _units.one_of(
-        value, argument, get_args(StartMethod), fix="Write 'spawn', or 'fork', which is right for most models."
-    )
-    return value
-
-
-def _scope(value: Any, argument: str) -> Any:
-    fix = "Write 'process', or 'host', which lets all processes of this host share one mold."
-    _units.one_of(value, argument, get_args(ScopeName), fix=fix)
-    return value
-
-
-_BREAKER_FIX = "Write Breaker(failures=5)."
-
-#: How each option of ``isolate`` that is kept is read.
-_READ: Mapping[str, Callable[[Any, str], Any]] = {
-    "workers": _units.whole_number,
-    "timeout": _seconds_or_none,
-    "start": _start,
-    "max_queue": _units.whole_number,
-    "retry": _units.flag,
-    "breaker": _breaker,
-    "max_transfer": _units.size,
-    "scope": _scope,
-    "version": _version,
-    "name": lambda value, _: None if value is None else _units.name(value),
-}
-
-
 def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, **given: Any) -> IsolationOptions:
     """Check and parse the options."""
-    read = {option: _READ[option](value, option) for option, value in given.items()}
-    if read["version"] is not None and read["scope"] == "process":
-        fix = "Leave it out, or write scope='host'."
-        raise InvalidOption("version", read["version"], why="needs scope='host': other molds are not shared", fix=fix)
-    if read["scope"] == "host" and isinstance(owner_of(function), PooledFunction):
+    values: dict[str, Any] = {
+        one.name: one.metadata["read"](given[one.name], one.name) for one in fields(IsolationOptions) if one.metadata
+    }
+    if values["version"] is not None and values["scope"] == "process":
+        why, fix = "needs scope='host': other molds are not shared", "Leave it out, or write scope='host'."
+        raise InvalidOption("version", values["version"], why=why, fix=fix)
+    if values["scope"] == "host" and isinstance(owner_of(function), PooledFunction):
         why = "cannot hold the molds of a pool's keys, which its budget ends"
         raise InvalidOption("scope", "host", why=why, fix="Leave it out, or give each model a guard of its own.")
     where, stub = (reference(function), None) if target is None else target
     kind = kind_of(inspect.unwrap(function)) if stub is None else stub.kind
-    read["name"] = read["name"] or ".".join(reference(function))
-    return IsolationOptions(function=where, stub=stub, kind=kind, **read)
+    values["name"] = values["name"] or ".".join(reference(function))
+    values["breaker"] = values["breaker"] or Breaker()
+    return IsolationOptions(function=where, stub=stub, kind=kind, **values)
 
 
 def check_function(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
