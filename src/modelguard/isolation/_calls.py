@@ -75,8 +75,6 @@ class Taken(Protocol):
 
 
 class Place:
-    """Where a claim waits."""
-
     loading = False
 
     @property
@@ -89,7 +87,7 @@ class Place:
         return True
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Claim:
     """A call that asks for a worker. It ends once: with a worker, with an error, or withdrawn. Thread-safe.
 
@@ -124,7 +122,6 @@ class Claim:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, or is ending."""
         return not self._open
 
     # For the scope
@@ -346,7 +343,6 @@ class Source:
             claim.fail(error)
 
     def _advance(self, claim: Claim) -> None:
-        """Give the claim a worker, or have it wait for one. Does not block."""
         raise NotImplementedError
 
     def too_late(self, arrived: float) -> DeadlineExceeded:
@@ -382,7 +378,7 @@ class _NeverRead(Exception):
         self.cause = cause
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Call:
     arguments: Arguments
     limits: Limits
@@ -526,7 +522,6 @@ class Caller:
         return named
 
     def _begin(self, call: _Call) -> tuple[Taken, int, Any]:
-        """Send a call to a worker, and to another one if that is allowed. Blocks."""
         self._pickled(call)  # first: what is refused starts nothing
         while True:
             taken = self._scope.take(call.limits, call.key)

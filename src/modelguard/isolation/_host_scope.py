@@ -479,7 +479,6 @@ class HostScope(Source):
 
     @property
     def _known(self) -> Membership | None:
-        """The broker that is known and lives."""
         membership = self._membership
         return None if membership is None or membership.gone else membership
 

@@ -107,12 +107,10 @@ class WorkerPlan:
 
     @property
     def troubled(self) -> bool:
-        """Whether the breaker is not closed."""
         return self.circuit.state != "closed"
 
     @property
     def paused(self) -> bool:
-        """Whether worn workers must stay."""
         return self._is_paused()
 
     def refusal(self, now: float) -> float | None:
@@ -271,8 +269,6 @@ class WorkerPlan:
 
 
 class Waiter:
-    """A call that waits for a worker."""
-
     def __init__(self, client: Hashable = None, *, arrived: float = math.inf, admitted: bool = False) -> None:
         self.client = client
         self.arrived = arrived
@@ -336,8 +332,6 @@ _REPORT = 1.0
 
 
 class Worker:
-    """One worker process."""
-
     def __init__(self, number: int, channel: Channel) -> None:
         self.number = number
         self.channel = channel
@@ -367,7 +361,6 @@ class Worker:
         self._exited.set()
 
     def how_it_ended(self) -> str:
-        """Wait shortly for the report of how it ended."""
         self._exited.wait(_REPORT)
         return self.exit or "unknown"
 
@@ -446,7 +439,6 @@ class Workers:
             return self._waiters.remove(waiter)
 
     def release(self, worker: Worker, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        """Give a worker back after its call."""
         with self._lock:
             plan = self._plan
             troubled = plan.troubled
@@ -515,7 +507,6 @@ class Workers:
         self._emit_all(then_settle_in=delay)
 
     def mold_ended(self, how: str) -> None:
-        """The mold has ended. Its workers end with it."""
         with self._lock:
             self._gone = True
             waiters, self._waiters = list(self._waiters), WaitingLine()

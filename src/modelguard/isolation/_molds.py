@@ -101,7 +101,6 @@ class Mold(MoldOrders):
         _molds.add(self)
 
     def load(self) -> None:
-        """Start it, and wait until all of its workers take calls."""
         self._supervisor.call(self._begin)
         try:
             self._loaded.result(self._load_timeout)
@@ -136,7 +135,6 @@ class Mold(MoldOrders):
         return len(numbers or ())
 
     def end_at_once(self) -> None:
-        """Kill it and its workers. For the end of this process."""
         if not self.belongs_here:
             return
         self._ending = True
@@ -153,13 +151,11 @@ class Mold(MoldOrders):
             worker.channel.close()
 
     def replay_news(self) -> None:
-        """Replay what its processes have reported so far. In the supervisor's thread."""
         for program in list(self._programs.values()):
             _supervisor.replay_all(program.news)
 
     @property
     def belongs_here(self) -> bool:
-        """Whether this process has started it, and not the one that forked this process."""
         return self.instructions.owner == os.getpid()
 
     @property
@@ -179,7 +175,6 @@ class Mold(MoldOrders):
         self._supervisor.call(lambda: self._start(number))
 
     def give_up(self) -> None:
-        """Workers of this mold do not come up."""
         how = "its workers end before they can take a call"
         self._supervisor.call(lambda: self._die(how))
 
@@ -567,7 +562,6 @@ class MoldGuard:
 
     @property
     def postponed(self) -> Postponed | None:
-        """What policies ask for and must wait: a new mold, or new workers."""
         molds, mold = self.guard.status().postponed, self.current
         reasons = () if mold is None else mold.workers.postponed
         if not reasons:

@@ -72,8 +72,6 @@ def die_with_parent(parent: int, number: int) -> None:
 
 
 class _Ended(BaseException):
-    """A signal that ends this process has come."""
-
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
@@ -130,7 +128,6 @@ def set_oom_score(score: int) -> None:
 
 
 def prefer_as_oom_victim() -> None:
-    """Let the kernel kill this process first when memory runs out."""
     set_oom_score(_OOM_SCORE)
 
 

@@ -195,7 +195,6 @@ class MoldScope(Source):
                 return
 
     def _line_up(self, claim: Claim, loan: Loan) -> None:
-        """Take a worker of this mold, or wait for one."""
         place = _InLine(self, claim, loan)
         claim.go_to(place)
         try:
@@ -214,7 +213,6 @@ class MoldScope(Source):
             self._look_soon()
 
     def await_next_mold(self, claim: Claim, loan: Loan) -> None:
-        """The mold has ended: wait for the next one."""
         claim.go_to(_Stranded(loan.generation))
         loan.end(failed=False)
         since = time.monotonic()
@@ -349,7 +347,6 @@ _OF_ITS_GUARD = (
 
 
 def _of_workers(molds: list[Mold]) -> dict[str, Any]:
-    """What the workers of molds add to a status."""
     now = time.monotonic()
     workers = tuple(
         WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
@@ -471,7 +468,6 @@ class PoolScope(MoldScope):
         )
 
     def rollback(self) -> NoReturn:
-        """There is no one model to go back to."""
         raise NotSupported(
             f"{self._options.name}: rollback", reason="each key of a pool has a mold of its own, and none is kept"
         )
