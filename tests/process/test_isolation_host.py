@@ -462,14 +462,14 @@ class TestTheEnd:
         with Caller(folder) as one:
             one.begin("""
                 import signal
-                from modelguard.isolation import _host_client
-                start_broker = _host_client.start_broker
+                from modelguard.isolation import _host
+                start_broker = _host.start_broker
 
                 def start_and_die(*arguments):
                     start_broker(*arguments)
                     os.kill(os.getpid(), signal.SIGKILL)
 
-                _host_client.start_broker = start_and_die
+                _host.start_broker = start_and_die
                 app.predict()
             """)
             one.process.wait(60)

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from modelguard import telemetry
-from modelguard.errors import ModelGuardError, Reloading
 from modelguard.isolation import _host, _supervisor
+from modelguard.isolation._calls import Claim, Limits, Place
 from modelguard.isolation._channel import AT_ONCE, Channel, Unreadable
 from modelguard.isolation._host import (
     REPORT,
@@ -39,33 +39,32 @@ from modelguard.isolation._host import (
     Request,
     packed,
 )
-from modelguard.isolation._mold_guard import MoldGuard, end_all
-from modelguard.isolation._mold_workers import MoldGone, Waiter, Worker
-from modelguard.isolation._molds import Mold
+from modelguard.isolation._molds import MoldGuard, end_all
 from modelguard.isolation._processes import leave
-from modelguard.isolation._scopes import ProcessScope
+from modelguard.isolation._scopes import ProcessScope, TakenWorker
 from modelguard.isolation._supervisor import Files, supervisor
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle._generation import Generation
-from modelguard.runtime.background import THREADS, start_thread
-from modelguard.runtime.waiting import Timeout
+from modelguard.runtime.background import start_thread
 from modelguard.telemetry import Event, Reason, WorkerEndCause, logger
-
-#: Seconds between looks for the next mold after one has died.
-_POLL = 0.005
 
 #: Seconds for the rest of a message that has begun, and for room for an answer: both are there at once, unless the
 #: client is no client. Everybody waits meanwhile.
 _PATIENCE = 1.0
 
 
-class _Waiter(Waiter[Worker]):
+class ClientClaim(Claim):
+    """A call of a client, which hears what it waits for, since its ``timeout`` does not count while a model loads."""
+
+    __slots__ = ("_connection",)
+
     def __init__(self, connection: ClientConnection) -> None:
-        super().__init__(connection.token, arrived=connection.asked_at, admitted=connection.admitted)
+        super().__init__(Limits(time.monotonic()), None, connection.claimed, client=connection.token)
         self._connection = connection
 
-    def wake(self) -> None:
-        self._connection.woken(self)
+    def go_to(self, place: Place) -> None:
+        if place.loading is not (self.place is not None and self.place.loading):
+            self._connection.answer("loading" if place.loading else "waiting")
+        super().go_to(place)
 
 
 class ClientConnection:
@@ -75,16 +74,10 @@ class ClientConnection:
         self.channel = channel
         self.pid = pid
         self.granted_at: float | None = None
-        self.asked_at = 0.0
-        self.admitted = False
         self.token = b""
         self._broker = broker
-        self._on_load: Callable[[], object] | None = None
-        self._generation: Generation[Mold] | None = None
-        self._waiter: _Waiter | None = None
-        self._worker: Worker | None = None
-        self._gone: Mold | None = None
-        self._gone_since = 0.0
+        self._claim: ClientClaim | None = None
+        self._taken: TakenWorker | None = None
         self._closed = False
         self._ending_call = threading.Lock()
         self._handlers: dict[Request, Callable[..., object]] = {
@@ -94,11 +87,11 @@ class ClientConnection:
             "withdraw": self._withdraw,
             "release": self._release,
             "lose": self._lose,
-            "load": self._load,
+            "load": lambda: self._do_aside(lambda: broker.scope.load(None)),
             "reload": self._reload,
-            "unload": self._unload,
-            "pause": self._pause,
-            "status": self._status,
+            "unload": lambda: self._do_aside(lambda: broker.scope.unload(None)),
+            "pause": lambda paused: self._do(lambda: broker.pause(paused=paused)),
+            "status": lambda: self._do(broker.status),
             "leave": self._leave,
         }
 
@@ -112,7 +105,7 @@ class ClientConnection:
         except (EOFError, OSError, Unreadable):
             self.end()
         except Exception:  # noqa: BLE001 - a message of no client, or a fault of this module, costs one connection
-            logger.exception("%s: its broker closes a connection", self._broker.engine.name)
+            logger.exception("%s: its broker closes a connection", self._broker.name)
             self.end()
 
     def _obey(self, kind: Request, *details: Any) -> None:
@@ -120,15 +113,14 @@ class ClientConnection:
             raise EOFError  # it belongs to no client
         self._handlers[kind](*details)
 
-    def answer(self, kind: Answer, *details: Any) -> None:
+    def answer(self, kind: Answer, *details: Any, fds: Sequence[int] = ()) -> bool:
+        """Send an answer; false if nobody will read it."""
         try:
-            self._say((kind, *details))
+            self.channel.set_timeout(_PATIENCE)
+            self.channel.send((kind, *details), fds)
         except OSError:  # its end of file is read next
-            return
-
-    def _say(self, message: object, fds: Sequence[int] = ()) -> None:
-        self.channel.set_timeout(_PATIENCE)
-        self.channel.send(message, fds)
+            return False
+        return True
 
     def end(self) -> None:
         """The client has closed the connection, or has ended. The worker of its call ends too: it may still compute."""
@@ -136,13 +128,9 @@ class ClientConnection:
             return
         self._closed = True
         self._broker.supervisor.forget(self.channel.fileno())
-        if self._waiter is not None and self._generation is not None:
-            if self._generation.model.workers.withdraw(self._waiter):
-                self._leave_mold()
-            else:
-                self._worker = self._waiter.worker
-        if self._worker is not None:
-            self._lose_here("cancelled", blame=False)
+        if self._claim is not None:
+            self._claim.withdraw()
+        self._lose_here("cancelled", blame=False)
         self.channel.close()
         self._broker.ended(self)
 
@@ -166,192 +154,80 @@ class ClientConnection:
     # One worker
 
     def _take(self) -> None:
-        self._gone = None
-        self.asked_at, self.admitted = time.monotonic(), False
-        self._try()
+        self._claim = ClientClaim(self)
+        self._broker.scope.request(self._claim)
 
-    def _try(self) -> None:
-        if self._closed:
+    def claimed(self, claim: Claim) -> None:
+        """The call has its worker, or an error. From any thread, maybe under the lock of the workers."""
+        taken = claim.taken
+        if taken is None:
+            assert claim.error is not None  # noqa: S101 - for the checkers
+            answer = functools.partial(self.answer, "failed", *packed(claim.error))
+            self._broker.supervisor.call(answer)
             return
-        generation = self._broker.engine.state.enter()
-        if generation is None:
-            self.answer("loading")
-            self._wait_for_load(self._try_after_load)
-            return
-        self._generation = generation
-        self._waiter = _Waiter(self)
-        if generation.model is self._gone:
-            self._await_next_mold()
-            return
-        try:
-            worker = generation.model.workers.request(self._waiter)
-        except MoldGone:
-            self._await_next_mold()
-        except ModelGuardError as error:
-            self._leave_mold()
-            self.answer("failed", *packed(error))
-        else:
-            if worker is None:
-                self.admitted = True
-                self._broker.waits()
-            else:
-                self._waiter = None
-                self._grant(worker)
+        assert isinstance(taken, TakenWorker)  # noqa: S101 - for the checkers
+        self._taken, self.granted_at = taken, time.monotonic()
+        self._broker.granted(self, taken.pid)
+        if self._closed or not self.answer("granted", taken.pid, fds=[taken.channel.fileno()]):
+            self._broker.supervisor.call(self._end_granted)
 
-    def follow(self) -> bool:
-        """Whether its call waits for a worker. If the mold has been replaced, it waits for one of the next mold."""
-        waiter, generation = self._waiter, self._generation
-        if waiter is None or generation is None or self._worker is not None:
-            return False
-        if generation.retired and not self._broker.engine.state.closed and generation.model.workers.withdraw(waiter):
-            self._leave_mold()
-            self._try()
-        return True
-
-    def _try_after_load(self) -> None:
-        self.answer("waiting")
-        self._try()
-
-    def woken(self, waiter: _Waiter) -> None:
-        """The call has its worker, or an error. From any thread, under the lock of the workers."""
-        if waiter.worker is not None:
-            self._grant(waiter.worker)
-        else:
-            self._broker.supervisor.call(lambda: self._refused(waiter))
-
-    def _grant(self, worker: Worker) -> None:
-        self._worker = worker
-        self._gone = None  # it is to be released
-        self.granted_at = time.monotonic()
-        self._broker.granted(self, worker)
-        try:
-            self._say(("granted", worker.pid), [worker.channel.fileno()])
-        except OSError:
-            self._broker.supervisor.call(self.end)
-
-    def _refused(self, waiter: _Waiter) -> None:
-        if self._waiter is not waiter:  # withdrawn in this moment, or the connection has ended
-            return
-        assert waiter.error is not None  # noqa: S101 - for the checkers
-        if isinstance(waiter.error, MoldGone):
-            self._await_next_mold()
-            return
-        self._leave_mold()
-        self.answer("failed", *packed(waiter.error))
-
-    def _await_next_mold(self) -> None:
-        assert self._generation is not None  # noqa: S101 - for the checkers
-        mold = self._generation.model
-        self._leave_mold()
-        now = time.monotonic()
-        if mold is not self._gone:
-            self._gone, self._gone_since = mold, now
-        if now - self._gone_since > self._broker.engine.guard.options.wait_timeout:
-            self.answer("failed", *packed(Reloading(self._broker.engine.name, waited=now - self._gone_since)))
-            return
-        waiter = self._waiter = _Waiter(self)  # what a withdrawal finds
-        self._broker.supervisor.later(_POLL, lambda: self._try_again(waiter))
-
-    def _try_again(self, waiter: _Waiter) -> None:
-        if self._waiter is waiter:
-            self._try()
+    def _end_granted(self) -> None:
+        self.end()
+        self._lose_here("cancelled", blame=False)  # if it had ended before the worker came
 
     def _withdraw(self) -> None:
         """The client's time is over. If a worker has been granted in this moment, the client finds that instead."""
-        waiter, generation = self._waiter, self._generation
-        if waiter is not None and generation is not None and not generation.model.workers.withdraw(waiter):
-            if waiter.worker is not None:
-                return
-        elif waiter is None and self._on_load is None:
-            return  # granted, or failed
-        self._on_load = None
-        self._leave_mold()
-        self.answer("withdrawn")
+        if self._claim is not None and self._claim.withdraw():
+            self.answer("withdrawn")
 
     def _release(self, worn: tuple[Reason, ...], counts: bool) -> None:  # noqa: FBT001 - as they come
-        worker, generation = self._worker, self._generation
-        if worker is None or generation is None:
+        taken, self._taken, self.granted_at = self._taken, None, None
+        if taken is None:
             raise EOFError
-        self._worker = self._waiter = self.granted_at = None
-        generation.model.replay_news()  # of this call, before the worker's reports are those of the next one's client
-        generation.model.workers.release(worker, worn=worn, counts=counts)
-        self._leave_mold()
+        taken.mold.replay_news()  # of this call, before the worker's reports are those of the next one's client
+        if counts:
+            taken.release(worn=worn)
+            taken.leave()
+        else:
+            taken.put_back()
 
     def _lose(self, cause: WorkerEndCause, blame: bool) -> None:  # noqa: FBT001 - as they come
-        worker = self._worker
-        if worker is None:
+        if self._taken is None:
             raise EOFError
-        if cause != "crashed" or worker.exit is not None:
+        if cause != "crashed" or self._taken.worker.exit is not None:
             self._lost(cause, blame)
         else:  # it waits for the mold's report, which this thread reads
             start_thread(functools.partial(self._lost, cause, blame), "modelguard-lost")
 
     def _lost(self, cause: WorkerEndCause, blame: bool) -> None:  # noqa: FBT001 - as they come
-        worker = self._worker
-        how = self._lose_here(cause, blame=blame)
-        self.answer("ended", how, 0 if worker is None else worker.pid)
+        self.answer("ended", *self._lose_here(cause, blame=blame))
 
-    def _lose_here(self, cause: WorkerEndCause, *, blame: bool) -> str:
+    def _lose_here(self, cause: WorkerEndCause, *, blame: bool) -> tuple[str, int]:
         with self._ending_call:  # two threads may find at once that the call is over
-            worker, self._worker, self.granted_at = self._worker, None, None
-            generation, self._generation, self._waiter = self._generation, None, None
-        if worker is None or generation is None:
-            return "unknown"
+            taken, self._taken, self.granted_at = self._taken, None, None
+        if taken is None:
+            return "unknown", 0
         try:
-            return generation.model.workers.lose(worker, cause, blame=blame)
+            return taken.lose(cause, blame=blame), taken.pid
         finally:
-            self._broker.engine.leave(generation, failed=False)
-
-    def _leave_mold(self) -> None:
-        with self._ending_call:
-            generation, self._generation, self._waiter = self._generation, None, None
-        if generation is not None:
-            self._broker.engine.leave(generation, failed=False)
+            taken.leave()
 
     # The mold
 
-    def _load(self) -> None:
-        self._wait_for_load(lambda: self.answer("done", None))
-
-    def _wait_for_load(self, then: Callable[[], object]) -> None:
-        self._on_load = then
-        self._broker.load_for(self)
-
-    def loaded(self, error: BaseException | None) -> None:
-        then, self._on_load = self._on_load, None
-        if then is None or self._closed:
-            return
-        if error is None:
-            then()
-        else:
-            self.answer("failed", *packed(error))
-
     def _reload(self, wait: bool) -> None:  # noqa: FBT001 - as they come
-        reload = functools.partial(self._broker.scope.reload, wait=wait, timeout=None)
-        if wait:
-            self._do_aside(reload, "modelguard-reload")
-        else:
-            self._do(reload)
+        do = self._do_aside if wait else self._do
+        do(lambda: self._broker.scope.reload(wait=wait, timeout=None))
 
-    def _unload(self) -> None:
-        self._do_aside(lambda: self._broker.scope.unload(None), "modelguard-unload")
-
-    def _pause(self, paused: bool) -> None:  # noqa: FBT001 - as they come
-        self._do(lambda: self._broker.pause(paused=paused))
-
-    def _do_aside(self, work: Callable[[], object], name: str) -> None:
-        start_thread(functools.partial(self._do, work), name)
+    def _do_aside(self, work: Callable[[], object]) -> None:
+        start_thread(functools.partial(self._do, work), "modelguard-broker")
 
     def _do(self, work: Callable[[], object]) -> None:
         try:
-            work()
+            result = work()
         except Exception as error:  # noqa: BLE001 - it is the client's
             self.answer("failed", *packed(error))
         else:
-            self.answer("done", None)
-
-    def _status(self) -> None:
-        self.answer("done", self._broker.status())
+            self.answer("done", result)
 
 
 #: Seconds without clients after which it ends, if the last one has ended without leaving, as when it was killed: a
@@ -371,9 +247,6 @@ _OVERTIME = 5.0
 
 #: Seconds between two looks at that, and at the process that has started it.
 _LOOK = 1.0
-
-#: Seconds between two looks whether a mold that calls wait at has been replaced.
-_FOLLOW = 0.05
 
 #: Seconds that its end waits for the lock, which a stopped process may hold; its own socket it may remove anyway.
 _LOCK = 5.0
@@ -432,22 +305,22 @@ class _Client:
 
 class _Broker:
     def __init__(self, orders: BrokerOrders) -> None:
+        self.name = orders.options.name
         self._orders = orders
         self._folder = Folder(Path(orders.folder))
         self._molds = MoldGuard(orders.options, orders.source, orders.origin, paused=orders.paused)
         self._molds.code = orders.code
-        self.scope = ProcessScope(orders.options, self._molds)
-        self.engine = self._molds.guard.engine
+        # Times are counted by the clients, which withdraw: a broker needs no timer for each call.
+        self.scope = ProcessScope(replace(orders.options, timeout=None), self._molds)
         self.supervisor = supervisor()
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
         self._connections: set[ClientConnection] = set()
         self._holders: dict[int, bytes] = {}
-        self._loading: list[ClientConnection] = []
         self._ending = False
         timeout = orders.options.timeout
         streams = "generator" in orders.options.kind  # whose timeout counts for each step
         self._may_keep = None if timeout is None or streams else timeout + _OVERTIME
-        self._looking = self._following = False
+        self._looking = False
         self._look_at = math.inf
         self._last_left = -math.inf
         self._left = threading.Event()
@@ -489,7 +362,7 @@ class _Broker:
         try:
             pid = _host.check_peer(accepted)
         except ForeignPeer as error:
-            logger.warning("%s: refused %s", self._orders.options.name, error)
+            logger.warning("%s: refused %s", self.name, error)
             accepted.close()
             return
         connection = ClientConnection(Channel(accepted), self, pid)
@@ -543,28 +416,6 @@ class _Broker:
 
     # Molds
 
-    def load_for(self, connection: ClientConnection) -> None:
-        self._loading.append(connection)
-        if len(self._loading) == 1:
-            try:
-                THREADS.start(self._load, "modelguard-broker-load")
-            except RuntimeError as error:  # the system gives no thread
-                self._loaded(error)
-
-    def _load(self) -> None:
-        failure: BaseException | None = None
-        try:
-            self.engine.ensure_loaded()
-            self._molds.call_back_workers(Timeout(None))
-        except Exception as error:  # noqa: BLE001 - it is the callers'
-            failure = error
-        self.supervisor.call(lambda: self._loaded(failure))
-
-    def _loaded(self, error: BaseException | None) -> None:
-        waiting, self._loading = self._loading, []
-        for connection in waiting:
-            connection.loaded(error)
-
     def status(self) -> IsolationStatus:
         clients = tuple(client.pid for client in self._clients.values())
         return replace(self.scope.status(0), broker=os.getpid(), clients=clients)
@@ -576,11 +427,11 @@ class _Broker:
 
     # Reports
 
-    def granted(self, connection: ClientConnection, worker: Worker) -> None:
+    def granted(self, connection: ClientConnection, worker: int) -> None:
         """Remember whose call a worker runs: its reports go there."""
         if len(self._holders) > 1000:  # noqa: PLR2004 - most of these workers are gone
             self._holders.clear()
-        self._holders[worker.pid] = connection.token
+        self._holders[worker] = connection.token
         if self._may_keep is not None and not self._looking:
             self._look_again()
 
@@ -597,23 +448,11 @@ class _Broker:
         for connection in holding:
             connection.granted_at = (connection.granted_at or now) + stopped
             if connection.granted_at < now - self._may_keep:
-                logger.warning("%s: process %d keeps a worker for too long", self._orders.options.name, connection.pid)
+                logger.warning("%s: process %d keeps a worker for too long", self.name, connection.pid)
                 connection.end()
         self._looking = False
         if holding:
             self._look_again()
-
-    def waits(self) -> None:
-        """A call waits for a worker. If its mold is replaced, neither is to wait for the other."""
-        if not self._following:
-            self._following = True
-            self.supervisor.later(_FOLLOW, self._follow)
-
-    def _follow(self) -> None:
-        waiting = [one for one in tuple(self._connections) if one.follow()]
-        self._following = False
-        if waiting:
-            self.waits()
 
     def _report(self) -> None:
         ours, theirs = _supervisor.report_pair()

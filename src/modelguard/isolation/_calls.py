@@ -11,9 +11,10 @@ import math
 import threading
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +23,7 @@ from modelguard.errors import (
     DeadlineExceeded,
     GuardClosed,
     QueueFull,
+    Reloading,
     RemoteError,
     TransferRefused,
     UnhashableKey,
@@ -73,8 +75,6 @@ class Taken(Protocol):
 
 
 class Place:
-    """Where a claim waits."""
-
     loading = False
 
     @property
@@ -87,6 +87,7 @@ class Place:
         return True
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Claim:
     """A call that asks for a worker. It ends once: with a worker, with an error, or withdrawn. Thread-safe.
 
@@ -95,6 +96,7 @@ class Claim:
         key: Which of a pool's models it needs.
         then: Called with it when it has ended, unless it was withdrawn. With a worker, from any thread and under any
             lock, so it must not block. Kept until then and no longer: the call's future refers to the claim.
+        client: Whose call it is: clients take turns.
 
     Attributes:
         place: Where it waits; None if it does not wait.
@@ -104,27 +106,29 @@ class Claim:
         error: Why it has got none.
     """
 
-    __slots__ = ("_claims", "_late", "_open", "admitted", "error", "key", "limits", "place", "taken", "then", "until")
-
-    def __init__(self, limits: Limits, key: object, then: Callable[[Claim], object]) -> None:
-        self.limits = limits
-        self.key = key
-        self.then: Callable[[Claim], object] | None = then
-        self.place: Place | None = None
-        self.admitted = False
-        self.until = math.inf
-        self.taken: Taken | None = None
-        self.error: BaseException | None = None
-        self._claims: Claims | None = None
-        self._late: Callable[[], Exception] | None = None
-        self._open = [None]  # who takes the entry out ends it: one operation, so no lock is needed
+    limits: Limits
+    key: object
+    then: Callable[[Claim], object] | None
+    client: Hashable = None
+    place: Place | None = None
+    admitted: bool = False
+    until: float = math.inf
+    taken: Taken | None = None
+    error: BaseException | None = None
+    _claims: Claims | None = None
+    _late: Callable[[], Exception] | None = None
+    # Who takes the entry out ends it: one operation, so no lock is needed.
+    _open: list[None] = field(default_factory=lambda: [None])
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, or is ending."""
         return not self._open
 
     # For the scope
+
+    def go_to(self, place: Place) -> None:
+        """Have this place from now on, before it waits there."""
+        self.place = place
 
     def wait(self, claims: Claims, until: float, late: Callable[[], Exception]) -> None:
         """Wait at :attr:`place`, at most until then, or until the caller's own deadline."""
@@ -308,8 +312,14 @@ def aside(work: Callable[[], object]) -> None:
         work()
 
 
-class GivesWorkers(Protocol):
-    """What a call needs of the processes that compute it, wherever these are: of this process, or of the whole host."""
+class Source:
+    """Where the workers of a function come from: this process's molds, those of a pool's keys, or a broker."""
+
+    def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
+        self._name = options.name
+        self.timeout = math.inf if options.timeout is None else options.timeout
+        self.wait_timeout = wait_timeout
+        self.claims = Claims(options.name, most_loading=options.max_queue + options.workers)
 
     def take(self, limits: Limits, key: Any = None) -> Taken:
         """Take a worker; start what is missing. Blocks.
@@ -317,21 +327,29 @@ class GivesWorkers(Protocol):
         Raises:
             GuardClosed, LoadFailed, Reloading, QueueFull, CircuitOpen, DeadlineExceeded: There is none.
         """
-        ...
+        claim = ThreadClaim(limits, key)
+        try:
+            self.request(claim)
+            return claim.result()
+        except BaseException:
+            claim.abandon()
+            raise
 
     def request(self, claim: Claim) -> None:
         """:meth:`take` for a call that does not block."""
-        ...
+        try:
+            self._advance(claim)
+        except Exception as error:  # noqa: BLE001 - it is the call's
+            claim.fail(error)
 
+    def _advance(self, claim: Claim) -> None:
+        raise NotImplementedError
 
-def take_blocking(scope: GivesWorkers, limits: Limits, key: Any) -> Taken:
-    claim = ThreadClaim(limits, key)
-    try:
-        scope.request(claim)
-        return claim.result()
-    except BaseException:
-        claim.abandon()
-        raise
+    def too_late(self, arrived: float) -> DeadlineExceeded:
+        return DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
+
+    def reloading(self, since: float) -> Reloading:
+        return Reloading(self._name, waited=time.monotonic() - since)
 
 
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
@@ -346,7 +364,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 #: Compared with each answer, and plain numbers compare faster.
-_RESULT, _ERROR, _ITEM = int(AnswerKind.RESULT), int(AnswerKind.ERROR), int(AnswerKind.ITEM)
+_ERROR, _ITEM = int(AnswerKind.ERROR), int(AnswerKind.ITEM)
 
 #: Errors of a function that would end the iteration, the generator or the task of its caller instead of reaching it.
 _SIGNALS = (StopIteration, GeneratorExit, CancelledError, concurrent.futures.CancelledError)
@@ -360,19 +378,17 @@ class _NeverRead(Exception):
         self.cause = cause
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Call:
-    __slots__ = ("arguments", "awaited", "begun", "content", "key", "limits", "resends", "trace", "tries")
-
-    def __init__(self, arguments: Arguments, limits: Limits, key: Any, tries: int) -> None:
-        self.arguments = arguments
-        self.limits = limits
-        self.key = key
-        self.trace = _channel.outgoing()
-        self.content: _channel.Content | None = None
-        self.tries = tries
-        self.resends = _RESENDS
-        self.begun = False
-        self.awaited = False
+    arguments: Arguments
+    limits: Limits
+    key: Any
+    tries: int
+    trace: _channel.Carrier | None
+    content: _channel.Content | None = None
+    resends: int = _RESENDS
+    begun: bool = False
+    awaited: bool = False
 
     def forget(self) -> None:
         self.arguments, self.content = ((), {}), None
@@ -399,7 +415,7 @@ Finish = Callable[[_Call, Taken, int, Any], Any]
 class Caller:
     """Makes the calls of one isolated function. Thread-safe."""
 
-    def __init__(self, options: IsolationOptions, scope: GivesWorkers, key_of: KeyOf | None = None) -> None:
+    def __init__(self, options: IsolationOptions, scope: Source, key_of: KeyOf | None = None) -> None:
         self._name = options.name
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._max_bytes = options.max_transfer
@@ -430,20 +446,14 @@ class Caller:
 
     def _result(self, _call: _Call, taken: Taken, kind: int, value: Any) -> Any:
         taken.leave()
-        if kind == _RESULT:
-            return value
-        try:
-            raise self._raisable(with_remote_traceback(*value))
-        finally:
-            del value  # it refers to the error, and that to this frame
+        if kind == _ERROR:
+            raise value.pop()
+        return value
 
     def _opened(self, call: _Call, taken: Taken, kind: int, value: Any) -> Iterator[Any]:
         if kind == _ERROR:
             taken.leave()
-            try:
-                raise self._raisable(with_remote_traceback(*value))
-            finally:
-                del value
+            raise value.pop()
         items = self._items(taken, call.limits)
         next(items)  # has begun, so that to close it ends the stream in the worker too
         return items
@@ -467,15 +477,12 @@ class Caller:
                     self._exchange(taken, close, Limits(time.monotonic()))
             taken.leave()
         if kind == _ERROR:
-            try:
-                raise self._raisable(with_remote_traceback(*value))
-            finally:
-                del value
+            raise value.pop()
 
     # One call
 
     def _new_call(self, arguments: Arguments, limits: Limits) -> _Call:
-        return _Call(arguments, limits, self._key(arguments), self._tries)
+        return _Call(arguments, limits, self._key(arguments), self._tries, _channel.outgoing())
 
     def _pickled(self, call: _Call) -> _channel.Content:
         if call.content is not None:
@@ -515,7 +522,6 @@ class Caller:
         return named
 
     def _begin(self, call: _Call) -> tuple[Taken, int, Any]:
-        """Send a call to a worker, and to another one if that is allowed. Blocks."""
         self._pickled(call)  # first: what is refused starts nothing
         while True:
             taken = self._scope.take(call.limits, call.key)
@@ -659,15 +665,19 @@ class Caller:
             if channel.fileno() >= 0:
                 taken.lose("cancelled")
             raise
-        if kind != _ITEM:
-            # Who gets the worker gets this thread too, if nothing in it can block before.
-            thread = self._thread
-            thread.is_free = thread.serves is taken
-            try:
-                taken.release(worn=worn)
-            finally:
-                thread.is_free = False
-        return kind, value
+        return kind, value if kind == _ITEM else self._answered(taken, kind, value, worn)
+
+    def _answered(self, taken: Taken, kind: int, value: Any, worn: tuple[Reason, ...]) -> Any:
+        """Release the worker. Who gets it next gets this thread too, if nothing in it can block before."""
+        thread = self._thread
+        thread.is_free = thread.serves is taken
+        try:
+            taken.release(worn=worn)
+        finally:
+            thread.is_free = False
+        if kind == _ERROR:  # in a list from which it is taken: no frame that it refers to may refer to it
+            return [self._raisable(with_remote_traceback(*value))]
+        return value
 
     @staticmethod
     def _kill_at_deadline(taken: Taken) -> None:

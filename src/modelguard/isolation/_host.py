@@ -7,8 +7,10 @@ import functools
 import hashlib
 import os
 import re
+import secrets
 import socket
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,18 +19,20 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Never, Self
+from typing import Any, Literal, NamedTuple, Never, Self
 
-from modelguard.errors import InvalidOption, NotSupported
+from modelguard.errors import InvalidOption, LoadFailed, NotSupported
 from modelguard.facts._proc import peer
-from modelguard.isolation import _isolation_options, _supervisor
-from modelguard.isolation._channel import RemoteTraceback
+from modelguard.isolation import _isolation_options, _processes, _supervisor
+from modelguard.isolation._channel import Channel, RemoteTraceback, pair
 from modelguard.isolation._isolation_options import IsolationOptions
-from modelguard.isolation._supervisor import Files, Origin
+from modelguard.isolation._supervisor import Files, Origin, start_interpreter
 from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle.policies import Changed
 from modelguard.runtime import fork
+from modelguard.runtime.host_lock import private_folder
+from modelguard.telemetry import logger
 
 # What a process and the broker of its isolated function say to each other.
 
@@ -132,7 +136,7 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
         "function": f"{module}.{name}",
         "file": str(getattr(sys.modules.get(module), "__file__", None)),
         "version": str(options.version),
-        "options": repr(_without_code(options)),
+        "options": repr(options.without_code),
         "guard": repr(replace(for_broker(source), load=str)),  # whose repr is the same in each process
         "arguments": repr(sys.argv) if module == "__main__" else "",
         "working directory": folder,
@@ -148,39 +152,12 @@ def prefix_of(identity: Identity) -> str:
     return f"{hashlib.sha256(repr(sorted(identity.items())).encode()).hexdigest()[:_DIGEST]}."
 
 
-def orders_for(
-    folder: Path,
-    socket: str,
-    identity: Identity,
-    options: IsolationOptions,
-    source: GuardOptions[Any],
-    *,
-    paused: bool,
-) -> BrokerOrders:
-    return BrokerOrders(
-        starter=os.getpid(),
-        folder=str(folder.absolute()),
-        socket=socket,
-        identity=identity,
-        code=_supervisor.imported,
-        options=_without_code(options),
-        source=for_broker(source),
-        origin=Origin(_supervisor.preparation(), _supervisor.levels()),
-        paused=paused,
-    )
-
-
 @functools.cache  # a call must not need a descriptor for it
 def _version() -> str:
     try:
         return metadata.version("modelguard-lifecycle")
     except metadata.PackageNotFoundError:  # it runs from its sources
         return ""
-
-
-def _without_code(options: IsolationOptions) -> IsolationOptions:
-    """The options without what would need the application's modules, and does not apply to workers."""
-    return replace(options, breaker=replace(options.breaker, ignore=(), reload=None))
 
 
 def for_broker(source: GuardOptions[Any]) -> GuardOptions[Any]:
@@ -367,11 +344,239 @@ def _unusable(reason: str) -> NotSupported:
     return NotSupported('scope="host"', reason=f"{reason}. MODELGUARD_RUNTIME_DIR names another folder")
 
 
+# Start a broker: a fresh interpreter with a session of its own, which outlives the process that starts it.
+#
+# It keeps nothing of that process open. Whoever reads the output of a server would wait for the broker's end.
+
+
+#: Seconds for a broker that has hung up to end.
+_EXIT = 1.0
+
+#: Brokers that this process has started, until they have been waited for.
+_started: dict[int, subprocess.Popen[bytes]] = {}
+
+
+class NotStarted(Exception):
+    pass
+
+
+def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
+    ours, theirs = pair()
+    channel = Channel(ours)
+    try:
+        with theirs:
+            words = "broker", ".".join(orders.options.function)
+            process = start_interpreter(
+                "_broker", (theirs.fileno(), lock), *words, prints=False, start_new_session=True
+            )
+            _started[process.pid] = process
+    except BaseException:
+        channel.close()
+        raise
+    try:
+        channel.set_timeout(timeout)
+        channel.send(orders)
+        outcome, text = channel.receive()
+    except BlockingIOError:
+        process.kill()
+        raise NotStarted(f"its broker does not come up within {timeout:.0f} s") from None
+    except (EOFError, OSError):
+        raise NotStarted(f"its broker ended: {_exit_of(process)}") from None
+    finally:
+        channel.close()
+    if outcome != "listening":
+        raise NotStarted(f"its broker could not start:\n{text}")
+
+
+def _exit_of(process: subprocess.Popen[bytes]) -> str:
+    with suppress(subprocess.TimeoutExpired):
+        return _processes.describe_exit(process.wait(_EXIT))
+    process.kill()
+    return "it hung up"
+
+
+def reap() -> None:
+    """Collect the brokers that have ended. Those of a parent are not children of this process."""
+    for pid, process in _started.copy().items():
+        with suppress(OSError):
+            if process.poll() is not None:
+                _started.pop(pid, None)
+
+
+#: Seconds in which a broker accepts a connection or a client. It does nothing that takes long.
+ANSWER_SOON = 5.0
+
+
+class Joined(NamedTuple):
+    """What a client has of its broker: where that listens, two sockets to it, its token and the broker's process id."""
+
+    folder: Folder
+    name: str
+    channel: Channel
+    reports: socket.socket
+    token: bytes
+    pid: int
+
+    def close(self) -> None:
+        for one in (self.reports, self.channel, self.folder):
+            one.close()
+
+
+# How a process finds the broker of an isolated function, or starts one: elected by a lock, found by a name.
+
+
+#: The same, where an event loop may wait.
+_SOON = 0.5
+
+#: Seconds for finding or starting a broker: on a busy host, a fresh interpreter takes some.
+_LONGEST = 30.0
+
+#: Seconds between two attempts.
+_ELECTION_POLL = 0.02
+
+
+class Election:
+    """Finds a broker, or starts one.
+
+    Args:
+        options: Of the function.
+        source: Of its guard.
+        elect: Whether to start one if there is none.
+        paused: Whether one that is started begins paused.
+    """
+
+    def __init__(self, options: IsolationOptions, source: GuardOptions[Any], *, elect: bool, paused: bool) -> None:
+        self._obstacle = "another process holds the lock"
+        self._options = options
+        self._source = source
+        self._elect = elect
+        self._patience = ANSWER_SOON if elect else _SOON
+        self._paused = paused
+        self._identity = identity_of(options, source)
+        self._prefix = prefix_of(self._identity)
+        self._serving: set[str] = set()
+        self._hung = False
+
+    def join(self, give_up: Callable[[], bool]) -> Joined | None:
+        """Become the client of a broker. Blocks."""
+        longest = time.monotonic() + _LONGEST
+
+        def over() -> bool:
+            return give_up() or time.monotonic() > longest
+
+        while (found := self._attempt(over)) is None and self._elect:
+            if over():
+                raise LoadFailed(self._options.name, f"no broker serves in {private_folder()}: {self._obstacle}")
+            time.sleep(_ELECTION_POLL)
+        return found
+
+    def _attempt(self, give_up: Callable[[], bool]) -> Joined | None:
+        folder = found = None
+        try:
+            folder = Folder(private_folder())
+            found = self._find(folder)
+            if found is None and self._elect and not self._hung:
+                with folder.locked(give_up) as lock:
+                    if lock is not None:
+                        found = self._find(folder)
+                        if found is None and not self._hung:
+                            self._start(folder, lock)
+        except NotStarted as error:
+            raise LoadFailed(self._options.name, str(error)) from error
+        except OSError as error:  # no process or no descriptor is left
+            raise LoadFailed(self._options.name, f"its broker cannot be started or found: {error}") from error
+        except ForeignPeer as error:
+            raise LoadFailed(self._options.name, f"where its broker should listen there is {error}") from error
+        finally:
+            if found is None and folder is not None:
+                folder.close()
+        return found
+
+    def _find(self, folder: Folder) -> Joined | None:
+        """Ask all brokers of this name, until one takes this process."""
+        self._serving.clear()
+        self._hung = False
+        for name in folder.names(self._prefix):
+            found = self._ask(folder, name)
+            if found is not None:
+                return found
+        return None
+
+    def _ask(self, folder: Folder, name: str) -> Joined | None:
+        connected = folder.connect(name, self._patience)
+        if connected is None:
+            return None
+        channel = Channel(connected)
+        token = secrets.token_bytes(16)
+        reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        found = None
+        try:
+            channel.set_timeout(self._patience)
+            with theirs:
+                channel.send(("join", token, self._identity, _supervisor.imported), [theirs.fileno()])
+            answer, *details = channel.receive()
+            if answer == "welcome":
+                found = Joined(folder, name, channel, reports, token, *details)
+            else:
+                self._refused(name, *details)
+        except BlockingIOError:
+            self._hung = True
+            self._obstacle = f"the one that listens there does not answer within {self._patience:g} s"
+        except (EOFError, OSError):  # it ends
+            pass
+        finally:
+            if found is None:
+                channel.close()
+                reports.close()
+        return found
+
+    def _refused(self, name: str, why: str, text: str) -> None:
+        self._serving.add(name)
+        if why == "identity":
+            raise LoadFailed(self._options.name, f"its broker serves another function of the same name; {text} differ")
+        # After a deploy, while processes of the old code still serve: each code has a broker of its own.
+        logger.warning(
+            "%s: %s has changed since the mold of the other processes was loaded; this one gets another mold",
+            self._options.name,
+            text,
+        )
+
+    def _start(self, folder: Folder, lock: int) -> None:
+        self._remove_remains(folder)
+        number = next(n for n in range(1, len(self._serving) + 2) if f"{self._prefix}{n}" not in self._serving)
+        socket_name = f"{self._prefix}{number}"
+        orders = BrokerOrders(
+            starter=os.getpid(),
+            folder=str(folder.path.absolute()),
+            socket=socket_name,
+            identity=self._identity,
+            code=_supervisor.imported,
+            options=self._options.without_code,
+            source=for_broker(self._source),
+            origin=Origin(_supervisor.preparation(), _supervisor.levels()),
+            paused=self._paused,
+        )
+        start_broker(orders, lock, _LONGEST)
+
+    def _remove_remains(self, folder: Folder) -> None:
+        """Remove sockets whose brokers were killed."""
+        for name in folder.names(""):
+            if NAME.fullmatch(name) and name not in self._serving:
+                connected = folder.connect(name, ANSWER_SOON)
+                if connected is None:
+                    folder.remove(name)
+                else:
+                    connected.close()
+
+
 def _after_fork_in_child() -> None:
     for lock in list(_held):
         with suppress(OSError):
             os.close(lock)
     _held.clear()
+    for process in _started.values():
+        process.returncode = 0  # it is no child of this process, and must not warn when it is dropped
+    _started.clear()
 
 
 fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import pickle
 import random
+import select
 import socket
 import threading
 import time
@@ -16,16 +19,22 @@ from functools import partial
 from typing import Any, NoReturn
 
 from modelguard import _units, telemetry
-from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
-from modelguard.isolation import _processes, status
-from modelguard.isolation._calls import Claim, Claims, Limits, Place, Taken, ThreadClaim, aside, take_blocking
+from modelguard.errors import GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
+from modelguard.isolation import _processes, _supervisor, status
+from modelguard.isolation._calls import Claim, Place, Source, ThreadClaim, aside
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import (
+    ANSWER_SOON,
+    REPORT,
+    Election,
+    ForeignPeer,
+    Joined,
+    Request,
     check_shareable,
     identity_of,
+    reap,
     unpacked,
 )
-from modelguard.isolation._host_client import BrokerGone, Membership, join
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus
@@ -33,8 +42,192 @@ from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import State
 from modelguard.runtime import waiting
-from modelguard.runtime.background import THREADS, start_thread
+from modelguard.runtime.background import start_thread
+from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import Reason, WorkerEndCause, logger
+
+#: Connections that are kept for the next calls. Each call that waits has one.
+_MOST_IDLE = 64
+
+#: Seconds after the end of a broker at which its processes have mostly ended too, and can be collected; and the longest
+#: wait for those that have not. Each wait is three times the one before.
+_REAP = 1.0
+
+_REAP_SLOWEST = 27.0
+
+
+class BrokerGone(Exception):
+    pass
+
+
+class Connection(Channel):
+    """A connection to the broker, for one request or call at a time."""
+
+    def __init__(self, connected: socket.socket, membership: Membership) -> None:
+        super().__init__(connected)
+        self._membership = membership
+
+    def say(self, what: Request, *details: Any, limit: float = 0.0) -> None:
+        """Send a message; ``limit`` bounds this and what is received next, in seconds."""
+        try:
+            self.set_timeout(limit)
+            self.send((what, *details))
+        except OSError as error:
+            self.close()
+            raise BrokerGone from error
+
+    def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
+        """Send a message, and wait for the answer. This connection can be used again unless it fails."""
+        self.say(what, *details, limit=limit)
+        try:
+            answer = self.receive()
+        except (EOFError, OSError) as error:
+            self.close()
+            if isinstance(error, BlockingIOError):
+                raise
+            raise BrokerGone from error
+        self.give_back()
+        return answer
+
+    def give_back(self) -> None:
+        self._membership.keep(self)
+
+
+class Membership:
+    """This process among the clients of one broker."""
+
+    def __init__(self, joined: Joined, on_pause: Callable[[bool], object], on_loss: Callable[[], object]) -> None:
+        self.pid = joined.pid
+        self.ready = False
+        self.version: str | None = None
+        self.gone = False
+        self._joined = joined
+        self._was_ready = False
+        self._on_pause = on_pause
+        self._on_loss = on_loss
+        self._idle: deque[Connection] = deque()
+        self._family: list[int] = []
+        supervisor().call(lambda: supervisor().watch(joined.reports.fileno(), self._heed))
+
+    # Connections
+
+    def idle_connection(self) -> Connection | None:
+        """A connection that no other call uses, if there is one already. Does not block."""
+        with suppress(IndexError):
+            return self._idle.pop()
+        return None
+
+    def connection(self) -> Connection:
+        idle = self.idle_connection()
+        if idle is not None:
+            return idle
+        try:
+            connected = None if self.gone else self._joined.folder.connect(self._joined.name, ANSWER_SOON)
+        except (OSError, ForeignPeer) as error:
+            raise BrokerGone from error
+        if connected is None:
+            raise BrokerGone
+        connection = Connection(connected, self)
+        connection.say("call", self._joined.token)
+        return connection
+
+    def keep(self, connection: Connection) -> None:
+        if len(self._idle) >= _MOST_IDLE:
+            connection.close()
+            return
+        self._idle.append(connection)
+        if self.gone:
+            self._close_idle()
+
+    def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
+        kind, *answer = self.connection().ask(what, *details, limit=limit)
+        if kind == "failed":
+            raise unpacked(*answer)
+        return answer[0]
+
+    # The end
+
+    def leave(self, patience: float) -> None:
+        """Be a client no more. The last one waits until the broker has ended, at most so many seconds."""
+        with suppress(OSError, EOFError):
+            self._joined.channel.set_timeout(max(patience, 0.001))
+            self._joined.channel.send(("leave",))
+            if patience:
+                _, last = self._joined.channel.receive()
+                if last:
+                    _wait_until_gone(self.pid, patience)
+        self._end()
+        reap()
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the descriptors. The parent stays a client."""
+        self.gone = True
+        self._joined.close()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        while (idle := self.idle_connection()) is not None:
+            idle.close()
+
+    def _end(self) -> None:
+        self.gone, self.ready, self.version = True, False, None
+        self._close_idle()
+        supervisor().call(self._forget)
+
+    # In the supervisor's thread
+
+    def _heed(self) -> None:
+        try:
+            message = self._joined.reports.recv(1 << 17)
+        except OSError:
+            message = b""
+        if not message:
+            self._broker_ended()
+        elif message[:1] == REPORT:
+            _supervisor.replay(message[1:])
+        else:
+            state = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
+            self.ready, self._family, self.version, paused = state
+            self._on_pause(paused)
+            self._was_ready = self._was_ready or self.ready
+
+    def _broker_ended(self) -> None:
+        lost = not self.gone and self._was_ready
+        self._end()
+        # Where this is a container's first process, the broker's processes have become its children.
+        supervisor().later(_REAP, reap)
+        _reap_later([self.pid, *self._family], _REAP)
+        if lost:
+            self._on_loss()  # last: it needs a thread, and may not get one
+
+    def _forget(self) -> None:
+        if self._joined.reports.fileno() >= 0:
+            supervisor().forget(self._joined.reports.fileno())
+        self._joined.close()
+
+
+def _reap_later(pids: list[int], delay: float) -> None:
+    """Collect the processes when they have ended, which on a busy machine takes a while."""
+
+    def reap() -> None:
+        left = _processes.reap(pids)
+        if left and delay < _REAP_SLOWEST:
+            _reap_later(left, 3 * delay)
+
+    supervisor().later(delay, reap)
+
+
+def _wait_until_gone(pid: int, seconds: float) -> None:
+    """Wait until a process has ended, or is a zombie, at most so many seconds."""
+    try:
+        process = os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return
+    try:
+        select.select([process], [], [], seconds)
+    finally:
+        os.close(process)
+
 
 # A call's part of the talk with a broker: it asks for one worker, and gives it back.
 
@@ -49,93 +242,44 @@ _AGAIN = 0.05
 class GrantedWorker:
     __slots__ = ("_connection", "_running", "channel", "pid")
 
-    def __init__(self, running: list[None], connection: Connection, channel: Channel, pid: int) -> None:
+    def __init__(self, running: list[None], connection: Connection, pid: int) -> None:
+        running.append(None)
         self._running = running
         self._connection: Connection | None = connection
-        self.channel = channel
+        self.channel = Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=connection.take_fd()))
         self.pid = pid
 
-    def release(self, *, worn: tuple[Reason, ...]) -> None:
-        self.channel.close()  # this process's copy
-        connection, self._connection = self._connection, None
+    def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
+        connection = self._end()
         if connection is not None:
-            connection.release(worn=worn)
+            with suppress(BrokerGone):
+                connection.say("release", worn, counts)
+                connection.give_back()
 
     def put_back(self) -> None:
-        self.channel.close()
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.release(worn=(), counts=False)
+        self.release(worn=(), counts=False)
         self.leave()
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        self.channel.close()
-        connection, self._connection = self._connection, None
+        connection = self._end()
         if connection is None:
             return "unknown"
-        how, pid = connection.lose(cause, blame=blame)
+        try:
+            _, how, pid = connection.ask("lose", cause, blame, limit=2 * ANSWER)
+        except (BrokerGone, BlockingIOError):
+            return "its broker has ended, or has taken the worker back"
         self.pid = self.pid or pid
-        return how
+        return str(how)
 
     def leave(self) -> None:
         self._running.pop()
         if self._connection is not None:  # neither answered nor lost: nobody knows what the worker does
             self.lose("cancelled", blame=False)
 
-
-class Connection:
-    def __init__(self, membership: Membership, channel: Channel) -> None:
-        self._membership = membership
-        self._channel = channel
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
-
-    @property
-    def has_unread(self) -> bool:
-        return self._channel.has_unread
-
-    def await_answer(self, until: float) -> bool:
-        """Wait until there is something to hear; false if the time is over."""
-        return self._channel.await_message(until)
-
-    def ask(self) -> None:
-        self._membership.say(self._channel, "take", limit=ANSWER)
-
-    def hear(self) -> Any:
-        self._channel.set_timeout(ANSWER)
-        return self._channel.receive()
-
-    def withdraw(self) -> None:
-        """Ask no more. The answer says whether a worker was granted in this moment."""
-        self._channel.set_timeout(ANSWER)
-        self._channel.send(("withdraw",))
-
-    def give_back(self) -> None:
-        self._membership.give_back(self._channel)
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def granted(self) -> Channel:
-        return Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=self._channel.take_fd()))
-
-    def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        try:
-            self._membership.say(self._channel, "release", worn, counts)
-        except BrokerGone:
-            return
-        self._membership.give_back(self._channel)
-
-    def lose(self, cause: WorkerEndCause, *, blame: bool) -> tuple[str, int]:
-        try:
-            self._membership.say(self._channel, "lose", cause, blame, limit=2 * ANSWER)
-            _, how, pid = self._channel.receive()
-        except (BrokerGone, EOFError, OSError):
-            self._channel.close()
-            return "its broker has ended, or has taken the worker back", 0
-        self._membership.give_back(self._channel)
-        return how, pid
+    def _end(self) -> Connection | None:
+        self.channel.close()  # this process's copy
+        connection, self._connection = self._connection, None
+        return connection
 
 
 class Asking(Place):
@@ -168,7 +312,7 @@ class Asking(Place):
 
     def ask(self, connection: Connection, *, blocking: bool = False) -> None:
         try:
-            connection.ask()
+            connection.say("take", limit=ANSWER)
         except BrokerGone:
             self.broker_gone()
             return
@@ -181,7 +325,7 @@ class Asking(Place):
     def _listen_here(self, connection: Connection) -> None:
         self._connection = connection
         try:
-            while self._connection is connection and connection.await_answer(self.claim.until):
+            while self._connection is connection and connection.await_message(self.claim.until):
                 self._heed()
         except BaseException:  # from a signal handler; its worker ends with the connection
             self._connection = None
@@ -197,10 +341,8 @@ class Asking(Place):
 
     def _wait(self, seconds: float) -> None:
         self.loading = seconds == math.inf
-        self.claim.wait(self._scope.claims, time.monotonic() + seconds, self._too_late)
-
-    def _too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(self._scope.claims.name, waited=time.monotonic() - self.claim.limits.arrived)
+        late = partial(self._scope.too_late, self.claim.limits.arrived)
+        self.claim.wait(self._scope.claims, time.monotonic() + seconds, late)
 
     # In the thread that reads the answer
 
@@ -213,12 +355,14 @@ class Asking(Place):
     def _withdraw(self) -> None:
         if self._connection is not None:
             with suppress(OSError):  # its end of file is read next
-                self._connection.withdraw()
+                self._connection.set_timeout(ANSWER)
+                self._connection.send(("withdraw",))  # the answer says whether a worker was granted in this moment
 
     def _heed(self) -> None:
         while (connection := self._connection) is not None:
             try:
-                kind, *details = connection.hear()
+                connection.set_timeout(ANSWER)
+                kind, *details = connection.receive()
             except Unreadable as error:  # no descriptor is free for the worker, which ends with the connection
                 self._forget(connection).close()
                 aside(partial(self.claim.fail, LoadFailed(self._scope.claims.name, f"no worker can be taken: {error}")))
@@ -228,7 +372,7 @@ class Asking(Place):
                 self.broker_gone()
                 return
             if kind == "granted":
-                taken = self._scope.granted(self._forget(connection), *details)
+                taken = GrantedWorker(self._scope.running, self._forget(connection), *details)
                 if not self.claim.grant(taken):
                     taken.put_back()
             elif kind in {"loading", "waiting"}:
@@ -249,8 +393,8 @@ class Asking(Place):
     def broker_gone(self) -> None:
         now = time.monotonic()
         self._gone_since = now if self._gone_since is None else self._gone_since
-        if now - self._gone_since > self._scope.wait_timeout:
-            aside(partial(self.claim.fail, Reloading(self._scope.claims.name, waited=now - self._gone_since)))
+        if now - self._gone_since > self._scope.wait_timeout():
+            aside(partial(self.claim.fail, self._scope.reloading(self._gone_since)))
         elif not self.claim.ended:
             self._wait(math.inf)
             supervisor().later(_AGAIN, self.begin)
@@ -268,16 +412,13 @@ _ORDER = 5.0
 _END = 15.0
 
 
-class HostScope:
+class HostScope(Source):
     def __init__(self, options: IsolationOptions, source: GuardOptions[Any], *, paused: bool = False) -> None:
         check_shareable(source)
         identity_of(options, source)  # now, as in all processes that import the module
-        self._name = options.name
+        super().__init__(options, lambda: source.wait_timeout)
         self._options = options
         self._source = source
-        self.timeout = math.inf if options.timeout is None else options.timeout
-        self.wait_timeout = source.wait_timeout
-        self.claims = Claims(options.name, most_loading=options.max_queue + options.workers)
         self._seekers: deque[Asking] = deque()
         self._seeking = threading.Lock()
         self._joining = threading.Lock()
@@ -290,31 +431,20 @@ class HostScope:
 
     # Calls
 
-    def take(self, limits: Limits, key: Any = None) -> Taken:
-        return take_blocking(self, limits, key)
-
-    def request(self, claim: Claim) -> None:
-        try:
-            self._raise_if_refusing()
-            self.claims.admit(claim)
-            asking = claim.place = Asking(claim, self)
-            claim.wait(self.claims, math.inf, partial(DeadlineExceeded, self._name, waited=0.0))
-            asking.begin(blocking=isinstance(claim, ThreadClaim))
-        except Exception as error:  # noqa: BLE001 - it is the call's
-            claim.fail(error)
+    def _advance(self, claim: Claim) -> None:
+        self._raise_if_refusing()
+        self.claims.admit(claim)
+        asking = Asking(claim, self)
+        claim.go_to(asking)
+        claim.wait(self.claims, math.inf, partial(self.too_late, claim.limits.arrived))
+        asking.begin(blocking=isinstance(claim, ThreadClaim))
 
     def connection(self, *, wait: bool) -> Connection | None:
         """A connection that no other call uses, if the broker is known."""
-        membership = self._membership
-        if membership is None or membership.gone or self._ended.is_set():
+        membership = self._known
+        if membership is None or self._ended.is_set():
             return None
-        channel = membership.connection() if wait else membership.idle_connection()
-        return None if channel is None else Connection(membership, channel)
-
-    def granted(self, connection: Connection, pid: int) -> GrantedWorker:
-        channel = connection.granted()
-        self.running.append(None)
-        return GrantedWorker(self.running, connection, channel, pid)
+        return membership.connection() if wait else membership.idle_connection()
 
     def seek(self, asking: Asking) -> None:
         """Find the broker, or start one, and then a connection for this claim. One thread does so for all."""
@@ -343,21 +473,18 @@ class HostScope:
         for one in seekers:
             try:
                 if not one.claim.ended:
-                    one.ask(Connection(membership, membership.connection()))
+                    one.ask(membership.connection())
             except BrokerGone:
                 one.broker_gone()
 
-    def _wait_for_next(self, since: float | None) -> float:
-        now = time.monotonic()
-        since = now if since is None else since
-        if now - since > self.wait_timeout:
-            raise Reloading(self._name, waited=now - since)
-        time.sleep(_AGAIN)
-        return since
+    @property
+    def _known(self) -> Membership | None:
+        membership = self._membership
+        return None if membership is None or membership.gone else membership
 
     def _join(self, until: float) -> Membership:
-        membership = self._membership
-        if membership is not None and not membership.gone and not self._ended.is_set():
+        membership = self._known
+        if membership is not None and not self._ended.is_set():
             return membership
         if not self._joining.acquire(timeout=min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)):
             raise LoadFailed(self._name, "its broker is still being found or started")
@@ -370,20 +497,16 @@ class HostScope:
 
     def _find(self, *, elect: bool, until: float = math.inf) -> Membership | None:
         self._raise_if_refusing()
-        membership = self._membership
-        if membership is None or membership.gone:
-            membership = self._membership = join(
-                self._options,
-                self._source,
-                elect=elect,
-                paused=self._paused,
-                on_pause=self._hear_pause,
-                give_up=lambda: self._ended.is_set() or time.monotonic() > until,
-            )
-            if membership is not None:
+        membership = self._known
+        if membership is None:
+            election = Election(self._options, self._source, elect=elect, paused=self._paused)
+            joined = election.join(lambda: self._ended.is_set() or time.monotonic() > until)
+            self._membership = None if joined is None else Membership(joined, self._hear_pause, self._begin_to_renew)
+            if (membership := self._membership) is not None:
                 status.refuse_calls_at_exit()
-                membership.on_loss = self._begin_to_renew
-                self._pass_on_pause(membership)
+                if self._unheard:  # what was asked for while this process had no broker
+                    with suppress(BrokerGone, BlockingIOError):
+                        self._pass_on_pause(membership)
         return membership
 
     def _raise_if_refusing(self) -> None:
@@ -393,11 +516,8 @@ class HostScope:
             raise NotSupported(f"{self._name}() inside an isolated function", reason="a worker starts no workers")
 
     def _pass_on_pause(self, membership: Membership) -> None:
-        """Report to a broker what was asked for while this process had none."""
-        if self._unheard:
-            with suppress(BrokerGone, BlockingIOError):
-                membership.ask("pause", self._paused, limit=_ORDER)
-                self._unheard = False
+        membership.ask("pause", self._paused, limit=_ORDER)
+        self._unheard = False
 
     def _hear_pause(self, paused: bool) -> None:  # noqa: FBT001 - as it comes
         """The broker says whether it is paused. In the supervisor's thread."""
@@ -437,7 +557,10 @@ class HostScope:
             try:
                 return self._join(until).ask(what, *details, limit=left(until))
             except BrokerGone:
-                since = self._wait_for_next(since)
+                since = time.monotonic() if since is None else since
+                if time.monotonic() - since > self.wait_timeout():
+                    raise self.reloading(since) from None
+                time.sleep(_AGAIN)
             except (BlockingIOError, LoadFailed) as error:
                 if isinstance(error, LoadFailed) and time.monotonic() < until:
                     raise
@@ -456,8 +579,7 @@ class HostScope:
         return None if membership is None else membership.version
 
     def _look(self) -> Membership | None:
-        membership = self._membership
-        if membership is not None and not membership.gone:
+        if (membership := self._known) is not None:
             return membership
         if self._ended.is_set() or not self._joining.acquire(blocking=False):
             return None
@@ -469,25 +591,20 @@ class HostScope:
             self._joining.release()
 
     def status(self, queued: int) -> IsolationStatus:
-        membership = self._look()
-        if membership is not None:
-            try:
-                status: IsolationStatus = membership.ask("status", limit=ANSWER)
-                return replace(status, queued=queued)
-            except BrokerGone:
-                pass
-            except BlockingIOError:  # what it has said last
-                return IsolationStatus(
-                    name=self._name,
-                    state="ready" if membership.ready else "loading",
-                    ready=membership.ready,
-                    queued=queued,
-                    broker=membership.pid,
-                    version=membership.version,
-                    paused=self._paused,
-                )
         state: State = "closed" if self._ended.is_set() else "new"
-        return IsolationStatus(name=self._name, state=state, queued=queued, paused=self._paused)
+        known = IsolationStatus(name=self._name, state=state, queued=queued, paused=self._paused)
+        membership = self._look()
+        if membership is None:
+            return known
+        try:
+            status: IsolationStatus = membership.ask("status", limit=ANSWER)
+            return replace(status, queued=queued)
+        except BrokerGone:
+            return known
+        except BlockingIOError:  # what it has said last
+            ready = membership.ready
+            state = "ready" if ready else "loading"
+            return replace(known, state=state, ready=ready, broker=membership.pid, version=membership.version)
 
     # Its molds
 
@@ -499,16 +616,25 @@ class HostScope:
         waiting.raise_on_event_loop(self._name, "load", "await f.aload()")
         self._ask("load", timeout=timeout)
 
-    async def aload(self, timeout: _units.Duration | None) -> None:
-        await self._in_thread(lambda: self._ask("load", timeout=timeout))
-
     def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
         if wait:
             waiting.raise_on_event_loop(self._name, "reload", "await f.areload()")
         self._ask("reload", wait, timeout=timeout if wait or timeout is not None else _ORDER)
 
-    async def areload(self, timeout: _units.Duration | None) -> None:
-        await self._in_thread(lambda: self._ask("reload", True, timeout=timeout))  # noqa: FBT003 - as it is sent
+    def unload(self, timeout: _units.Duration | None) -> None:
+        waiting.raise_on_event_loop(self._name, "unload", "await f.aunload()")
+        limit = Timeout(timeout)
+        if self._ended.is_set():
+            raise GuardClosed(self._name)
+        membership = self._look()
+        if membership is None:  # nor is there a mold
+            return
+        try:
+            membership.ask("unload", limit=0.0 if (left := limit.left()) is None else max(0.001, left))
+        except BrokerGone:  # with its mold
+            return
+        except BlockingIOError:
+            raise Reloading(self._name, waited=limit.waited(), command="the release") from None
 
     @property
     def paused(self) -> bool:
@@ -523,50 +649,18 @@ class HostScope:
         if membership is None or not self._unheard:  # it has heard it as it was found
             return
         try:
-            membership.ask("pause", paused, limit=_ORDER)
+            self._pass_on_pause(membership)
         except BrokerGone:  # the next one hears it
             return
         except BlockingIOError:
             self._note_pause(paused=before)
             raise LoadFailed(self._name, f"its broker has not answered within {_ORDER:g} s") from None
-        self._unheard = False
-
-    def unload(self, timeout: _units.Duration | None) -> None:
-        waiting.raise_on_event_loop(self._name, "unload", "await f.aunload()")
-        self._unload(timeout)
-
-    async def aunload(self, timeout: _units.Duration | None) -> None:
-        await self._in_thread(lambda: self._unload(timeout))
-
-    def _unload(self, timeout: _units.Duration | None) -> None:
-        started = time.monotonic()
-        limit = 0.0 if timeout is None else max(0.001, _units.seconds(timeout, "timeout", zero=True))
-        if self._ended.is_set():
-            raise GuardClosed(self._name)
-        membership = self._look()
-        if membership is None:  # nor is there a mold
-            return
-        try:
-            membership.ask("unload", limit=limit)
-        except BrokerGone:  # with its mold
-            return
-        except BlockingIOError:
-            raise Reloading(self._name, waited=time.monotonic() - started, command="the release") from None
-
-    async def _in_thread(self, work: Callable[[], object]) -> None:
-        await waiting.run(work, f"modelguard-host-{self._name}", THREADS.start)
 
     # The end
 
     def close(self) -> None:
         """Refuse further calls, wait for those of this process, and leave. The last one ends all processes."""
         waiting.raise_on_event_loop(self._name, "close", "await f.aclose()")
-        self._close()
-
-    async def aclose(self) -> None:
-        await self._in_thread(self._close)
-
-    def _close(self) -> None:
         self._ended.set()
         until = time.monotonic() + self._source.swap.drain_timeout
         while self.running and time.monotonic() < until:
@@ -579,16 +673,17 @@ class HostScope:
     def reopen(self) -> None:
         self._ended.clear()
 
-    def refuse_calls(self) -> None:
-        """Raise ``GuardClosed`` from now on, and leave: the broker ends with its last client."""
-        self.end_at_once()
-
     def end_at_once(self) -> None:
-        """Leave, and wait for nothing. A call of a ``__del__`` at exit must not start the next broker."""
+        """Leave, and wait for nothing: the broker ends with its last client. Calls get ``GuardClosed`` from now on.
+
+        A call of a ``__del__`` at exit must not start the next broker.
+        """
         self._ended.set()
         membership, self._membership = self._membership, None
         if membership is not None:
             membership.leave(0.0)
+
+    refuse_calls = end_at_once
 
     def abandon(self) -> None:
         if self._membership is not None:

@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pkgutil import resolve_name
 from types import CodeType, FunctionType, ModuleType
@@ -243,75 +243,70 @@ StartMethod = Literal["fork", "spawn"]
 ScopeName = Literal["process", "host"]
 
 
+Read = Callable[[Any, str], Any]
+
+
+def _one_of(known: Iterable[str], fix: str) -> Read:
+    def read(value: Any, argument: str) -> Any:
+        _units.one_of(value, argument, known, fix=fix)
+        return value
+
+    return read
+
+
+def _instance(kind: type[Any], what: str, fix: str) -> Read:
+    return lambda value, argument: _units.instance(value, argument, kind, what, fix=fix)
+
+
+def _given(read: Read, *, optional: bool = False) -> dict[str, Read]:
+    """What a field has that ``isolate`` is given: how it is read. If it is optional, None stays None."""
+    return {"read": lambda value, argument: None if optional and value is None else read(value, argument)}
+
+
+_BREAKER_FIX = "Write Breaker(failures=5)."
+_VERSION_FIX = "Write for example version='2026-10'."
+_START_FIX = "Write 'spawn', or 'fork', which is right for most models."
+_SCOPE_FIX = "Write 'process', or 'host', which lets all processes of this host share one mold."
+
+
 @dataclass(frozen=True, kw_only=True)
 class IsolationOptions:
-    name: str
     function: Reference
     stub: Stub | None
     kind: FunctionKind
-    workers: int
-    timeout: float | None
-    start: StartMethod
-    max_queue: int
-    retry: bool
-    breaker: Breaker
-    max_transfer: int
-    scope: ScopeName
-    version: str | None
+    name: str = field(metadata=_given(lambda value, _: _units.name(value), optional=True))
+    workers: int = field(metadata=_given(_units.whole_number))
+    timeout: float | None = field(metadata=_given(_units.seconds, optional=True))
+    start: StartMethod = field(metadata=_given(_one_of(get_args(StartMethod), _START_FIX)))
+    max_queue: int = field(metadata=_given(_units.whole_number))
+    retry: bool = field(metadata=_given(_units.flag))
+    breaker: Breaker = field(metadata=_given(_instance(Breaker, "a Breaker", _BREAKER_FIX), optional=True))
+    max_transfer: int = field(metadata=_given(_units.size))
+    scope: ScopeName = field(metadata=_given(_one_of(get_args(ScopeName), _SCOPE_FIX)))
+    version: str | None = field(metadata=_given(_instance(str, "text", _VERSION_FIX), optional=True))
+
+    @property
+    def without_code(self) -> IsolationOptions:
+        """These without what would need the application's modules, and does not apply to workers."""
+        return replace(self, breaker=replace(self.breaker, ignore=(), reload=None))
 
 
-def parse(
-    function: Callable[..., Any],
-    target: tuple[Reference, Stub] | None,
-    *,
-    workers: int,
-    timeout: _units.Duration | None,
-    start: StartMethod,
-    max_queue: int,
-    retry: bool,
-    breaker: Breaker | None,
-    max_transfer: int | str,
-    scope: ScopeName,
-    version: str | None,
-    name: str | None,
-) -> IsolationOptions:
+def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, **given: Any) -> IsolationOptions:
     """Check and parse the options."""
-    if not isinstance(retry, bool):
-        raise InvalidOption("retry", retry, why="must be True or False", fix="Write retry=True.")
-    if start not in get_args(StartMethod):
-        raise InvalidOption("start", start, why="must be 'fork' or 'spawn'", fix="'fork' is right for most models.")
-    if scope not in get_args(ScopeName):
-        fix = "'host' lets all processes of this host share one mold."
-        raise InvalidOption("scope", scope, why="must be 'process' or 'host'", fix=fix)
-    if version is not None and scope == "process":
-        fix = "Leave it out, or write scope='host'."
-        raise InvalidOption("version", version, why="needs scope='host': other molds are not shared", fix=fix)
-    if version is not None and not isinstance(version, str):
-        why = f"must be text, not {_units.kind_of(version)}"
-        raise InvalidOption("version", version, why=why, fix="Write for example version='2026-10'.")
-    if breaker is not None and not isinstance(breaker, Breaker):
-        raise InvalidOption("breaker", breaker, why="must be a Breaker", fix="Write Breaker(failures=5).")
-    name = None if name is None else _units.name(name)
-    if scope == "host" and isinstance(owner_of(function), PooledFunction):
+    values: dict[str, Any] = {
+        one.name: one.metadata["read"](given[one.name], one.name) for one in fields(IsolationOptions) if one.metadata
+    }
+    if values["version"] is not None and values["scope"] == "process":
+        why, fix = "needs scope='host': other molds are not shared", "Leave it out, or write scope='host'."
+        raise InvalidOption("version", values["version"], why=why, fix=fix)
+    if values["scope"] == "host" and isinstance(owner_of(function), PooledFunction):
         why = "cannot hold the molds of a pool's keys, which its budget ends"
-        raise InvalidOption("scope", scope, why=why, fix="Leave it out, or give each model a guard of its own.")
+        raise InvalidOption("scope", "host", why=why, fix="Leave it out, or give each model a guard of its own.")
     where, stub = (reference(function), None) if target is None else target
     kind = kind_of(inspect.unwrap(function)) if stub is None else stub.kind
-    return IsolationOptions(
-        name=".".join(reference(function)) if name is None else name,
-        function=where,
-        stub=stub,
-        kind=kind,
-        workers=_units.whole_number(workers, "workers"),
-        timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
-        start=start,
-        max_queue=_units.whole_number(max_queue, "max_queue"),
-        retry=retry,
-        breaker=Breaker() if breaker is None else breaker,
-        max_transfer=_units.size(max_transfer, "max_transfer"),
-        scope=scope,
-        version=version,
-    )
+    values["name"] = values["name"] or ".".join(reference(function))
+    values["breaker"] = values["breaker"] or Breaker()
+    return IsolationOptions(function=where, stub=stub, kind=kind, **values)
 
 
 def check_function(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
@@ -346,8 +341,11 @@ def check_source(function: Any, owner: object, recycle_on: Policy | None, start:
     if isinstance(owner, ModelGuard) and (replay := owner.engine.guard.options.swap.replay) is not None:
         why = "compares two models in one process, and under isolate each mold has one"
         raise InvalidOption("replay", replay, why=why, fix="Leave it out, and check each new model with validate=.")
-    if start == "spawn":
-        _check_keeps_nothing(owner.reload_on if isinstance(owner, ModelGuard) else recycle_on)
+    policy = owner.reload_on if isinstance(owner, ModelGuard) else recycle_on
+    if start == "spawn" and isinstance(policy, Policy) and any(part.ends_workers for part in policy.parts()):
+        why = "needs workers that are forked from a mold, and start='spawn' has none"
+        fix = "Leave keep out: then all workers end, and the next call loads the model again."
+        raise InvalidOption("keep", "mold", why=why, fix=fix)
     if recycle_on is None:
         return
     if isinstance(owner, ModelGuard):
@@ -362,13 +360,6 @@ def check_source(function: Any, owner: object, recycle_on: Policy | None, start:
         raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
     world = runtime.default()
     check_policy(recycle_on, world.limit, world.gpu)
-
-
-def _check_keeps_nothing(policy: object) -> None:
-    if isinstance(policy, Policy) and any(part.ends_workers for part in policy.parts()):
-        why = "needs workers that are forked from a mold, and start='spawn' has none"
-        fix = "Leave keep out: then all workers end, and the next call loads the model again."
-        raise InvalidOption("keep", "mold", why=why, fix=fix)
 
 
 # Where an isolated function gets its model: from its guard, from a pool, or from none.

@@ -54,21 +54,21 @@ def main(control: int, news: int) -> NoReturn:
     except (EOFError, OSError):  # the owner is gone already
         leave(1)
     # While it loads, Python runs no signal handler in time.
-    _processes.die_with_parent(instructions["owner"], signal.SIGKILL)
+    _processes.die_with_parent(instructions.owner, signal.SIGKILL)
     reporter = _supervisor.Reporter(socket.socket(fileno=news))
     started = time.monotonic()
     place = _processes.place()
     try:
-        with _processes.coming_last() if instructions["beside_calls"] else nullcontext():
+        with _processes.coming_last() if instructions.beside_calls else nullcontext():
             mold = _Mold(channel, instructions, reporter, place)
     except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
-        plain = instructions["shared"] or instructions["stub"] is not None
+        plain = instructions.shared or instructions.options.stub is not None
         with suppress(OSError):
-            channel.send(("failed", *load_failure(error, instructions["name"], plain=plain)))
+            channel.send(("failed", *load_failure(error, instructions.options.name, plain=plain)))
         leave(1)
-    files = _supervisor.files() if instructions["shared"] else None
+    files = _supervisor.files() if instructions.shared else None
     channel.send(("ready", time.monotonic() - started, files, mold.version))
-    if instructions["forks"]:
+    if instructions.options.start == "fork":
         mold.serve()
     mold.become_spawned_worker()
 
@@ -82,52 +82,51 @@ class _Mold:
         self, control: Channel, instructions: Instructions, reporter: _supervisor.Reporter, place: _processes.Place
     ) -> None:
         self._control = control
-        self._owner = instructions["owner"]
-        self._max_bytes = instructions["max_bytes"]
-        self._name = instructions["name"]
-        self._stub = instructions["stub"]
+        self._owner = instructions.owner
+        self.options = instructions.options
+        self._stub = self.options.stub
         self._place = place
         self._children: dict[int, int] = {}
-        self._worn: tuple[Reason, ...] = ()
+        self.worn: tuple[Reason, ...] = ()
         # prepare() has looked for threads by its own, better means.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        reporter.install(instructions["levels"])
+        reporter.install(instructions.origin.levels)
         _processes.enter("importing")
-        _supervisor.become_like(instructions["preparation"], main=self._stub is None)
+        _supervisor.become_like(instructions.origin.preparation, main=self._stub is None)
         below, source = self._find(instructions)
         reporter.take_over()  # from what the imported modules have set up
-        _supervisor.check_unchanged(instructions["code"])
-        self._function, self._guard = source
-        _processes.enter("mold", below, self._function)
-        engine = self._guard.engine
-        start_thread = functools.partial(_start_behind_others, place) if instructions["beside_calls"] else THREADS.start
+        _supervisor.check_unchanged(instructions.code)
+        self.function, self.guard = source
+        _processes.enter("mold", below, self.function)
+        engine = self.guard.engine
+        start_thread = functools.partial(_start_behind_others, place) if instructions.beside_calls else THREADS.start
         # No ticks: workers ask the policies themselves. No probes: the owner asks them.
         engine.move_to(Runtime(ticks=False, probes=False, in_mold=True, start_thread=start_thread))
         if self._stub is not None:
-            self._report_options(":".join(instructions["function"]), shared=instructions["shared"])
-        if instructions["forks"]:
-            self._guard.recycle_in_children(self._wear, takes_calls=False)
+            self._report_options(":".join(instructions.options.function), shared=instructions.shared)
+        if instructions.options.start == "fork":
+            self.guard.recycle_in_children(self._wear, takes_calls=False)
             # A mold lives for one generation and ends with everything in it, so no policy argues against it.
-            prefork.prepare(self._guard, immortalize=prefork.immortalize_unsupported() is None)
+            prefork.prepare(self.guard, immortalize=prefork.immortalize_unsupported() is None)
         else:
             engine.recycle_here(self._wear, renews=False)
-            self._guard.load()
+            self.guard.load()
 
     def _find(self, instructions: Instructions) -> tuple[object, Source]:
-        where = instructions["function"]
+        where = instructions.options.function
         if self._stub is not None:
-            self._kind: FunctionKind = self._stub.kind
-            source = source_of_stub(where, self._stub, self._name, "fork" if instructions["forks"] else "spawn")
+            self.kind: FunctionKind = self._stub.kind
+            source = source_of_stub(where, self._stub, self.options.name, self.options.start)
             return source.function, source
         isolated = _isolation_options.find(where, lambda found: hasattr(found, "isolated_function"))
-        self._kind = isolated.function_kind
-        return isolated.isolated_function, isolated.source_for(instructions["key"])
+        self.kind = isolated.function_kind
+        return isolated.isolated_function, isolated.source_for(instructions.key)
 
     def _report_options(self, target: str, *, shared: bool) -> None:
         """Tell the owner what its guard's author has chosen, and how its source is before the load."""
         from modelguard.isolation import _host  # which most molds do not need
 
-        engine = self._guard.engine
+        engine = self.guard.engine
         options = engine.guard.options
         _host.check_shareable(options, "target", target)
         if shared:
@@ -136,11 +135,11 @@ class _Mold:
 
     @property
     def version(self) -> str | None:
-        version: str | None = self._guard.version
+        version: str | None = self.guard.version
         return version
 
     def _wear(self, reasons: tuple[Reason, ...]) -> None:
-        self._worn = reasons
+        self.worn = reasons
 
     def serve(self) -> NoReturn:
         woken, wake = socket.socketpair()
@@ -212,10 +211,10 @@ class _Mold:
                 self._control.send(("exit", number, os.waitstatus_to_exitcode(status)))
 
     def _unload(self) -> None:
-        unload, generation = self._guard.engine.guard.options.unload, self._guard.engine.state.current
+        unload, generation = self.guard.engine.guard.options.unload, self.guard.engine.state.current
         if unload is not None and generation is not None:
             try:
-                self._guard.close()
+                self.guard.close()
             except Exception:  # noqa: BLE001 - the memory comes back with the process, whatever the hook does
                 traceback.print_exc()
 
@@ -262,16 +261,7 @@ class _Mold:
         _processes.step_forward(self._place.priority)
         _processes.enter("worker")
         channel = Channel(socket.socket(fileno=fd))
-        Serving(
-            self._name,
-            channel,
-            self._function,
-            self._kind,
-            worn=lambda: self._worn,
-            between_calls=None if self._guard.engine.guard.options.reload_on is None else self._guard.check,
-            max_bytes=self._max_bytes,
-            plain=self._stub is not None,
-        ).run()
+        Serving(self, channel).run()
 
 
 def _start_behind_others(place: _processes.Place, work: Callable[[], None], name: str) -> None:
@@ -296,29 +286,19 @@ _SHORT = 2000
 
 
 class Serving:
-    def __init__(
-        self,
-        name: str,
-        channel: Channel,
-        call: Callable[..., Any],
-        kind: FunctionKind,
-        *,
-        worn: Callable[[], tuple[Reason, ...]],
-        between_calls: Callable[[], object] | None,
-        max_bytes: int,
-        plain: bool,
-    ) -> None:
-        self._name = name
+    """Computes the calls of a worker, one after the other."""
+
+    def __init__(self, mold: _Mold, channel: Channel) -> None:
+        self._mold = mold
         self._channel = channel
-        self._call = call
-        self._kind = kind
-        self._worn = worn
-        self._between_calls = between_calls
-        self._max_bytes = max_bytes
-        self._plain = plain
+        self._name = mold.options.name
+        self._call = mold.function
+        self._kind = mold.kind
+        self._max_bytes = mold.options.max_transfer
+        self._asks_policies = mold.guard.engine.guard.options.reload_on is not None
         self._pid = os.getpid()
         self._look_again = 0.0
-        self._streams = kind in {"generator", "async generator"}
+        self._streams = mold.kind in {"generator", "async generator"}
         self._runner: asyncio.Runner | None = None
 
     def run(self) -> None:
@@ -326,8 +306,8 @@ class Serving:
             self._answer(AnswerKind.READY, os.getpid())
             while True:
                 self._serve_one()
-                if self._between_calls is not None and time.monotonic() >= self._look_again:
-                    self._between_calls()
+                if self._asks_policies and time.monotonic() >= self._look_again:
+                    self._mold.guard.check()
                     self._look_again = time.monotonic() + _LOOK
         except (EOFError, OSError):  # of the channel: the model's own errors go to the caller
             return
@@ -402,7 +382,7 @@ class Serving:
     def _answer(self, kind: AnswerKind, value: object) -> bool:
         """Send an answer; false if its value could not be sent, and the owner got an error instead."""
         try:
-            content = _channel.dumps((int(kind), value, self._worn()))
+            content = _channel.dumps((int(kind), value, self._mold.worn))
         except BaseException as error:  # noqa: BLE001 - pickling runs any code
             self._refuse("result", f"{_describe(value)}: {type(error).__name__}: {error}")
             return False
@@ -418,14 +398,14 @@ class Serving:
 
     def _fail(self, error: BaseException, raised: BaseException | None) -> None:
         text = None if raised is None else "".join(traceback.format_exception(raised))
-        sent = portable(error, self._name, plain=self._plain)
-        content = _channel.dumps((int(AnswerKind.ERROR), (sent, text), self._worn()))
+        sent = portable(error, self._name, plain=self._mold.options.stub is not None)
+        content = _channel.dumps((int(AnswerKind.ERROR), (sent, text), self._mold.worn))
         size = _channel.size(content)
         if size > self._max_bytes:
             why = f"; the error takes {size:,} bytes, and max_transfer is {self._max_bytes:,}"
             short = described(error, self._name, text_of(error)[:_SHORT] + why)
             trace = None if text is None else text[-_SHORT:]
-            content = _channel.dumps((int(AnswerKind.ERROR), (short, trace), self._worn()))
+            content = _channel.dumps((int(AnswerKind.ERROR), (short, trace), self._mold.worn))
         self._send(content)
 
 

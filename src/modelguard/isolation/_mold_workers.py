@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, QueueFull
@@ -107,12 +107,10 @@ class WorkerPlan:
 
     @property
     def troubled(self) -> bool:
-        """Whether the breaker is not closed."""
         return self.circuit.state != "closed"
 
     @property
     def paused(self) -> bool:
-        """Whether worn workers must stay."""
         return self._is_paused()
 
     def refusal(self, now: float) -> float | None:
@@ -270,17 +268,12 @@ class WorkerPlan:
 # Calls that wait for a worker, in the order in which they get one.
 
 
-W = TypeVar("W")
-
-
-class Waiter(Generic[W]):
-    """A call that waits for a worker."""
-
+class Waiter:
     def __init__(self, client: Hashable = None, *, arrived: float = math.inf, admitted: bool = False) -> None:
         self.client = client
         self.arrived = arrived
         self.admitted = admitted
-        self.worker: W | None = None
+        self.worker: Worker | None = None
         self.error: Exception | None = None
 
     def wake(self) -> None:
@@ -288,24 +281,24 @@ class Waiter(Generic[W]):
         raise NotImplementedError
 
 
-class WaitingLine(Generic[W]):
+class WaitingLine:
     """Clients take turns, each with its oldest call: one with many calls does not hold up one with few.
 
     Not thread-safe.
     """
 
     def __init__(self) -> None:
-        self._by_client: OrderedDict[Hashable, deque[Waiter[W]]] = OrderedDict()
+        self._by_client: OrderedDict[Hashable, deque[Waiter]] = OrderedDict()
 
     def __len__(self) -> int:
         # Counted anew: an exception from a signal handler may come between two steps.
         return sum(map(len, self._by_client.values()))
 
-    def __iter__(self) -> Iterator[Waiter[W]]:
+    def __iter__(self) -> Iterator[Waiter]:
         for waiters in self._by_client.values():
             yield from waiters
 
-    def append(self, waiter: Waiter[W]) -> None:
+    def append(self, waiter: Waiter) -> None:
         """Add a call behind those of its client that were made before."""
         waiters = self._by_client.setdefault(waiter.client, deque())
         at = len(waiters)
@@ -313,7 +306,7 @@ class WaitingLine(Generic[W]):
             at -= 1
         waiters.insert(at, waiter)
 
-    def popleft(self) -> Waiter[W]:
+    def popleft(self) -> Waiter:
         """Take the call whose turn it is. Its client is the last one from now on."""
         client, waiters = self._by_client.popitem(last=False)
         waiter = waiters.popleft()
@@ -321,7 +314,7 @@ class WaitingLine(Generic[W]):
             self._by_client[client] = waiters
         return waiter
 
-    def remove(self, waiter: Waiter[W]) -> bool:
+    def remove(self, waiter: Waiter) -> bool:
         waiters = self._by_client.get(waiter.client)
         if waiters is None or waiter not in waiters:
             return False
@@ -339,8 +332,6 @@ _REPORT = 1.0
 
 
 class Worker:
-    """One worker process."""
-
     def __init__(self, number: int, channel: Channel) -> None:
         self.number = number
         self.channel = channel
@@ -370,7 +361,6 @@ class Worker:
         self._exited.set()
 
     def how_it_ended(self) -> str:
-        """Wait shortly for the report of how it ended."""
         self._exited.wait(_REPORT)
         return self.exit or "unknown"
 
@@ -408,7 +398,7 @@ class Workers:
         # Reentrant: the garbage collector may close a dropped generator at any point, also under this lock.
         self._lock = threading.RLock()
         self._workers: dict[int, Worker] = {}
-        self._waiters = WaitingLine[Worker]()
+        self._waiters = WaitingLine()
         self._gone = False
         self._events: list[Event] = []
         self._postponed: dict[int, tuple[Reason, ...]] = {}
@@ -430,7 +420,7 @@ class Workers:
             member = None if self._waiters else self._plan.take()
             return None if member is None else self._workers[member.number]
 
-    def request(self, waiter: Waiter[Worker]) -> Worker | None:
+    def request(self, waiter: Waiter) -> Worker | None:
         """Take a free worker, or have ``waiter`` woken when there is one. Does not block."""
         with self._lock:
             worker = self.take_now()
@@ -443,13 +433,12 @@ class Workers:
                 self._call_back()
             return None
 
-    def withdraw(self, waiter: Waiter[Worker]) -> bool:
+    def withdraw(self, waiter: Waiter) -> bool:
         """Stop waiting; false if ``waiter`` has its worker or its error already."""
         with self._lock:
             return self._waiters.remove(waiter)
 
     def release(self, worker: Worker, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        """Give a worker back after its call."""
         with self._lock:
             plan = self._plan
             troubled = plan.troubled
@@ -518,10 +507,9 @@ class Workers:
         self._emit_all(then_settle_in=delay)
 
     def mold_ended(self, how: str) -> None:
-        """The mold has ended. Its workers end with it."""
         with self._lock:
             self._gone = True
-            waiters, self._waiters = list(self._waiters), WaitingLine[Worker]()
+            waiters, self._waiters = list(self._waiters), WaitingLine()
             workers = list(self._workers.values())
             for order in self._plan.close():
                 if isinstance(order, End):

@@ -1,30 +1,43 @@
-"""A mold as its owner sees it: start it, have it fork workers, hear how they end, end it."""
+"""A mold as its owner sees it: start it, have it fork workers, hear how they end, end it; and the guard of molds."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import Any
+from typing import Any, NoReturn
 
-from modelguard.isolation import _processes, _supervisor
+from modelguard import telemetry
+from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported, Reloading
+from modelguard.facts import _proc
+from modelguard.isolation import _processes, _supervisor, status
 from modelguard.isolation._channel import Channel, pair, with_remote_traceback
+from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import MoldOrders, Worker, WorkerPlan, Workers
-from modelguard.isolation._supervisor import Instructions, Launched, Supervisor, launch
-from modelguard.lifecycle._guard_options import GuardOptions
-from modelguard.lifecycle._policy import Backoff
+from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor
+from modelguard.lifecycle import runtime
+from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._guard_options import GuardOptions, Loaded
+from modelguard.lifecycle._loading import Rejected
+from modelguard.lifecycle._policy import subset
+from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.status import Postponed
 from modelguard.runtime import fork
 from modelguard.runtime.fork import WeakRegistry
-from modelguard.serving.breaker import Breaker
+from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import logger
+from modelguard.telemetry.reasons import Reason
 
 #: Seconds that a worker may take from its fork to its first call; the warm-up runs in it.
 _START = 60.0
@@ -35,38 +48,23 @@ _END = 5.0
 #: Seconds between two looks whether the workers have ended.
 _POLL = 0.01
 
+#: The number of the process that forks workers, among those that were launched; workers have the others.
+_FORKER = 0
+
 _molds: WeakRegistry[Mold] = WeakRegistry()
-
-#: Goes by the options of a guard that a mold has found.
-Follow = Callable[["Mold", GuardOptions[Any], Mapping[Path, Any]], object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoldOptions:
-    """What a mold is made with. Times are seconds."""
-
-    instructions: Instructions
-    workers: int
-    max_queue: int
-    breaker: Breaker
-    backoff: Backoff
-    load_timeout: float | None
 
 
 class Mold(MoldOrders):
     """One mold and its workers.
 
     Args:
-        options: What it is made with.
+        instructions: What it is told.
+        owner: Hears in the supervisor's thread when it ends without having been asked to, or gives no workers.
         generation: Its number.
-        supervisor: Watches it.
-        on_death: Called, in the supervisor's thread, if it ends without having been asked to, or gives no workers.
-        is_paused: Whether its function is paused.
-        follow: Called, in the supervisor's thread, with this, with the options of the guard that was found for a stub,
-            and with what the guard's source was before the load.
 
     Attributes:
-        options: What it was made with.
+        instructions: What it was told.
+        owner: Whose mold it is.
         workers: Its workers.
         died: When it ended by itself, on the monotonic clock; None while it lives.
         code: The files of its modules, if it was asked for them.
@@ -76,45 +74,36 @@ class Mold(MoldOrders):
     #: A fork of a mold costs little memory, and saves the time that a new worker needs.
     SPARE = 1
 
-    def __init__(
-        self,
-        options: MoldOptions,
-        *,
-        generation: int,
-        supervisor: Supervisor,
-        on_death: Callable[[Mold], object],
-        is_paused: Callable[[], bool],
-        follow: Follow,
-    ) -> None:
+    def __init__(self, instructions: Instructions, owner: MoldGuard, *, generation: int) -> None:
+        options = instructions.options
         self.born = time.monotonic()
         self.died: float | None = None
-        self.code = options.instructions["code"]
+        self.code = instructions.code
         self.version: str | None = None
-        self.options = options
-        self._supervisor = supervisor
-        self._on_death = on_death
-        self._follow: Follow | None = follow
+        self.instructions = instructions
+        self.owner = owner
+        self._supervisor = supervisor()
+        self._load_timeout = owner.load_timeout
+        self._found = False
         self._loaded: Future[None] = Future()
-        self._launched: Launched | None = None
+        self._programs: dict[int, Launched] = {}  # what was launched: the mold, or workers by their numbers
         self._ending = False
         self._ended = threading.Event()
         self._running: dict[int, Worker] = {}  # until the mold has reported their ends
         plan = WorkerPlan(
             options.workers,
             breaker=options.breaker,
-            backoff=options.backoff,
+            backoff=owner.source.backoff,
             spare=self.SPARE,
-            is_paused=is_paused,
+            is_paused=owner.is_paused,
         )
-        name = options.instructions["name"]
-        self.workers = Workers(name, plan, self, generation=generation, max_queue=options.max_queue)
+        self.workers = Workers(options.name, plan, self, generation=generation, max_queue=options.max_queue)
         _molds.add(self)
 
     def load(self) -> None:
-        """Start it, and wait until all of its workers take calls."""
         self._supervisor.call(self._begin)
         try:
-            self._loaded.result(self.options.load_timeout)
+            self._loaded.result(self._load_timeout)
         except BaseException:
             self.end_at_once()
             raise
@@ -146,7 +135,6 @@ class Mold(MoldOrders):
         return len(numbers or ())
 
     def end_at_once(self) -> None:
-        """Kill it and its workers. For the end of this process."""
         if not self.belongs_here:
             return
         self._ending = True
@@ -157,29 +145,29 @@ class Mold(MoldOrders):
 
     def abandon(self) -> None:
         """In a forked child of the owner: close the copies of the descriptors. Takes no lock."""
-        if self._launched is not None:
-            self._launched.abandon()
+        for program in self._programs.values():
+            program.abandon()
         for worker in self._running.values():
             worker.channel.close()
 
     def replay_news(self) -> None:
-        """Replay what its processes have reported so far. In the supervisor's thread."""
-        if self._launched is not None:
-            _supervisor.replay_all(self._launched.news)
+        for program in list(self._programs.values()):
+            _supervisor.replay_all(program.news)
 
     @property
     def belongs_here(self) -> bool:
-        """Whether this process has started it, and not the one that forked this process."""
-        return self.options.instructions["owner"] == os.getpid()
+        return self.instructions.owner == os.getpid()
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that forks workers, None before it was started."""
-        return None if self._launched is None else self._launched.process.pid
+        """The id of the process that forks workers; None if there is none, or none yet."""
+        program = self._programs.get(_FORKER)
+        return None if program is None else program.process.pid
 
     def pids(self) -> list[int]:
+        programs = [program.process.pid for program in list(self._programs.values())]
         workers = [worker.pid for worker in list(self._running.values()) if worker.pid]
-        return [] if self._launched is None or self._ended.is_set() else [self._launched.process.pid, *workers]
+        return list(dict.fromkeys([*programs, *workers]))
 
     # What its workers ask for
 
@@ -187,7 +175,6 @@ class Mold(MoldOrders):
         self._supervisor.call(lambda: self._start(number))
 
     def give_up(self) -> None:
-        """Workers of this mold do not come up."""
         how = "its workers end before they can take a call"
         self._supervisor.call(lambda: self._die(how))
 
@@ -198,22 +185,50 @@ class Mold(MoldOrders):
 
     def _begin(self) -> None:
         try:
-            self._launched = launch(self.options.instructions)
+            program = self._programs[_FORKER] = launch(self.instructions)
         except Exception as error:  # noqa: BLE001 - it is the load's failure
             self._loaded.set_exception(error)
             return
-        control = self._launched.control
-        self._supervisor.watch(control.fileno(), lambda: self._hear(control))
-        self._supervisor.watch(self._launched.news.fileno(), self._read_news)
+        self._listen_to(program, lambda: self._gone(program))
+
+    def _listen_to(self, program: Launched, gone: Callable[[], object]) -> None:
+        """Heed what a process says, and call ``gone`` when it has ended, or is ending."""
+        self._supervisor.watch(program.control.fileno(), lambda: self._hear(program.control, gone))
+        self._supervisor.watch(program.news.fileno(), lambda: self._read_news(program.news))
+
+    def _hear(self, control: Channel, gone: Callable[[], object]) -> None:
+        try:
+            while True:
+                self._heed(control, *control.receive())
+                if not control.has_unread:
+                    return
+        except (EOFError, OSError):
+            gone()
+
+    def _read_news(self, news: socket.socket) -> None:
+        if not _supervisor.replay_next(news):
+            self._supervisor.forget(news.fileno())
+
+    def _collect(self, program: Launched, patience: float) -> str:
+        """Wait for a process that has closed its channel, and end its group; returns how it ended."""
+        self._supervisor.forget(program.control.fileno())
+        with suppress(TimeoutExpired):  # it may be on its way out, with an exit status that tells more
+            program.process.wait(patience)
+        _processes.kill_group(program.process.pid)
+        how = _processes.describe_exit(program.process.wait())
+        self._supervisor.forget(program.news.fileno())
+        program.control.close()
+        program.news.close()
+        return how
 
     def _ask_to_end(self) -> None:
-        if self._launched is not None:
+        if _FORKER in self._programs:
             with suppress(OSError):
-                self._launched.control.send(("end", 0))
+                self._programs[_FORKER].control.send(("end", 0))
 
     def _start(self, number: int) -> None:
-        launched = self._launched
-        if launched is None or self._ending or self._ended.is_set():
+        program = self._programs.get(_FORKER)
+        if program is None or self._ending:
             return
         try:
             ours, theirs = pair()
@@ -224,13 +239,20 @@ class Mold(MoldOrders):
         awaited = self.workers.presence == "returning" and not any(
             map(self.workers.is_starting, self._running.values())
         )
+        worker = self._add_worker(number, ours)
+        with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
+            beside_calls = not awaited and (self._loaded.done() or self.instructions.beside_calls)
+            program.control.send(("fork", number, beside_calls), [theirs.fileno()])
+        self._check_later(worker, _START)
+
+    def _add_worker(self, number: int, ours: socket.socket) -> Worker:
         worker = self._running[number] = Worker(number, Channel(ours))
         self.workers.add(worker)
         self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
-        with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
-            beside_calls = not awaited and (self._loaded.done() or self.options.instructions["beside_calls"])
-            launched.control.send(("fork", number, beside_calls), [theirs.fileno()])
-        self._supervisor.later(_START, functools.partial(_check_started, weakref.ref(worker), weakref.ref(self)))
+        return worker
+
+    def _check_later(self, worker: Worker, seconds: float) -> None:
+        self._supervisor.later(seconds, functools.partial(_check_started, weakref.ref(worker), weakref.ref(self)))
 
     def _hear_first(self, worker: Worker) -> None:
         """A worker is ready; from now on its channel belongs to its callers. Or it has died."""
@@ -244,31 +266,27 @@ class Mold(MoldOrders):
         if self.workers.is_complete and not self._loaded.done():
             self._loaded.set_result(None)
 
-    def _hear(self, control: Channel) -> None:
-        try:
-            while True:
-                self._heed(control, *control.receive())
-                if not control.has_unread:
-                    return
-        except (EOFError, OSError):
-            self._gone()
-
     def _heed(self, control: Channel, what: str, *details: Any) -> None:
         if what == "ready":
             _, self.code, self.version = details
             self.workers.settle()
         elif what == "found":
-            self._found(*details)
+            self._go_by(*details)
         elif what == "failed":
-            error, text = details
-            self._fail(with_remote_traceback(error, text))
+            self._not_loaded(*details)
         else:
             self._heed_worker(control, what, *details)
 
-    def _found(self, options: GuardOptions[Any], files: Mapping[Path, Any]) -> None:
-        follow, self._follow = self._follow, None  # of spawned workers, the first of a load speaks for all
-        if follow is not None and not self._loaded.done():
-            follow(self, options, files)
+    def _not_loaded(self, error: BaseException, text: str) -> None:
+        if self._loaded.done():  # a replacement; the others serve on, and after two in a row a new generation is made
+            logger.warning("%s: a new worker could not load: %s", self.instructions.options.name, text)
+        else:
+            self._fail(with_remote_traceback(error, text))
+
+    def _go_by(self, options: GuardOptions[Any], files: Mapping[Path, Any]) -> None:
+        if not self._found and not self._loaded.done():  # of spawned workers, the first of a load speaks for all
+            self._found = True
+            self.owner.follow(self, options, files)
 
     def end_late_load(self) -> None:
         if not self._loaded.done():
@@ -288,28 +306,14 @@ class Mold(MoldOrders):
         else:
             self.workers.not_started(number, *details)
 
-    def _read_news(self) -> None:
-        assert self._launched is not None  # noqa: S101 - for the checkers
-        if not _supervisor.replay_next(self._launched.news):
-            self._supervisor.forget(self._launched.news.fileno())
-
-    def _gone(self) -> None:
-        """The mold has closed its channel: it has ended, or is ending."""
-        assert self._launched is not None  # noqa: S101 - for the checkers
-        process = self._launched.process
-        self._supervisor.forget(self._launched.control.fileno())
-        with suppress(TimeoutExpired):  # it may be on its way out, with an exit status that tells more
-            process.wait(0.5 if self._ending else 0.1)
-        _processes.kill_group(process.pid)
-        how = f"its mold ended: {_processes.describe_exit(process.wait())}"
-        self._ended.set()
-        self._launched.control.close()
-        self._supervisor.forget(self._launched.news.fileno())
-        self._launched.news.close()
+    def _gone(self, program: Launched) -> None:
+        how = f"its mold ended: {self._collect(program, 0.5 if self._ending else 0.1)}"
+        self._programs.clear()
         running, self._running = list(self._running.values()), {}
+        self._ended.set()
         for worker in running:
             worker.has_exited(how)
-        self._supervisor.later(1.0, lambda: _processes.reap_group(process.pid))
+        self._supervisor.later(1.0, lambda: _processes.reap_group(program.process.pid))
         self._die(how)
 
     def end_late(self, worker: Worker) -> None:
@@ -326,7 +330,7 @@ class Mold(MoldOrders):
         self._fail(RuntimeError(how))
         if not self._ending and self.died is None:
             self.died = time.monotonic()
-            self._on_death(self)
+            self.owner.mold_died(self)
         if not self._ended.is_set():
             self._kill()
 
@@ -336,9 +340,8 @@ class Mold(MoldOrders):
             self._loaded.set_exception(error)
 
     def _kill(self) -> None:
-        launched = self._launched
-        if launched is not None and not self._ended.is_set():
-            _processes.kill_group(launched.process.pid)
+        for program in list(self._programs.values()):
+            _processes.kill_group(program.process.pid)
 
 
 def _check_started(worker: weakref.ref[Worker], mold: weakref.ref[Mold]) -> None:
@@ -375,30 +378,6 @@ class SpawnedWorkers(Mold):
 
     SPARE = 0  # it would hold a whole model
 
-    @property
-    def pid(self) -> int | None:
-        """None: there is no mold."""
-        return None
-
-    def pids(self) -> list[int]:
-        """The processes of the workers, those that load included."""
-        return [launched.process.pid for launched, _ in list(self._launched_workers.values())]
-
-    def replay_news(self) -> None:
-        """Replay what the workers have reported so far. In the supervisor's thread."""
-        for launched, _ in list(self._launched_workers.values()):
-            _supervisor.replay_all(launched.news)
-
-    def abandon(self) -> None:
-        """In a forked child of the owner: close the copies of the descriptors. Takes no lock."""
-        for launched, worker in self._launched_workers.values():
-            launched.abandon()
-            worker.channel.close()
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._launched_workers: dict[int, tuple[Launched, Worker]] = {}
-        super().__init__(*args, **options)
-
     # In the supervisor's thread
 
     def _begin(self) -> None:
@@ -406,9 +385,9 @@ class SpawnedWorkers(Mold):
 
     def _ask_to_end(self) -> None:
         """Workers that still load take no calls; the others read the end of their channels."""
-        for launched, worker in list(self._launched_workers.values()):
+        for worker in list(self._running.values()):
             if self.workers.is_starting(worker):
-                _processes.kill_group(launched.process.pid)
+                _processes.kill_group(worker.pid)
         self._note_end()
 
     def _start(self, number: int) -> None:
@@ -417,72 +396,309 @@ class SpawnedWorkers(Mold):
         try:
             ours, theirs = pair()
             with theirs:
-                launched = launch({**self.options.instructions, "forks": False})
-                launched.control.send(("serve", number), [theirs.fileno()])  # it is read after the load
+                program = launch(self.instructions)
+                program.control.send(("serve", number), [theirs.fileno()])  # it is read after the load
         except OSError as error:
             self.workers.not_started(number, str(error))
             return
-        worker = Worker(number, Channel(ours))
-        worker.pid = launched.process.pid
+        worker = self._add_worker(number, ours)
+        worker.pid = program.process.pid
         with suppress(OSError, AttributeError):
             worker.pidfd = os.pidfd_open(worker.pid)  # a child that nobody has waited for, so it is this one
-        self._launched_workers[number] = launched, worker
-        self.workers.add(worker)
-        self._supervisor.watch(launched.control.fileno(), lambda: self._hear_worker(number))
-        self._supervisor.watch(launched.news.fileno(), lambda: self._read_worker(launched))
-        self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
-        limit = self.options.load_timeout
-        if limit is not None:
-            self._supervisor.later(limit, lambda: self._end_late(worker))
+        self._programs[number] = program
+        self._listen_to(program, lambda: self._worker_gone(program, worker))
+        if self._load_timeout is not None:
+            self._check_later(worker, self._load_timeout)
 
-    def _end_late(self, worker: Worker) -> None:
-        if self.workers.is_starting(worker):
-            worker.kill()
-
-    def _hear_worker(self, number: int) -> None:
-        launched, worker = self._launched_workers[number]
-        try:
-            while True:
-                what, *details = launched.control.receive()
-                if what == "failed":
-                    self._not_loaded(*details)
-                elif what == "found":
-                    self._found(*details)
-                elif what == "ready":
-                    _, self.code, self.version = details
-                if not launched.control.has_unread:
-                    return
-        except (EOFError, OSError):
-            self._worker_gone(number, launched, worker)
-
-    def _not_loaded(self, error: BaseException, text: str) -> None:
-        if self._loaded.done():  # a replacement; the others serve on, and after two in a row a new generation is made
-            logger.warning("%s: a new worker could not load: %s", self.options.instructions["name"], text)
-        else:
-            self._fail(with_remote_traceback(error, text))
-
-    def _read_worker(self, launched: Launched) -> None:
-        if not _supervisor.replay_next(launched.news):
-            self._supervisor.forget(launched.news.fileno())
-
-    def _worker_gone(self, number: int, launched: Launched, worker: Worker) -> None:
-        self._supervisor.forget(launched.control.fileno())
-        self._supervisor.forget(launched.news.fileno())
+    def _worker_gone(self, program: Launched, worker: Worker) -> None:
         self._supervisor.forget(worker.channel.fileno())
-        with suppress(TimeoutExpired):
-            launched.process.wait(_LEAVE)
-        _processes.kill_group(launched.process.pid)
-        how = _processes.describe_exit(launched.process.wait())
-        launched.control.close()
-        launched.news.close()
-        del self._launched_workers[number]
+        how = self._collect(program, _LEAVE)
+        del self._programs[worker.number], self._running[worker.number]
         self.workers.exited(worker, how)
         self._note_end()
 
     def _note_end(self) -> None:
-        if self._ending and not self._launched_workers:
+        if self._ending and not self._programs:
             self._ended.set()
 
-    def _kill(self) -> None:
-        for launched, _ in list(self._launched_workers.values()):
-            _processes.kill_group(launched.process.pid)
+
+# The guard of an isolated function in its owner: its model is a mold.
+#
+# So everything that :mod:`modelguard.lifecycle` promises of models holds for molds: one load at a time, a replacement
+# beside the old one, backoff after failures, draining, ``TTL``, ``Modified`` and ``Changed``, one replacement at a time
+# on the host.
+
+
+#: Seconds. A mold that has lived this long was no part of a series of failures.
+_SOUND = 60.0
+
+#: Seconds after ``load_timeout`` at which the mold itself is ended; the guard reports the timeout before.
+_MARGIN = 0.5
+
+#: Seconds that the exit of this process waits for its molds to end, after they were killed.
+_EXIT = 1.0
+
+#: Seconds between two looks whether a worker has come up.
+_LOOK = 0.002
+
+
+class MoldGuard:
+    def __init__(
+        self,
+        options: IsolationOptions,
+        source: GuardOptions[Any],
+        origin: Origin | None = None,
+        *,
+        key: Any = None,
+        retries: bool = True,
+        paused: bool = False,
+    ) -> None:
+        self._options = options
+        self.source = source
+        self._origin = origin
+        self._key = key
+        self.code: Files | None = None
+        self._deaths = 0
+        self._ending_workers = threading.Lock()
+        world = runtime.Runtime(
+            private=lambda: sum(_share(pid) for mold in self._running() for pid in mold.pids()),
+            headroom=self._headroom,
+            trim=_nothing_to_trim,
+            in_use=lambda: None,
+            python_in_use=lambda: None,
+            returning=nullcontext,
+            ticks=retries,
+        )
+        self.guard: ModelGuard[Mold] = ModelGuard(self._made_of(source), world)
+        self.guard.engine.state.set_paused(paused=paused)
+        self.guard.engine.guard.shown_pause.show(paused=paused)
+        hide(self.guard)
+
+    def _made_of(self, source: GuardOptions[Any]) -> GuardOptions[Mold]:
+        return replace(
+            source,
+            load=self._load,
+            reload_on=subset(source.reload_on, renews=True, unloads=True),
+            swap=replace(source.swap, mode="auto", defer=0),  # the load is in another process, and stalls no call
+            warmup=None,
+            validate=None,
+            unload=lambda mold: mold.end(),
+            prefork=False,
+            name=self._options.name,
+            workers=_Workers(self),
+        )
+
+    @property
+    def current(self) -> Mold | None:
+        return _model_of(self.guard.engine.state.current)
+
+    def end_at_once(self) -> None:
+        for mold in self._running():
+            mold.end_at_once()
+
+    def abandon(self) -> None:
+        """In a forked child: ask no policy. The parent's molds are closed by a hook of their own."""
+        self.guard.engine.stop_checks()
+
+    def end_workers(self, reasons: tuple[Reason, ...]) -> None:
+        """End the workers until the next call, unless one has a call. Does not block."""
+        if not self._ending_workers.acquire(blocking=False):
+            return
+        try:
+            name = f"modelguard-idle-{self._options.name}"
+            self.guard.engine.guard.runtime.start_thread(partial(self._end_workers, reasons), name)
+        except RuntimeError:  # the system gives no thread; the next look tries again
+            self._ending_workers.release()
+
+    def _end_workers(self, reasons: tuple[Reason, ...]) -> None:
+        try:
+            mold, runtime = self.current, self.guard.engine.guard.runtime
+            if mold is None:
+                return
+            started, before = time.monotonic(), runtime.private()
+            number = self.guard.engine.state.generations
+            ended = mold.end_workers()
+            if not ended and mold.workers.presence == "present":  # a call has come
+                return
+            if self.previous is not None:
+                ended += self.previous.end_workers()
+            telemetry.emit(
+                telemetry.WorkersReleased(
+                    guard=self._options.name,
+                    generation=number,
+                    reasons=reasons,
+                    workers=ended,
+                    bytes_before=before,
+                    bytes_after=runtime.private(),
+                    seconds=time.monotonic() - started,
+                )
+            )
+        finally:
+            self._ending_workers.release()
+
+    def call_back_workers(self, limit: Timeout) -> None:
+        """Start the workers that have ended until the next call, and wait for the first. Blocks."""
+        while (mold := self.current) is not None and mold.idle:
+            mold.workers.call_back()
+            if limit.left() == 0:
+                raise Reloading(self._options.name, waited=limit.waited())
+            del mold  # a drained mold is released, and must not be alive then
+            time.sleep(_LOOK)
+
+    def set_paused(self, *, paused: bool) -> None:
+        """Let no policy replace a mold or a worker, or let them again. Does not block."""
+        self.guard.engine.set_paused(paused=paused)
+        self._settle()
+
+    def follow_pause(self, *, paused: bool) -> None:
+        """:meth:`set_paused` where the owner of several reports it. Does not block."""
+        self.guard.engine.state.set_paused(paused=paused)
+        self._settle()
+
+    def _settle(self) -> None:
+        for mold in (self.current, self.previous):
+            if mold is not None:
+                mold.workers.settle()
+
+    @property
+    def postponed(self) -> Postponed | None:
+        molds, mold = self.guard.status().postponed, self.current
+        reasons = () if mold is None else mold.workers.postponed
+        if not reasons:
+            return molds
+        more = () if molds is None else molds.reasons
+        return Postponed(reasons=(*more, *reasons), cause="paused", seconds=None)
+
+    @property
+    def previous(self) -> Mold | None:
+        return _model_of(self.guard.engine.state.previous)
+
+    def rollback(self) -> None:
+        if self.previous is not None and self.previous.died is not None:
+            fix = "Call reload() to load a model."
+            raise NoPreviousModel(self._options.name, why="the processes of the one that was kept have ended", fix=fix)
+        self.guard.rollback()
+
+    # What the guard calls
+
+    def _load(self) -> Mold | Loaded[Mold]:
+        _end_all_at_exit()
+        origin = Origin(_supervisor.preparation(), _supervisor.levels()) if self._origin is None else self._origin
+        instructions = Instructions(
+            owner=os.getpid(),
+            origin=origin,
+            options=self._options.without_code,
+            key=self._key,
+            beside_calls=self.current is not None,
+            code=self.code,
+            shared=self._origin is not None,
+        )
+        kind = Mold if self._options.start == "fork" else SpawnedWorkers
+        mold = kind(instructions, self, generation=self.guard.engine.state.generations + 1)
+        try:
+            mold.load()
+        except ModelRejected as error:
+            raise Rejected(error.reason) from error.__cause__
+        self.code = mold.code
+        return mold if mold.version is None else Loaded(mold, version=mold.version)
+
+    @property
+    def load_timeout(self) -> float | None:
+        """After how many seconds a mold that still loads is ended."""
+        limit = self.source.load_timeout
+        return None if limit is None else limit + _MARGIN
+
+    def _headroom(self) -> int | None:
+        mold = self.current
+        if mold is not None and mold.died is not None:
+            return -1  # it takes no calls, so nothing is lost if it goes first
+        if self.source.swap.mode == "auto":
+            return runtime.headroom()
+        return None if self.source.swap.mode == "load_first" else -1
+
+    def _running(self) -> list[Mold]:
+        return [mold for mold in molds() if mold.owner is self]
+
+    # In the supervisor's thread
+
+    def follow(self, mold: Mold, source: GuardOptions[Any], files: Mapping[Path, Any]) -> None:
+        """Go by the options of the guard that a mold has found where a stub has sent it."""
+        self.source = source
+        self.guard.engine.follow(self._made_of(source), files)
+        if self.load_timeout is not None:
+            loading = weakref.ref(mold)
+            supervisor().later(self.load_timeout, lambda: _end_late_load(loading))
+
+    def mold_died(self, mold: Mold) -> None:
+        lived = time.monotonic() - mold.born
+        self._deaths = 1 if lived > _SOUND else self._deaths + 1
+        wait = 0.0 if self._deaths == 1 else self.source.backoff.seconds(self._deaths - 1, 0.5)
+        dead = weakref.ref(mold)
+        supervisor().later(wait, lambda: self._replace(dead))
+
+    def _replace(self, dead: weakref.ref[Mold]) -> None:
+        mold, engine = self.current, self.guard.engine
+        if mold is None or mold is not dead():
+            return
+        if engine.loading:
+            # If that load fails, and the guard is paused, it does not try again: it takes the dead mold for one that
+            # serves.
+            supervisor().later(self.source.backoff.seconds(1, 0.5), lambda: self._replace(dead))
+            return
+        with suppress(GuardClosed):
+            self.guard.reload(wait=False)
+
+    def is_paused(self) -> bool:
+        return self.guard.engine.state.paused
+
+
+class _Workers:
+    """The workers of the current mold, as ``Idle`` ends them."""
+
+    def __init__(self, molds: MoldGuard) -> None:
+        self._molds = molds
+        self.end = molds.end_workers
+
+    @property
+    def ended(self) -> bool:
+        mold = self._molds.current
+        return mold is None or mold.workers.presence != "present"
+
+
+def _model_of(generation: Generation[Mold] | None) -> Mold | None:
+    return getattr(generation, "model", None)
+
+
+def _end_late_load(loading: weakref.ref[Mold]) -> None:
+    mold = loading()
+    if mold is not None:
+        mold.end_late_load()
+
+
+def _share(pid: int) -> int:
+    try:
+        sums: Mapping[str, int] = _proc.memory_sums(pid)
+    except (OSError, ValueError):
+        return 0
+    # Shares of what a mold and its workers have in common add up to the whole, once.
+    return sums.get("Pss_Dirty", sums.get("Pss", 0)) + sums.get("SwapPss", 0)
+
+
+def _nothing_to_trim() -> NoReturn:
+    raise NotSupported("trim", reason="a mold's memory comes back when its processes end")
+
+
+@functools.cache
+def _end_all_at_exit() -> None:
+    atexit.register(end_all)
+    atexit.register(status.refuse_calls)  # which comes first: the last one to be registered
+
+
+def end_all() -> None:
+    """At the exit of this process: leave no process behind."""
+    running = [mold for mold in molds() if mold.pids()]
+    for mold in running:
+        mold.end_at_once()
+    until = time.monotonic() + _EXIT
+    for mold in running:
+        mold.wait_ended(until - time.monotonic())

@@ -72,8 +72,6 @@ def die_with_parent(parent: int, number: int) -> None:
 
 
 class _Ended(BaseException):
-    """A signal that ends this process has come."""
-
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
@@ -130,7 +128,6 @@ def set_oom_score(score: int) -> None:
 
 
 def prefer_as_oom_victim() -> None:
-    """Let the kernel kill this process first when memory runs out."""
     set_oom_score(_OOM_SCORE)
 
 
@@ -238,7 +235,8 @@ def reap_group(group: int) -> None:
 
 Role = Literal["owner", "importing", "mold", "worker"]
 
-_role: Role = "owner"
+#: Read by each call, and only changed by :func:`enter`.
+role: Role = "owner"
 
 _target: object = None
 
@@ -246,7 +244,7 @@ _here: Callable[..., Any] | None = None
 
 
 def current() -> Role:
-    return _role
+    return role
 
 
 def target() -> object:
@@ -260,9 +258,9 @@ def here() -> Callable[..., Any]:
     return _here
 
 
-def enter(role: Role, isolates: object = None, here: Callable[..., Any] | None = None) -> None:
-    global _role, _target, _here
-    _role = role
+def enter(new: Role, isolates: object = None, here: Callable[..., Any] | None = None) -> None:
+    global role, _target, _here
+    role = new
     _target = isolates if isolates is not None else _target
     _here = here if here is not None else _here
 

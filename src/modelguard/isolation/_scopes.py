@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, TypeAlias
 
 from modelguard import _units
-from modelguard.errors import DeadlineExceeded, ModelGuardError, NotSupported, Overloaded, Reloading
-from modelguard.isolation._calls import Claim, Claims, Limits, Place, Taken, aside, take_blocking
+from modelguard.errors import ModelGuardError, NotSupported, Overloaded
+from modelguard.isolation._calls import Claim, Limits, Place, Source, Taken, aside
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
-from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._mold_workers import MoldGone, Presence, Waiter, Worker
-from modelguard.isolation._molds import Mold
+from modelguard.isolation._molds import Mold, MoldGuard
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import runtime
@@ -28,7 +28,6 @@ from modelguard.lifecycle._load_waits import raise_outcome
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import Postponed, State
-from modelguard.runtime import waiting
 from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import Reason, WorkerEndCause
@@ -37,50 +36,61 @@ from modelguard.telemetry import Reason, WorkerEndCause
 _LOOK = 0.02
 
 
-class Loan(Protocol):
-    @property
-    def engine(self) -> Engine[Mold]: ...
+class _Loan:
+    """A lease on a mold: each call takes one, and the object that blocks and coroutines use would cost it 5 us."""
+
+    __slots__ = ("engine", "generation")
+
+    def __init__(self, engine: Engine[Mold], generation: Generation[Mold]) -> None:
+        self.engine = engine
+        self.generation = generation
 
     @property
-    def generation(self) -> Generation[Mold] | None: ...
-
-    @property
-    def model(self) -> Mold: ...
+    def model(self) -> Mold:
+        return self.generation.model
 
     def end(self, *, failed: bool) -> None:
-        pass
+        self.engine.leave(self.generation, failed=failed)
 
 
-class _Taken:
-    __slots__ = ("_loan", "_worker", "_workers", "channel")
+#: What a call holds: a lease on a mold, of its guard or of a pool.
+Loan: TypeAlias = _Loan | Lease[Mold]
+
+
+class TakenWorker:
+    __slots__ = ("_loan", "_workers", "channel", "worker")
 
     def __init__(self, loan: Loan, worker: Worker) -> None:
         self._loan = loan
         self._workers = loan.model.workers
-        self._worker = worker
+        self.worker = worker
         self.channel: Channel = worker.channel
 
     @property
     def pid(self) -> int:
-        return self._worker.pid
+        return self.worker.pid
+
+    @property
+    def mold(self) -> Mold:
+        return self._loan.model
 
     def release(self, *, worn: tuple[Reason, ...]) -> None:
-        self._workers.release(self._worker, worn=worn)
+        self._workers.release(self.worker, worn=worn)
 
     def put_back(self) -> None:
-        self._workers.release(self._worker, worn=(), counts=False)
+        self._workers.release(self.worker, worn=(), counts=False)
         self.leave()
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        return self._workers.lose(self._worker, cause, blame=blame)
+        return self._workers.lose(self.worker, cause, blame=blame)
 
     def leave(self) -> None:
         self._loan.end(failed=False)
 
 
-class _InLine(Place, Waiter[Worker]):
+class _InLine(Place, Waiter):
     def __init__(self, scope: MoldScope, claim: Claim, loan: Loan) -> None:
-        super().__init__(arrived=claim.limits.arrived, admitted=claim.admitted)
+        super().__init__(claim.client, arrived=claim.limits.arrived, admitted=claim.admitted)
         self._scope = scope
         self._claim = claim
         self._loan = loan
@@ -112,7 +122,7 @@ class _InLine(Place, Waiter[Worker]):
             aside(partial(self._fail, self.error))
 
     def _grant(self, worker: Worker) -> None:
-        taken = _Taken(self._loan, worker)
+        taken = TakenWorker(self._loan, worker)
         if not self._claim.grant(taken):
             supervisor().call(taken.put_back)  # not under the lock of the workers
 
@@ -131,13 +141,8 @@ class _Stranded(Place):
         return self._generation is None or self._generation.retired
 
 
-class MoldScope:
-    def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
-        self._name = options.name
-        self._timeout = math.inf if options.timeout is None else options.timeout
-        self._wait_timeout = wait_timeout
-        self._looking = False
-        self.claims = Claims(options.name, most_loading=options.max_queue + options.workers)
+class MoldScope(Source):
+    _looking = False
 
     # Where the molds come from
 
@@ -159,7 +164,7 @@ class MoldScope:
         loan = self._lend(key)
         if loan is not None and (taken := self._take_now(loan)) is not None:
             return taken
-        return take_blocking(self, limits, key)
+        return super().take(limits, key)
 
     def _take_now(self, loan: Loan) -> Taken | None:
         """Take a worker if that needs no waiting: most calls do without a claim."""
@@ -171,13 +176,7 @@ class MoldScope:
         finally:
             if worker is None:
                 loan.end(failed=False)
-        return None if worker is None else _Taken(loan, worker)
-
-    def request(self, claim: Claim) -> None:
-        try:
-            self._advance(claim)
-        except Exception as error:  # noqa: BLE001 - it is the call's
-            claim.fail(error)
+        return None if worker is None else TakenWorker(loan, worker)
 
     def _go_on(self, claim: Claim) -> None:
         """:meth:`request` anew, in a thread that must not run code of users."""
@@ -196,8 +195,8 @@ class MoldScope:
                 return
 
     def _line_up(self, claim: Claim, loan: Loan) -> None:
-        """Take a worker of this mold, or wait for one."""
-        place = claim.place = _InLine(self, claim, loan)
+        place = _InLine(self, claim, loan)
+        claim.go_to(place)
         try:
             waits = place.join()
         except MoldGone:
@@ -210,22 +209,15 @@ class MoldScope:
         if waits:
             claim.admitted = True
             since = time.monotonic()
-            claim.wait(self.claims, since + self._timeout, partial(self._too_late, claim.limits.arrived))
+            claim.wait(self.claims, since + self.timeout, partial(self.too_late, claim.limits.arrived))
             self._look_soon()
 
     def await_next_mold(self, claim: Claim, loan: Loan) -> None:
-        """The mold has ended: wait for the next one."""
-        claim.place = _Stranded(loan.generation)
+        claim.go_to(_Stranded(loan.generation))
         loan.end(failed=False)
         since = time.monotonic()
-        claim.wait(self.claims, since + self._wait_timeout(), partial(self._reloading, since))
+        claim.wait(self.claims, since + self.wait_timeout(), partial(self.reloading, since))
         self._look_soon()
-
-    def _too_late(self, arrived: float) -> DeadlineExceeded:
-        return DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
-
-    def _reloading(self, since: float) -> Reloading:
-        return Reloading(self._name, waited=time.monotonic() - since)
 
     # Replaced molds
 
@@ -248,23 +240,6 @@ class MoldScope:
 # ``scope="process"``: the mold and the workers belong to this process, and end with it.
 
 
-class _Loan:
-    """A lease on a mold: each call takes one, and the object that blocks and coroutines use would cost it 5 us."""
-
-    __slots__ = ("engine", "generation")
-
-    def __init__(self, engine: Engine[Mold], generation: Generation[Mold]) -> None:
-        self.engine = engine
-        self.generation = generation
-
-    @property
-    def model(self) -> Mold:
-        return self.generation.model
-
-    def end(self, *, failed: bool) -> None:
-        self.engine.leave(self.generation, failed=failed)
-
-
 class _Loading(Place):
     loading = True
 
@@ -283,9 +258,8 @@ class ProcessScope(MoldScope):
         self._engine = molds.guard.engine
         super().__init__(options, lambda: self._engine.guard.options.wait_timeout)
         guard = molds.guard
-        self.reload, self.areload = guard.reload, guard.areload
-        self.unload, self.aunload = guard.unload, guard.aunload
-        self.close, self.aclose, self.reopen = guard.close, guard.aclose, self._engine.reopen
+        self.reload, self.unload = guard.reload, guard.unload
+        self.close, self.reopen = guard.close, self._engine.reopen
         self.rollback, self.set_paused = molds.rollback, molds.set_paused
         self.end_at_once, self.abandon = molds.end_at_once, molds.abandon
 
@@ -300,20 +274,18 @@ class ProcessScope(MoldScope):
         if future is None:
             return False
         since, patience = time.monotonic(), self._engine.load_patience
-        claim.place = _Loading(self._engine, future)
-        claim.wait(self.claims, math.inf if patience is None else since + patience, partial(self._reloading, since))
+        claim.go_to(_Loading(self._engine, future))
+        claim.wait(self.claims, math.inf if patience is None else since + patience, partial(self.reloading, since))
         future.add_done_callback(partial(self._loaded, claim))
         return True
 
     def _loaded(self, claim: Claim, future: Future[Outcome]) -> None:
-        if claim.ended:
-            return
         try:
             raise_outcome(future.result())
         except ModelGuardError as error:
             aside(partial(claim.fail, error))
         else:
-            self._go_on(claim)
+            supervisor().call(partial(self._go_on, claim))
 
     def has_replaced(self, loan: Loan, key: Any) -> bool:
         """Whether new calls get another mold. Those that wait when the function is closed are served."""
@@ -335,27 +307,14 @@ class ProcessScope(MoldScope):
 
     def status(self, queued: int) -> IsolationStatus:
         molds, mold = self._molds.guard.status(), self._molds.current
-        counts: dict[Any, int] = {} if mold is None else dict(mold.workers.counts)
         return IsolationStatus(
+            **{field: getattr(molds, field) for field in _OF_ITS_GUARD},
             name=self._name,
             state=_state(molds.state, mold),
             ready=self.ready,
-            generation=molds.generation,
-            age=molds.age,
             mold=None if mold is None or mold.died is not None else mold.pid,
-            workers=_workers_of([] if mold is None else [mold]),
-            in_flight=molds.in_flight,
+            **_of_workers([] if mold is None else [mold]),
             queued=queued,
-            reloads=molds.reloads,
-            failures=molds.failures,
-            last_error=molds.last_error,
-            recycled=counts.get("recycled", 0),
-            crashed=counts.get("crashed", 0),
-            timed_out=counts.get("timeout", 0),
-            version=molds.version,
-            previous=molds.previous,
-            pinned=molds.pinned,
-            paused=molds.paused,
             postponed=self._molds.postponed,
         )
 
@@ -363,14 +322,6 @@ class ProcessScope(MoldScope):
         limit = Timeout(timeout)
         self._molds.guard.load(timeout)
         self._molds.call_back_workers(limit)
-
-    async def aload(self, timeout: _units.Duration | None) -> None:
-        limit = Timeout(timeout)
-        await self._molds.guard.aload(timeout)
-        mold = self._molds.current
-        if mold is not None and mold.idle:
-            work = partial(self._molds.call_back_workers, limit)
-            await waiting.run(work, f"modelguard-load-{self._name}", self._engine.guard.runtime.start_thread)
 
     @property
     def paused(self) -> bool:
@@ -380,13 +331,37 @@ class ProcessScope(MoldScope):
         self._engine.state.close()
 
 
-def _workers_of(molds: Iterable[Mold]) -> tuple[WorkerStatus, ...]:
+#: What the status of a function has from that of the guard of its molds.
+_OF_ITS_GUARD = (
+    "generation",
+    "age",
+    "in_flight",
+    "reloads",
+    "failures",
+    "last_error",
+    "version",
+    "previous",
+    "pinned",
+    "paused",
+)
+
+
+def _of_workers(molds: list[Mold]) -> dict[str, Any]:
     now = time.monotonic()
-    return tuple(
+    workers = tuple(
         WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
         for mold in molds
         for one, state, worn, calls in mold.workers.listed()
     )
+    ends: Counter[str] = Counter()
+    for mold in molds:
+        ends.update(mold.workers.counts)
+    return {
+        "workers": workers,
+        "recycled": ends["recycled"],
+        "crashed": ends["crashed"],
+        "timed_out": ends["timeout"],
+    }
 
 
 def _state(of_guard: State, mold: Mold | None) -> State:
@@ -434,8 +409,8 @@ class PoolScope(MoldScope):
         future, own = self._pool.fetch(claim.key)
         if not again:
             # Who begins a load waits for as long as that takes.
-            claim.until = math.inf if own else time.monotonic() + self._wait_timeout()
-        claim.place = _Fetching()
+            claim.until = math.inf if own else time.monotonic() + self.wait_timeout()
+        claim.go_to(_Fetching())
         claim.wait(self.claims, claim.until, partial(self._pool.why_full, claim.key))
         future.add_done_callback(partial(self._fetched, claim, own))
         return True
@@ -480,24 +455,19 @@ class PoolScope(MoldScope):
     def status(self, queued: int) -> IsolationStatus:
         pool = self._pool.status()
         molds = [mold for one in list(self._guards) if (mold := one.current) is not None]
-        counts = [mold.workers.counts for mold in molds]
         return IsolationStatus(
             name=self._options.name,
             state="closed" if self._closed else "ready" if pool.models else "idle" if pool.idle else "new",
             ready=self.ready,
-            workers=_workers_of(molds),
+            **_of_workers(molds),
             in_flight=pool.in_flight,
             queued=queued,
-            recycled=sum(one["recycled"] for one in counts),
-            crashed=sum(one["crashed"] for one in counts),
-            timed_out=sum(one["timeout"] for one in counts),
             pool=pool,
             paused=pool.paused,
             postponed=_of_all(mold.workers.postponed for mold in molds),
         )
 
     def rollback(self) -> NoReturn:
-        """There is no one model to go back to."""
         raise NotSupported(
             f"{self._options.name}: rollback", reason="each key of a pool has a mold of its own, and none is kept"
         )
@@ -505,16 +475,10 @@ class PoolScope(MoldScope):
     def load(self, timeout: _units.Duration | None) -> None:
         pass
 
-    async def aload(self, timeout: _units.Duration | None) -> None:
-        pass
-
     def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
         """Make new molds, each for the next call with its key, so there is nothing to wait for."""
         del wait, timeout
         self._pool.reload(())
-
-    async def areload(self, timeout: _units.Duration | None) -> None:
-        self.reload(wait=True, timeout=timeout)
 
     @property
     def paused(self) -> bool:
@@ -529,16 +493,9 @@ class PoolScope(MoldScope):
     def unload(self, timeout: _units.Duration | None) -> None:
         self._pool.unload((), Timeout(timeout))
 
-    async def aunload(self, timeout: _units.Duration | None) -> None:
-        await self._pool.aunload((), Timeout(timeout))
-
     def close(self) -> None:
         self._closed = True
         self._pool.close()
-
-    async def aclose(self) -> None:
-        self._closed = True
-        await self._pool.aclose()
 
     def reopen(self) -> None:
         if self._closed:

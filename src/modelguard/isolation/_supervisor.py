@@ -24,11 +24,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from modelguard import telemetry
 from modelguard.isolation._channel import Channel, pair, send
-from modelguard.isolation._isolation_options import Reference, Stub
+from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.runtime import fork
 from modelguard.runtime.background import start_thread
 from modelguard.telemetry import Event, logger
@@ -363,41 +363,34 @@ def become_like(owner: Mapping[str, Any], *, main: bool) -> None:
 # What a new mold is told.
 
 
-class Instructions(TypedDict):
+class Origin(NamedTuple):
+    """How to resemble the owner: :func:`preparation` and :func:`levels` of it."""
+
+    preparation: dict[str, Any]
+    levels: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instructions:
     """What the owner sends to a new mold.
 
     Attributes:
         owner: Its process id.
-        preparation: How to resemble it.
-        function: Where the function is.
-        stub: What stands for it in the owner, if that does not import it.
+        origin: How to resemble it.
+        options: Of the isolated function.
         key: Of the pool's model that it loads; None if its function has no pool.
-        levels: Of the owner's loggers.
-        name: The isolated function's name.
-        max_bytes: The largest answer of a worker.
         beside_calls: Whether calls run while it loads.
-        forks: Whether it forks workers; if not, it becomes one itself.
         code: What files its modules must have; None for any.
         shared: Whether its owner serves callers of other processes, and knows nothing of their modules.
     """
 
     owner: int
-    preparation: dict[str, Any]
-    function: Reference
-    stub: Stub | None
+    origin: Origin
+    options: IsolationOptions
     key: Any
-    levels: dict[str, int]
-    name: str
-    max_bytes: int
     beside_calls: bool
-    forks: bool
     code: Files | None
     shared: bool
-
-
-class Origin(NamedTuple):
-    preparation: dict[str, Any]
-    levels: dict[str, int]
 
 
 if sys.platform != "win32":
@@ -430,23 +423,16 @@ class Launched:
 
 def launch(instructions: Instructions) -> Launched:
     """Start a mold. It dies with the calling thread, so that must be one that lives as long as this process."""
-    control, its_control = pair()
-    try:
+    with ExitStack() as ours, ExitStack() as theirs:
+        control, its_control = pair()
+        ours.enter_context(control)
+        theirs.enter_context(its_control)
         news, its_news = report_pair()
-    except BaseException:
-        control.close()
-        its_control.close()
-        raise
-    try:
-        words = "mold", ".".join(instructions["function"])
+        ours.enter_context(news)
+        theirs.enter_context(its_news)
+        words = "mold", ".".join(instructions.options.function)
         process = start_interpreter("_mold", (its_control.fileno(), its_news.fileno()), *words, process_group=0)
-    except BaseException:
-        control.close()
-        news.close()
-        raise
-    finally:
-        its_control.close()
-        its_news.close()
+        ours.pop_all()
     channel = Channel(control)
     channel.send(instructions)
     return Launched(process, channel, news)

@@ -32,12 +32,13 @@ from modelguard.isolation._isolation_options import (
     stub_of,
     warn_of_other_loaders,
 )
-from modelguard.isolation._mold_guard import MoldGuard
+from modelguard.isolation._molds import MoldGuard
 from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime import waiting
+from modelguard.runtime.background import THREADS
 from modelguard.serving import deadlines
 from modelguard.serving._shared_threads import SharedThread
 from modelguard.serving.breaker import Breaker
@@ -137,7 +138,7 @@ class Isolated(Entered, Generic[P, R_co]):
         """
         result: Any
         kind = self._options.kind
-        if _processes.current() != "owner":
+        if _processes.role != "owner":
             result = self._call_inside((args, kwargs))
         elif kind == "function":
             if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none
@@ -176,7 +177,7 @@ class Isolated(Entered, Generic[P, R_co]):
         return self._submit((args, kwargs), awaited=False)
 
     def _submit(self, arguments: Arguments, *, awaited: bool) -> Future[Any]:
-        if _processes.current() != "owner":
+        if _processes.role != "owner":
             self._check_inside()
             reason = "a worker runs one call at a time. Call the function itself, or await its aio()"
             raise NotSupported(f"{self.name}.submit() in its own worker", reason=reason)
@@ -184,7 +185,7 @@ class Isolated(Entered, Generic[P, R_co]):
         return self._caller.submit(arguments, _limits(), awaited=awaited)
 
     async def _await(self, arguments: Arguments) -> Any:
-        if _processes.current() != "owner":
+        if _processes.role != "owner":
             self._refuse_streams()
             result = self._call_inside(arguments)
             return await result if self._options.kind == "coroutine" else result
@@ -284,7 +285,7 @@ class Isolated(Entered, Generic[P, R_co]):
 
     async def aload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`load` for coroutines; does not block the event loop."""
-        await self._scope.aload(timeout)
+        await self._in_thread(lambda: self.load(timeout))
 
     def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
         """Make a new mold. The old one serves until the new one and its workers are ready, and ends then.
@@ -307,7 +308,7 @@ class Isolated(Entered, Generic[P, R_co]):
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for coroutines; does not block the event loop."""
-        await self._scope.areload(timeout)
+        await self._in_thread(lambda: self.reload(timeout=timeout))
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
         """End the mold and its workers until the next call, which starts them again. Blocks.
@@ -328,7 +329,7 @@ class Isolated(Entered, Generic[P, R_co]):
 
     async def aunload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`unload` for coroutines; does not block the event loop."""
-        await self._scope.aunload(timeout)
+        await self._in_thread(lambda: self.unload(timeout))
 
     def pause(self) -> None:
         """Let policies replace no mold and no worker until :meth:`resume`, as during an incident.
@@ -376,8 +377,10 @@ class Isolated(Entered, Generic[P, R_co]):
 
     async def aclose(self) -> None:
         """:meth:`close` for coroutines; does not block the event loop."""
-        self._scope.claims.close()
-        await self._scope.aclose()
+        await self._in_thread(self.close)
+
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        await waiting.run(work, f"modelguard-isolated-{self.name}", THREADS.start)
 
     def _reopen(self) -> None:
         self._scope.reopen()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import threading
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -138,7 +138,6 @@ class Registered(Protocol):
 
 
 _functions: WeakRegistry[Registered] = WeakRegistry()
-_first_use = threading.Lock()  # taken when processes are first started, and never released
 
 
 def add(function: Registered) -> None:
@@ -150,10 +149,10 @@ def live() -> tuple[Registered, ...]:
     return tuple(_functions)
 
 
+@functools.cache
 def refuse_calls_at_exit() -> None:
     """Have no call wait for processes that the exit of this one has ended: exit handlers that come later may call."""
-    if _first_use.acquire(blocking=False):
-        atexit.register(refuse_calls)
+    atexit.register(refuse_calls)
 
 
 def refuse_calls() -> None:

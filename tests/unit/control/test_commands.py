@@ -316,7 +316,7 @@ class TestListen:
 
     def test_in_the_processes_of_isolated_functions(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They import the application, and its line does nothing there."""
-        monkeypatch.setattr(_processes, "_role", "importing")
+        monkeypatch.setattr(_processes, "role", "importing")
         control.listen(sighup=True)
         assert None is _listener._listener
 

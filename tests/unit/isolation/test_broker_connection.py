@@ -19,6 +19,7 @@ from modelguard import Backoff, Breaker
 from modelguard.isolation._broker import ClientConnection
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._mold_workers import Worker, WorkerPlan, Workers
+from modelguard.isolation._scopes import MoldScope
 from modelguard.telemetry import Reason
 
 #: Workers that may have calls at a time, calls that may wait, connections.
@@ -85,45 +86,53 @@ class Mold:
             worker.channel.close()
 
 
-class Engine:
-    """Lends the mold."""
+class Loan:
+    """A lease on the mold, which counts itself."""
 
-    name = "f"
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.generation = SimpleNamespace(retired=False)
+        self.model = scope.mold
 
-    def __init__(self, mold: Mold) -> None:
-        self.generation = SimpleNamespace(model=mold, retired=False)
-        self.closed = False
-        self.leases = 0
-        self.state = self
-        self.guard = SimpleNamespace(options=SimpleNamespace(wait_timeout=1e9))
-
-    def enter(self) -> Any:
-        """Take a lease."""
-        self.leases += 1
-        return self.generation
-
-    def leave(self, _generation: Any, *, failed: bool) -> None:
+    def end(self, *, failed: bool) -> None:
         """Give it back."""
         assert not failed
-        self.leases -= 1
+        self.scope.leases -= 1
+
+
+class Scope(MoldScope):
+    """Lends the mold."""
+
+    def __init__(self, mold: Mold) -> None:
+        options: Any = SimpleNamespace(name="f", timeout=None, max_queue=QUEUE, workers=SIZE)
+        super().__init__(options, lambda: 1e9)
+        self.mold = mold
+        self.leases = 0
+
+    def _lend(self, _key: Any) -> Any:
+        self.leases += 1
+        return Loan(self)
+
+    def has_replaced(self, _loan: Any, _key: Any) -> bool:
+        """There is one mold."""
+        return False
 
 
 class Broker:
     """Has one mold."""
 
+    name = "f"
+
     def __init__(self) -> None:
         self.mold = Mold()
-        self.engine = Engine(self.mold)
+        self.scope = Scope(self.mold)
         self.supervisor = Supervisor()
         self.has_ended = 0
 
     def admit(self, _connection: ClientConnection, _token: bytes) -> None:
         """Take everybody."""
 
-    def waits(self) -> None:
-        """Look at no connection again: there is one mold."""
-
-    def granted(self, _connection: ClientConnection, _worker: Worker) -> None:
+    def granted(self, _connection: ClientConnection, _worker: int) -> None:
         """Note nothing."""
 
     def ended(self, _connection: ClientConnection) -> None:
@@ -230,7 +239,7 @@ class Connections(RuleBasedStateMachine):
         members = self.broker.mold.plan.members.values()
         busy = sum(member.state in {"busy", "retiring"} for member in members)
         assert states.count("holding") == busy <= SIZE
-        assert states.count("waiting") + states.count("holding") == self.broker.engine.leases
+        assert states.count("waiting") + states.count("holding") == self.broker.scope.leases
         assert states.count("waiting") <= QUEUE
         if busy < SIZE and any(member.state == "idle" for member in members):
             assert "waiting" not in states
@@ -240,7 +249,7 @@ class Connections(RuleBasedStateMachine):
         for client in self.clients:
             client.channel.close()
             client.connection.heed()
-        assert 0 == self.broker.engine.leases
+        assert 0 == self.broker.scope.leases
         self.broker.mold.close()
 
 
@@ -256,7 +265,7 @@ def test_a_connection_of_no_client_gets_no_worker() -> None:
         with pytest.raises(EOFError):
             channel.receive()
         channel.close()
-        assert (0, 1) == (broker.engine.leases, broker.has_ended)
+        assert (0, 1) == (broker.scope.leases, broker.has_ended)
         broker.mold.close()
 
 

@@ -19,7 +19,7 @@ from modelguard.isolation._isolation_options import IsolationOptions, parse
 from modelguard.isolation._mold_workers import Waiter, WaitingLine
 
 
-class Quiet(Waiter[int]):
+class Quiet(Waiter):
     """A call that is not told."""
 
     def wake(self) -> None:
@@ -29,14 +29,14 @@ class Quiet(Waiter[int]):
 class TestWaitingLine:
     def test_clients_take_turns(self) -> None:
         """One with many calls does not hold up one with few."""
-        line = WaitingLine[int]()
+        line = WaitingLine()
         for client in "aaaab":
             line.append(Quiet(client))
         assert ["a", "b", "a", "a", "a"] == [line.popleft().client for _ in range(5)]
 
     def test_who_comes_from_another_line_keeps_its_order(self) -> None:
         """A call that was made before others of its client stands before them."""
-        line = WaitingLine[int]()
+        line = WaitingLine()
         for arrived in (2.0, 4.0, 1.0, 3.0, 4.0):
             line.append(Quiet("a", arrived=arrived))
         assert [1.0, 2.0, 3.0, 4.0, 4.0] == [line.popleft().arrived for _ in range(5)]
@@ -44,8 +44,8 @@ class TestWaitingLine:
     @given(st.lists(st.tuples(st.sampled_from(["add", "take", "drop"]), st.integers(0, 3)), max_size=60))
     def test_nobody_is_lost_and_each_client_is_served_in_order(self, steps: list[tuple[str, int]]) -> None:
         """Whatever comes and goes: the length is right, and a client's calls keep their order."""
-        line = WaitingLine[int]()
-        expected: dict[int, deque[Waiter[int]]] = {}
+        line = WaitingLine()
+        expected: dict[int, deque[Waiter]] = {}
         for what, client in steps:
             mine = expected.setdefault(client, deque())
             if what == "add":
@@ -65,7 +65,7 @@ class TestWaitingLine:
     @given(st.lists(st.integers(0, 3), min_size=1, max_size=40))
     def test_no_client_waits_for_two_turns_of_another(self, clients: list[int]) -> None:
         """Between two calls of one client, each other that waits gets at most one."""
-        line = WaitingLine[int]()
+        line = WaitingLine()
         for client in clients:
             line.append(Quiet(client))
         order = [line.popleft().client for _ in clients]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from modelguard import TTL, Isolated, guard, isolate, telemetry
 from modelguard.errors import LoadFailed, Reloading
 from modelguard.isolation import _host_scope
-from modelguard.isolation._host_client import BrokerGone
+from modelguard.isolation._host_scope import BrokerGone
 from modelguard.telemetry import GuardPaused, GuardResumed
 
 
@@ -26,7 +27,6 @@ class Membership:
         self.behaviour = behaviour
         self.heard: list[tuple[Any, ...]] = []
         self.pid, self.gone, self.ready, self.version = 1, False, False, None
-        self.on_loss: Any = None
 
     def ask(self, what: str, *details: Any, limit: float = 0.0) -> None:
         assert limit > 0 or what != "pause"
@@ -52,9 +52,14 @@ class Host:
         self.started: list[bool] = []
         self.on_pause: Any = None
 
-    def join(self, *_: Any, elect: bool, paused: bool, on_pause: Any, give_up: Any) -> Membership | None:
-        del give_up
+    def election(self, *_: Any, elect: bool, paused: bool) -> Any:
+        return SimpleNamespace(join=lambda _give_up: self.join(elect=elect, paused=paused))
+
+    def membership(self, broker: Membership, on_pause: Any, _on_loss: Any) -> Membership:
         self.on_pause = on_pause
+        return broker
+
+    def join(self, *, elect: bool, paused: bool) -> Membership | None:
         if self.broker is None and elect:
             self.started.append(paused)
             self.broker = Membership()
@@ -70,7 +75,8 @@ class TestHost:
     def host(self, monkeypatch: pytest.MonkeyPatch) -> Host:
         """A host without a broker."""
         host = Host()
-        monkeypatch.setattr(_host_scope, "join", host.join)
+        monkeypatch.setattr(_host_scope, "Election", host.election)
+        monkeypatch.setattr(_host_scope, "Membership", host.membership)
         return host
 
     @pytest.fixture

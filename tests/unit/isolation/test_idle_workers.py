@@ -14,7 +14,7 @@ from tests.unit.lifecycle.world import until
 
 from modelguard import Backoff, Idle, Isolated, guard, isolate, telemetry
 from modelguard.errors import Reloading
-from modelguard.isolation import _mold_guard
+from modelguard.isolation import _molds
 from modelguard.telemetry import Reason, WorkersReleased
 
 WHY = (Reason("idle", "Idle('1h', keep='mold')"),)
@@ -47,8 +47,8 @@ class Mold(Process):
 def function(monkeypatch: pytest.MonkeyPatch) -> Iterator[Isolated[Any, Any]]:
     """Its molds are no processes."""
     supervisor = Supervisor()
-    monkeypatch.setattr(_mold_guard, "supervisor", lambda: supervisor)
-    monkeypatch.setattr(_mold_guard, "Mold", Mold)
+    monkeypatch.setattr(_molds, "supervisor", lambda: supervisor)
+    monkeypatch.setattr(_molds, "Mold", Mold)
     monkeypatch.setattr(Mold, "made", [], raising=False)
     monkeypatch.setattr(Process, "fails", False)
     Process.gate.set()
@@ -56,8 +56,8 @@ def function(monkeypatch: pytest.MonkeyPatch) -> Iterator[Isolated[Any, Any]]:
         yield function
 
 
-def molds_of(function: Isolated[Any, Any]) -> _mold_guard.MoldGuard:
-    molds: _mold_guard.MoldGuard = function._scope._molds  # type: ignore[attr-defined]
+def molds_of(function: Isolated[Any, Any]) -> _molds.MoldGuard:
+    molds: _molds.MoldGuard = function._scope._molds  # type: ignore[attr-defined]
     return molds
 
 

@@ -147,7 +147,7 @@ class WorkersMachine(RuleBasedStateMachine):
         """On the current mold most of the time; a call that has just met an old one is sent on."""
         mold = self.molds[pick] if pick < len(self.molds) else self.current
         try:
-            waiter = Waiter[Worker]()
+            waiter = Waiter()
             worker = mold.workers.request(waiter)
         except MoldGone:
             assert mold.closed

@@ -16,7 +16,7 @@ from tests.unit.lifecycle.world import until
 
 from modelguard import TTL, Backoff, Breaker, Isolated, guard, isolate, pool, telemetry
 from modelguard.errors import GuardClosed, InvalidOption, NotSupported
-from modelguard.isolation import _mold_guard
+from modelguard.isolation import _molds
 from modelguard.isolation._mold_workers import End, Start, Waiter, Worker, WorkerPlan, Workers
 from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry import GuardPaused, GuardResumed, Reason, ReloadPostponed
@@ -166,17 +166,14 @@ class Process:
     made: list[Process]
     gate, loading = threading.Event(), threading.Event()
 
-    def __init__(
-        self, options: Any, *, generation: int, supervisor: Any, on_death: Any, is_paused: Any, follow: Any
-    ) -> None:
-        del supervisor, follow
-        self.options, self.generation, self.is_paused = options, generation, is_paused
-        self.die = lambda: on_death(self)
+    def __init__(self, instructions: Any, owner: Any, *, generation: int) -> None:
+        self.instructions, self.generation, self.is_paused = instructions, generation, owner.is_paused
+        self.die = lambda: owner.mold_died(self)
         self.code = self.version = None
         self.died: float | None = None
         self.born = time.monotonic()
         self.settled = 0
-        self.pid, self.heir, self.idle = 1, None, False
+        self.pid, self.idle = 1, False
         self.workers = SimpleNamespace(
             settle=self.settle,
             postponed=(),
@@ -249,8 +246,8 @@ class TestMolds:
     def supervised(self, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
         """Molds that are no processes."""
         supervisor = Supervisor()
-        monkeypatch.setattr(_mold_guard, "supervisor", lambda: supervisor)
-        monkeypatch.setattr(_mold_guard, "Mold", Process)
+        monkeypatch.setattr(_molds, "supervisor", lambda: supervisor)
+        monkeypatch.setattr(_molds, "Mold", Process)
         monkeypatch.setattr(Process, "fails", False)
         Process.gate.set()
         monkeypatch.setattr(Process, "made", [], raising=False)
