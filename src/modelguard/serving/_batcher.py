@@ -231,13 +231,13 @@ class Batcher:
         self._breaker = options.breaker
         self._function = BatchFunction(
             run=run,
-            name=options.limits.name,
+            name=options.name,
             isolate=options.on_error == "isolate",
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
         self._runner = runner_of(self._function, options, self._others_wait)
         self._scope = Scope(enclosing=frozenset({self}))  # of what a batch calls
-        self._own_keys = options.fair_by is not None
+        self._own_keys = options.limits.fair
         self._take_limits(options.limits)
         self._reset()
         _shared_threads.add(self)

@@ -287,10 +287,10 @@ class Arguments:
 
     def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
         self._function = function
-        self._name = options.limits.name
-        self._weigh = options.weight
+        self._name = options.name
+        self._weigh = None if options.weight is None else options.weight.of
         self._max_weight = options.limits.max_weight
-        self._fair_by = options.fair_by
+        self._fair_by = options.fair.by
         self._item_type = item_type_name(function)
         self._accepted: set[tuple[str, ...]] = set()
         self._incomplete = self._unbound() or self._mismatch({})  # why a call without keyword arguments fails
@@ -553,7 +553,7 @@ class Decorated(Entered):
     def __init__(self, function: Callable[..., Any], options: BatchOptions, *, instance: object = None) -> None:
         functools.update_wrapper(cast("Callable[..., Any]", self), function)
         super().__init__()
-        self.__signature__ = call_signature(function, options.limits.name)
+        self.__signature__ = call_signature(function, options.name)
         self._function = function
         self._options = options
         self._batcher = Batcher(function, options, lingers=instance is None)
@@ -601,7 +601,7 @@ class Decorated(Entered):
     @property
     def name(self) -> str:
         """Its name in events and errors."""
-        return self._options.limits.name
+        return self._options.name
 
     @property
     def limits(self) -> Limits:

@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Ty
 from modelguard import _units
 from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, Overloaded
 from modelguard.serving import _loops
-from modelguard.serving._batch_options import Buffer, Changes, Fair, LoopChoice, OnError, Size, Weight, check_options
+from modelguard.serving._batch_options import (
+    BatchOptions,
+    Buffer,
+    Changes,
+    Fair,
+    LoopChoice,
+    OnError,
+    Size,
+    Weight,
+    read_buffer,
+    read_fair,
+    read_weight,
+)
 from modelguard.serving._functions import Decorated, NotAHandler, check_function, function_name
 from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest
 from modelguard.serving.breaker import Breaker
@@ -377,15 +389,15 @@ def batched(
         raise InvalidOption(
             "batched", others[0], why="takes keyword arguments only", fix="Write @batched(max_size=32)."
         )
-    options = check_options(
+    options = BatchOptions(
         threads=threads,
-        weight=weight,
-        fair_by=fair_by,
+        weight=read_weight(weight),
+        fair=read_fair(fair_by),
         on_error=on_error,
         breaker=breaker,
         loop=loop,
-        buffer=buffer,
-        name=name,
+        buffer=read_buffer(buffer),
+        name="" if name is None else _units.name(name),
         written=Changes(
             max_size=max_size,
             slo=slo,
@@ -401,7 +413,7 @@ def batched(
             fix = "Use @batched(...) once, with all its options."
             raise InvalidOption("function", function, why="it is batched already", fix=fix)
         check_function(function, sys._getframe(1).f_locals)  # noqa: SLF001 - the public one may return None
-        suited = options.suited_to(function, options.limits.name or _units.printable(function_name(function)))
+        suited = options.suited_to(function, options.name or _units.printable(function_name(function)))
         made: Any = (BatchedStream if suited.streams else Batched)(function, suited)
         # For frameworks; calls look it up in the class.
         made.__call__ = MethodType(NotAHandler(function, made.name), made)
