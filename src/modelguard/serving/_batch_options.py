@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, TypeAlias, TypedDict, cast, get_args
 from modelguard import _units
 from modelguard._function_kinds import FunctionKind, kind_of
 from modelguard.errors import InvalidOption
-from modelguard.serving._loops import OwnLoop
+from modelguard.serving._runners import OwnLoop
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.status import Limits
 
@@ -86,7 +86,7 @@ class Buffer:
     Args:
         parts: Most parts of an item that wait for its consumer.
         slow_after: How long, in all, the consumer of one item may keep others waiting, because its parts fill its
-            buffer, before it gets ``ConsumerTooSlow``. Default: one second.
+            buffer, before it gets ``ConsumerTooSlow``; each part gives a hundredth of it back. Default: one second.
 
     Raises:
         InvalidOption: One of these is invalid.
@@ -148,12 +148,12 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         bounds = _check_bounds(self.written)
-        _units.one_of(self.on_error, "on_error", get_args(OnError))
+        _units.one_of(self.on_error, "on_error", get_args(OnError), fix="Write 'isolate' or 'fail'.")
         if self.breaker is not None:
             fix = "Write breaker=Breaker(failures=5, cooldown='10s')."
             _units.instance(self.breaker, "breaker", Breaker, "a Breaker", fix=fix)
         if self.loop is not None:
-            _units.one_of(self.loop, "loop", get_args(LoopChoice))
+            _units.one_of(self.loop, "loop", get_args(LoopChoice), fix="Write 'own' or 'caller'.")
         limits = Limits(
             name=self.name,
             max_weight=math.inf if self.weight is None or self.weight.most is None else float(self.weight.most),

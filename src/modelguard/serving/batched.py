@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Ty
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, Overloaded
-from modelguard.serving import _loops
 from modelguard.serving._batch_options import (
     BatchOptions,
     Buffer,
@@ -29,7 +28,7 @@ from modelguard.serving._batch_options import (
     read_weight,
 )
 from modelguard.serving._functions import Decorated, NotAHandler, check_function, function_name
-from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest
+from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest, TrioWaiter
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.streams import BatchedStream
 
@@ -122,8 +121,9 @@ class Batched(Decorated, Generic[X, Y]):
         try:
             loop = get_running_loop()
         except RuntimeError:
-            put = functools.partial(self._put, timeout=timeout, priority=priority, extras=extras, others=others)
-            return await _loops.call(_loops.TrioRequest(item), put, self._batcher.cancel)  # type: ignore[no-any-return]
+            waiter = TrioWaiter()
+            future = self.submit(item, *others, timeout=timeout, priority=priority, **extras)
+            return await waiter.result(future)  # type: ignore[no-any-return]
         call = loop.create_future()
         if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
             self._put(LoopRequest(item, loop, call), timeout, priority, extras, others)
@@ -216,13 +216,14 @@ class Batched(Decorated, Generic[X, Y]):
             loop = get_running_loop()
             requests: list[Any] = [LoopRequest(item, loop) for item in listed]
         except RuntimeError:
-            requests = [_loops.TrioRequest(item) for item in listed]
+            waiters = [TrioWaiter() for _ in listed]
+            requests = [FutureRequest(item) for item in listed]
         for request in requests:
-            self._put(request, timeout, priority, extras, others, put=self._batcher.bound)
-        self._batcher.put_together(requests)
+            self._prepare(request, timeout, priority, extras, others)
+        self._batcher.put(*requests, together=True)
         try:
             if requests and requests[0].loop is None:
-                return [await request.wait() for request in requests]
+                return [await one.result(request.future) for one, request in zip(waiters, requests, strict=True)]
             return list(await asyncio.gather(*(request.future for request in requests)))
         except BaseException:
             for request in requests:
