@@ -31,9 +31,9 @@ from modelguard.lifecycle.runtime import Fingerprint, Runtime, use
 from modelguard.runtime.host_lock import Held, HostLock
 from modelguard.serving._execution import BatchFunction, compute
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Failure, Request
+from modelguard.serving._requests import Batch, Failure, Request
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.serving.status import Batch, Limits
+from modelguard.serving.status import Limits
 
 MB = 10**6
 GB = 10**9

@@ -18,8 +18,8 @@ from typing import Any
 from modelguard.errors import BatchFailed, DeadlineExceeded, ModelGuardError, Overloaded
 from modelguard.serving._execution import BatchFunction, compute
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Failure, Request, caller_gone
-from modelguard.serving.status import Batch, Limits
+from modelguard.serving._requests import Batch, Failure, Request, caller_gone
+from modelguard.serving.status import Limits
 
 #: How many lengths of the part of a run in which requests are admitted are tried.
 _PARTS = 60

@@ -28,7 +28,7 @@ import _common
 from _simulation import Arrival, Cost, Simulation, poisson
 
 from modelguard.serving import Limits
-from modelguard.serving.status import Batch
+from modelguard.serving._requests import Batch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -31,8 +31,7 @@ from _simulation import Arrival, Simulation
 
 from modelguard.errors import QueueFull
 from modelguard.serving import Limits
-from modelguard.serving._requests import Failure, Request
-from modelguard.serving.status import Batch
+from modelguard.serving._requests import Batch, Failure, Request
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,6 @@ from tests.process.harness import wait_until
 
 from modelguard import batched
 from modelguard.errors import DeadlineExceeded, Overloaded
-from modelguard.serving import _shared_threads
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::modelguard.errors.ModelGuardWarning")]
 
@@ -85,8 +84,8 @@ def test_instances_come_and_go_under_stress() -> None:
     assert [] == wrong
     assert seen["result"] > CALLERS * CALLS / 3, seen
     kept.clear()
-    wait_until(lambda: ours() - before <= _shared_threads._MOST_IDLE + 1, "few threads")
     wait_until(lambda: gc.collect() >= 0 and not made, "no instance is left")
+    wait_until(lambda: ours() - before <= 9, "few threads")  # of the timer, and those that wait for short work
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:

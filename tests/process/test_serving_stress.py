@@ -22,7 +22,7 @@ import pytest
 
 from modelguard import batched
 from modelguard.errors import DeadlineExceeded, GuardClosed, InvalidOption, Overloaded
-from modelguard.serving import _functions, _shared_threads
+from modelguard.serving import _batcher, _functions
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -220,7 +220,7 @@ def test_plain_calls_of_an_event_loop_are_all_answered_while_threads_come_and_go
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are queued without a lock, also when a thread that computes is about to wait or to end."""
-    monkeypatch.setattr(_shared_threads, "_LINGER", 0.0005)
+    monkeypatch.setattr(_batcher, "LINGER", 0.0005)
     f = batched(max_size=4, threads=2)(lambda items: items)
 
     async def client(numbers: range) -> None:

@@ -59,7 +59,7 @@ def raise_on_event_loop(name: str, action: str, instead: str) -> None:
 
 T = TypeVar("T")
 
-StartThread = Callable[[Callable[[], None], str], None]
+StartThread = Callable[[Callable[[], None], str], object]
 
 
 def promise() -> Future[Any]:

@@ -1,7 +1,6 @@
 """The options of a batched function, checked."""
 
 import math
-import sys
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeAlias, TypedDict, cast, get_args
@@ -9,7 +8,7 @@ from typing import Any, Literal, Self, TypeAlias, TypedDict, cast, get_args
 from modelguard import _units
 from modelguard._function_kinds import FunctionKind, kind_of
 from modelguard.errors import InvalidOption
-from modelguard.serving._loops import OwnLoop
+from modelguard.serving._runners import OwnLoop
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.status import Limits
 
@@ -38,14 +37,10 @@ class Weight:
     padded: bool = False
 
     def __post_init__(self) -> None:
-        if not callable(self.of):
-            why = "must be a function of one item"
-            raise InvalidOption("of", self.of, why=why, fix="Write Weight(of=len), for the length of a text.")
-        if self.most is not None and not _is_positive(self.most):
-            why = "must be a number above 0"
-            raise InvalidOption("most", self.most, why=why, fix="Give the total weight of a full batch.")
-        if not isinstance(self.padded, bool):
-            raise InvalidOption("padded", self.padded, why="must be True or False", fix="Write padded=True.")
+        _units.function(self.of, "of", "one item", fix="Write Weight(of=len), for the length of a text.")
+        if self.most is not None:
+            _units.number(self.most, "most", fix="Give the total weight of a full batch.")
+        _units.flag(self.padded, "padded")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +67,13 @@ class Fair:
     ageing: _units.Duration = 10.0
 
     def __post_init__(self) -> None:
-        if self.by is not None and not callable(self.by):
-            why = f"must be a function of one item, not {_units.kind_of(self.by)}"
+        if self.by is not None:
             fix = "Write Fair(by=lambda item: item.tenant), or leave it out and name the header in the middleware."
-            raise InvalidOption("by", self.by, why=why, fix=fix)
+            _units.function(self.by, "by", "one item", fix=fix)
         fix = 'Write shares={"gold": 4}; all other keys have 1.'
-        if not isinstance(self.shares, Mapping):
-            why = f"must be a dict of keys and their shares, not {_units.kind_of(self.shares)}"
-            raise InvalidOption("shares", self.shares, why=why, fix=fix)
-        for key, share in self.shares.items():
-            if not _is_positive(share):
-                why = f"the share of {key!r} must be a number above 0, not {share!r}"
-                raise InvalidOption("shares", self.shares, why=why, fix=fix)
+        _units.instance(self.shares, "shares", Mapping, "a dict of keys and their shares", fix=fix)  # type: ignore[type-abstract]
+        for share in self.shares.values():
+            _units.number(share, "shares", fix=fix)
         if self.quota is not None:
             _units.whole_number(self.quota, "quota")
         _units.seconds(self.ageing, "ageing")
@@ -96,7 +86,7 @@ class Buffer:
     Args:
         parts: Most parts of an item that wait for its consumer.
         slow_after: How long, in all, the consumer of one item may keep others waiting, because its parts fill its
-            buffer, before it gets ``ConsumerTooSlow``. Default: one second.
+            buffer, before it gets ``ConsumerTooSlow``; each part gives a hundredth of it back. Default: one second.
 
     Raises:
         InvalidOption: One of these is invalid.
@@ -134,31 +124,49 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """The options of :func:`~modelguard.batched`.
+    """The options of :func:`~modelguard.batched`, checked as they are put together. Methods share them.
 
     Attributes:
         limits: What bounds batches, queue and calls, in base units.
-        weight: What an item counts for; None if every item counts the same.
-        fair_by: The key of an item; None for that of the context.
-        on_error: Whether a batch that raised is bisected, or fails as a whole.
-        breaker: When to stop calling a failing model.
+        own_loop: The event loop on which the function runs, if it is ``async`` and has one of its own.
         kind: What a call of the function gives.
-        loop: Where it runs if it is ``async``; None if that was not given.
-        buffer: How far consumers of its streams may fall behind; None if that was not given.
-        own_loop: The event loop on which it runs, if it is ``async`` and has one of its own. Methods share it.
         written: The options that can be changed, as they were given.
     """
 
-    limits: Limits
-    weight: Callable[[Any], float] | None = None
-    fair_by: Callable[[Any], Hashable] | None = None
-    on_error: OnError = "isolate"
-    breaker: Breaker | None = None
+    written: Changes = field(repr=False, compare=False)
+    threads: int
+    weight: Weight | None
+    fair: Fair
+    on_error: OnError
+    breaker: Breaker | None
+    loop: LoopChoice | None
+    buffer: Buffer | None
+    name: str
     kind: FunctionKind = "function"
-    loop: LoopChoice | None = None
-    buffer: Buffer | None = None
     own_loop: OwnLoop | None = None
-    written: Changes = field(default_factory=Changes, repr=False, compare=False)
+    limits: Limits = field(init=False)
+
+    def __post_init__(self) -> None:
+        bounds = _check_bounds(self.written)
+        _units.one_of(self.on_error, "on_error", get_args(OnError), fix="Write 'isolate' or 'fail'.")
+        if self.breaker is not None:
+            fix = "Write breaker=Breaker(failures=5, cooldown='10s')."
+            _units.instance(self.breaker, "breaker", Breaker, "a Breaker", fix=fix)
+        if self.loop is not None:
+            _units.one_of(self.loop, "loop", get_args(LoopChoice), fix="Write 'own' or 'caller'.")
+        limits = Limits(
+            name=self.name,
+            max_weight=math.inf if self.weight is None or self.weight.most is None else float(self.weight.most),
+            threads=_units.whole_number(self.threads, "threads"),
+            weighed=self.weight is not None,
+            padded=self.weight is not None and self.weight.padded,
+            fair=self.fair.by is not None,
+            shares=dict(self.fair.shares),
+            quota=_check_quota(self.fair.quota, bounds["max_queue"]),
+            ageing=_units.seconds(self.fair.ageing, "ageing"),
+            **bounds,
+        )
+        object.__setattr__(self, "limits", limits)
 
     @property
     def streams(self) -> bool:
@@ -176,15 +184,14 @@ class BatchOptions:
         Raises:
             InvalidOption: One of them is not for functions of its kind.
         """
-        made = replace(self, kind=kind_of(function), limits=replace(self.limits, name=name))
+        made = replace(self, kind=kind_of(function), name=name)
         if self.loop is not None and not made.is_async:
             why = "only an async function runs on an event loop, and this one runs on a thread"
             raise InvalidOption("loop", self.loop, why=why, fix="Leave it out, or write: async def predict(items): ...")
         if self.buffer is not None and not made.streams:
             why = "only a generator function has a stream to buffer"
-            fix = f"Leave it out, or yield parts: def {_example(function)}(items): yield [...]"
-            given = self.buffer.parts if self.buffer == Buffer(parts=self.buffer.parts) else self.buffer
-            raise InvalidOption("buffer", given, why=why, fix=fix)
+            fix = "Leave it out, or yield parts: def generate(items): yield [...]"
+            raise InvalidOption("buffer", self.buffer, why=why, fix=fix)
         return replace(made, own_loop=OwnLoop(name)) if made.is_async and self.loop != "caller" else made
 
     def changed(self, changes: Changes) -> Self:
@@ -201,86 +208,26 @@ class BatchOptions:
         written = self.written | changes
         if "max_size" in changes and changes["max_size"] != "auto" and "slo" not in changes:
             written["slo"] = None
-        bounds = _check_bounds(written)
-        _check_quota(self.limits.quota, bounds["max_queue"])
-        return replace(self, limits=replace(self.limits, **bounds), written=written)
+        return replace(self, written=written)
 
 
-def _example(function: Any) -> str:
-    name = getattr(function, "__name__", "generate")
-    return name if name.isidentifier() else "generate"
-
-
-def check_options(
-    *,
-    threads: int,
-    weight: Callable[[Any], float] | Weight | None,
-    fair_by: Callable[[Any], Hashable] | Fair | None,
-    on_error: OnError,
-    breaker: Breaker | None,
-    loop: LoopChoice | None,
-    buffer: int | Buffer | None,
-    name: str | None,
-    written: Changes,
-) -> BatchOptions:
-    """Check all options; see :func:`~modelguard.batched`. Without a ``name`` the function gives it later.
-
-    Raises:
-        InvalidOption: One of them is invalid.
-    """
-    bounds = _check_bounds(written)
-    if on_error not in ("isolate", "fail"):
-        raise InvalidOption("on_error", on_error, why="is not a known value", fix="Write 'isolate' or 'fail'.")
-    if breaker is not None and not isinstance(breaker, Breaker):
-        why = f"must be a Breaker, not {_units.kind_of(breaker)}"
-        raise InvalidOption("breaker", breaker, why=why, fix="Write breaker=Breaker(failures=5, cooldown='10s').")
-    if loop is not None and loop not in get_args(LoopChoice):
-        raise InvalidOption("loop", loop, why="is not a known value", fix="Write 'own' or 'caller'.")
-    weighed, fair = _weight(weight), _fair(fair_by)
-    limits = Limits(
-        name="" if name is None else _units.name(name),
-        max_weight=math.inf if weighed is None or weighed.most is None else float(weighed.most),
-        threads=_units.whole_number(threads, "threads"),
-        weighed=weighed is not None,
-        padded=weighed is not None and weighed.padded,
-        fair=fair.by is not None,
-        shares=dict(fair.shares),
-        quota=_check_quota(fair.quota, bounds["max_queue"]),
-        ageing=_units.seconds(fair.ageing, "ageing"),
-        **bounds,
-    )
-    return BatchOptions(
-        limits=limits,
-        weight=None if weighed is None else weighed.of,
-        fair_by=fair.by,
-        on_error=on_error,
-        breaker=breaker,
-        loop=loop,
-        buffer=_buffer(buffer),
-        written=written,
-    )
-
-
-def _weight(given: Callable[[Any], float] | Weight | None) -> Weight | None:
+def read_weight(given: Callable[[Any], float] | Weight | None) -> Weight | None:
     if given is None or isinstance(given, Weight):
         return given
-    if not callable(given):
-        why = "must be a function of one item"
-        raise InvalidOption("weight", given, why=why, fix="Write weight=len, for the length of a text.")
+    _units.function(given, "weight", "one item", fix="Write weight=len, for the length of a text.")
     return Weight(of=given)
 
 
-def _fair(given: Callable[[Any], Hashable] | Fair | None) -> Fair:
+def read_fair(given: Callable[[Any], Hashable] | Fair | None) -> Fair:
     if isinstance(given, Fair):
         return given
-    if given is not None and not callable(given):
-        why = f"must be a function of one item, not {_units.kind_of(given)}"
+    if given is not None:
         fix = "Write fair_by=lambda item: item.tenant, or leave it out and name the header in the middleware."
-        raise InvalidOption("fair_by", given, why=why, fix=fix)
+        _units.function(given, "fair_by", "one item", fix=fix)
     return Fair(by=given)
 
 
-def _buffer(given: int | Buffer | None) -> Buffer | None:
+def read_buffer(given: int | Buffer | None) -> Buffer | None:
     if given is None or isinstance(given, Buffer):
         return given
     return Buffer(parts=_units.whole_number(given, "buffer"))
@@ -345,8 +292,3 @@ def _check_quota(quota: int | None, max_queue: int) -> int | None:
             "quota", quota, why=why, fix=f"Give quota={max(max_queue // 8, 1)}, an eighth of the queue."
         )
     return quota
-
-
-def _is_positive(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value <= sys.float_info.max  # type: ignore[operator]

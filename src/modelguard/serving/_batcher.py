@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
+import sys
 import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
-from modelguard import telemetry
-from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, WouldDeadlock
+from modelguard import _units, telemetry
+from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
 from modelguard.runtime import own_thread
+from modelguard.runtime.background import start_thread
 from modelguard.runtime.fork import Wakeup
 from modelguard.serving import _shared_threads, deadlines
-from modelguard.serving._batch_options import BatchOptions, Changes
-from modelguard.serving._execution import BatchCallable, BatchFunction, Computed, one_line
+from modelguard.serving._batch_options import BatchOptions, Buffer, Changes
+from modelguard.serving._execution import BatchCallable, BatchFunction, Computed, compute, one_line
 from modelguard.serving._planner import AutoSize
 from modelguard.serving._queue import BatchQueue, CircuitChange
-from modelguard.serving._requests import QueuedCall, Request, deliver, request_of
-from modelguard.serving._runners import runner_of
-from modelguard.serving._shared_threads import BatchThreads, LockedQueue, Watch, Work
+from modelguard.serving._requests import (
+    Batch,
+    FutureRequest,
+    PlainBatch,
+    QueuedCall,
+    Request,
+    deliver,
+    deliver_pairs,
+    is_plain,
+    request_of,
+)
+from modelguard.serving._runners import Runner
+from modelguard.serving._shared_threads import LINGER, Watch
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
-from modelguard.serving.status import (
-    Batch,
-    BatchStatus,
-    Counters,
-    Limits,
-    PlainBatch,
-    count_hung,
-    is_plain,
-    items_in_hung,
-)
+from modelguard.serving.status import BatchStatus, Counters, Limits
 from modelguard.telemetry import logger
 
 # Reports which size of batches ``max_size="auto"`` has chosen.
@@ -84,11 +93,20 @@ class ChosenSize:
         return max(size, self._size) >= _WORTH_REPORTING * min(size, self._size)
 
 
-# The events of a batcher. They are emitted in the batcher's own threads, never in a caller's.
+#: What counts as refused: the fields of ``RequestsRefused``, and those of the counters.
+_REFUSED = {
+    "full": "refused_full",
+    "late": "refused_late",
+    "open": "refused_open",
+    "quota": "refused_quota",
+    "expired": "expired",
+    "cancelled": "cancelled",
+}
+_refused: Callable[[Counters], tuple[int, ...]] = attrgetter(*_REFUSED.values())
 
 
 class BatchEvents:
-    """Emits what has happened since it last did.
+    """Emits what has happened since it last did: in the batcher's own threads, never in a caller's.
 
     Args:
         name: The batcher's name.
@@ -115,34 +133,25 @@ class BatchEvents:
             change: What its verdict changed about the circuit.
         """
         if telemetry.listening():
-            hung = count_hung(queue.running)
-            telemetry.emit(
-                telemetry.BatchFinished(
-                    guard=self._name,
-                    size=batch.count,
-                    waiting=queue.waiting,
-                    wait_seconds=batch.started - batch.oldest,
-                    run_seconds=seconds,
-                    failed=computed.failed,
-                    reruns=computed.reruns,
-                    weight=batch.weight,
-                    padding=batch.padding,
-                    hung=hung,
-                )
+            event = telemetry.BatchFinished(
+                guard=self._name,
+                size=batch.count,
+                waiting=queue.waiting,
+                wait_seconds=batch.started - batch.oldest,
+                run_seconds=seconds,
+                failed=computed.failed,
+                reruns=computed.reruns,
+                weight=batch.weight,
+                padding=batch.padding,
+                hung=len(queue.hung),
             )
+            telemetry.emit(event)
         if computed.error is not None:
-            telemetry.emit(
-                telemetry.BatchErrored(
-                    guard=self._name,
-                    size=batch.count,
-                    failed=computed.failed,
-                    error=one_line(computed.error),
-                    reruns=computed.reruns,
-                    hung=count_hung(queue.running),
-                )
-            )
-        if change is not None:
-            self._emit_circuit(queue, change, computed.error)
+            self._errored(queue, computed.error, batch.count, computed.failed, computed.reruns)
+        if change == "closed":
+            telemetry.emit(telemetry.CircuitClosed(guard=self._name))
+        elif change == "opened":
+            self._opened(queue, computed.error)
         self._size.report(queue.auto_size, batch.started + seconds)
 
     def quiet(self, queue: BatchQueue) -> bool:
@@ -152,35 +161,27 @@ class BatchEvents:
 
     def hung(self, queue: BatchQueue, hang_after: float) -> None:
         error = TimeoutError(f"a batch has been running for more than {hang_after:g} s")
-        telemetry.emit(
-            telemetry.BatchErrored(
-                guard=self._name,
-                size=items_in_hung(queue.running),
-                failed=0,
-                error=one_line(error),
-                reruns=0,
-                hung=count_hung(queue.running),
-            )
+        self._errored(queue, error, sum(batch.count for batch in queue.hung))
+        self._opened(queue, error)
+
+    def _errored(self, queue: BatchQueue, error: BaseException, size: int, failed: int = 0, reruns: int = 0) -> None:
+        hung = len(queue.hung)
+        event = telemetry.BatchErrored(
+            guard=self._name, size=size, failed=failed, error=one_line(error), reruns=reruns, hung=hung
         )
-        if queue.circuit is not None:
-            self._emit_circuit(queue, "opened", error)
+        telemetry.emit(event)
+
+    def _opened(self, queue: BatchQueue, error: BaseException | None) -> None:
+        if (circuit := queue.circuit) is not None:
+            why = "" if error is None else one_line(error)
+            event = telemetry.CircuitOpened(
+                guard=self._name, failures=circuit.failures, retry_after=circuit.cooldown, error=why
+            )
+            telemetry.emit(event)
 
     def refusals_due(self, counters: Counters) -> float:
         """When to report what was refused since the last report; infinity if there is nothing."""
         return math.inf if _refused(counters) == self._reported else self._reported_at + _REPORT_INTERVAL
-
-    def _emit_circuit(self, queue: BatchQueue, change: CircuitChange, error: BaseException | None) -> None:
-        if change == "closed" or queue.circuit is None:
-            telemetry.emit(telemetry.CircuitClosed(guard=self._name))
-            return
-        telemetry.emit(
-            telemetry.CircuitOpened(
-                guard=self._name,
-                failures=queue.circuit.failures,
-                retry_after=queue.circuit.cooldown,
-                error="" if error is None else one_line(error),
-            )
-        )
 
     def refused(self, queue: BatchQueue, now: float) -> None:
         """Emit what was refused since the last report, at most once a second."""
@@ -189,30 +190,8 @@ class BatchEvents:
                 return
             former, counts = self._reported, _refused(queue.counters)
             self._reported, self._reported_at = counts, now
-        full, late, opened, quota, expired, cancelled = (new - old for new, old in zip(counts, former, strict=True))
-        telemetry.emit(
-            telemetry.RequestsRefused(
-                guard=self._name,
-                full=full,
-                late=late,
-                open=opened,
-                quota=quota,
-                expired=expired,
-                cancelled=cancelled,
-                waiting=queue.waiting,
-            )
-        )
-
-
-def _refused(counters: Counters) -> tuple[int, ...]:
-    return (
-        counters.refused_full,
-        counters.refused_late,
-        counters.refused_open,
-        counters.refused_quota,
-        counters.expired,
-        counters.cancelled,
-    )
+        since: dict[str, Any] = {name: new - old for name, new, old in zip(_REFUSED, counts, former, strict=True)}
+        telemetry.emit(telemetry.RequestsRefused(guard=self._name, waiting=queue.waiting, **since))
 
 
 class Batcher:
@@ -221,23 +200,28 @@ class Batcher:
     Args:
         run: Computes a batch.
         options: Bounds, and how to treat errors.
-        lingers: Whether a thread without work waits for some. An instance's goes to others at once: there may be one
-            for each request.
     """
 
-    def __init__(self, run: BatchCallable, options: BatchOptions, *, lingers: bool = True) -> None:
+    def __init__(self, run: BatchCallable, options: BatchOptions) -> None:
         self._options = options
-        self._lingers = lingers
         self._breaker = options.breaker
         self._function = BatchFunction(
             run=run,
-            name=options.limits.name,
+            name=options.name,
             isolate=options.on_error == "isolate",
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
-        self._runner = runner_of(self._function, options, self._others_wait)
+        self._runner = Runner(
+            self._function,
+            self._others_wait,
+            kind=options.kind,
+            own_loop=options.own_loop,
+            slow_after=_units.seconds((options.buffer or Buffer()).slow_after, "slow_after", zero=True),
+        )
+        # One step less for those that are simply called.
+        self._run = partial(compute, self._function) if options.kind == "function" else self._runner.batch
         self._scope = Scope(enclosing=frozenset({self}))  # of what a batch calls
-        self._own_keys = options.fair_by is not None
+        self._own_keys = options.limits.fair
         self._take_limits(options.limits)
         self._reset()
         _shared_threads.add(self)
@@ -255,13 +239,14 @@ class Batcher:
             self._queue.close()
 
     def _reset(self) -> None:
-        self._locked = LockedQueue(
-            BatchQueue(self._limits, None if self._breaker is None else Circuit(self._breaker)), self._on_drained
-        )
-        self._lock, self._queue = self._locked.lock, self._locked.queue
-        self._threads = BatchThreads(
-            self.name, self._locked, self._take, self._compute, most=self._limits.threads, lingers=self._lingers
-        )
+        self._queue = BatchQueue(self._limits, None if self._breaker is None else Circuit(self._breaker))
+        #: Reentrant, because a finalizer or signal handler may want it in a thread that holds it. What these ask for is
+        #: deferred until the state is consistent again.
+        self._lock = threading.RLock()
+        self._deferred: deque[tuple[Request | asyncio.Future[Any], bool]] = deque()  # to cancel; whether to notify
+        self._idle: list[Wakeup] = []  # of threads without work; who takes one out sets it, without the lock
+        self._count = 0  # of threads
+        self._wakeups: set[Wakeup] = set()  # of all threads
         self._process = os.getpid()
         self._nested = False  # whether a batch function has ever called this one
         self._watch = Watch(self.name, self._lock, self._check_time, self._after_check)
@@ -269,6 +254,9 @@ class Batcher:
         self._drained = Wakeup()  # not an Event: the garbage collector may set it in the middle of a wait
         self._events = BatchEvents(self.name)
         self._function.suspects.renew_lock()
+
+    def __del__(self) -> None:
+        self._wake_all()  # its threads, which end then
 
     @property
     def name(self) -> str:
@@ -296,74 +284,65 @@ class Batcher:
             self._queue.configure(self._limits, now)
             if self._queue.running and self._watch.due > now:
                 self._watch.schedule(now)  # a batch may count as hung sooner
-            idle = self._threads.take_idle()
-        for wakeup in idle:  # they may be waiting for a batch to become due
-            wakeup.set()
+        self._wake_all()  # they may be waiting for a batch to become due
 
     # In
 
-    def put(self, request: Request, timeout: float | None = None) -> None:  # noqa: C901 - a function call costs a tenth
-        """Queue a request; its outcome comes from another thread.
+    def bound(self, request: Request, timeout: float | None) -> None:
+        """Set when a request has to be answered, and for whom it is, before :meth:`put`.
 
         Raises:
             WouldDeadlock: Called by the batch function itself, or by one that it waits for.
             CallerGone: The web request for which it is called has lost its client.
-            Overloaded, DeadlineExceeded, GuardClosed: It was not queued.
         """
-        if own_thread.open_blocks and own_thread.required():
-            self._compute_inline(request)
-            return
         scope = current_scope.get()
-        bounded = scope is not None or timeout is not None or self._bounded
-        if bounded:
-            self._apply_bounds(request, timeout, scope)
-        queue, threads, wakeup = self._queue, self._threads, None
-        try:
-            with self._lock:
-                queue.admit(request, deadlines.clock())
-                if threads.idle:
-                    wakeup = threads.idle.pop()
-                elif threads.count < threads.most:
-                    threads.start()
-                if bounded and request.deadline < self._watch.due:
-                    self._watch.schedule(request.deadline)
-            if wakeup is not None:
-                wakeup.set()
-            if self._locked.deferred or queue.undelivered:
-                self._locked.settle()
-        except ModelGuardError:
-            self._report_refusals()
-            raise
-        except BaseException:  # Ctrl-C or a signal handler that raises, at any point of the above
-            self._withdraw(request)
-            raise
-        if scope is not None and scope.web_request is not None:
-            scope.web_request.add(QueuedCall(request, self.cancel))
+        if scope is None and timeout is None and not self._bounded:
+            return
+        deadline = deadlines.clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
+        if scope is not None:
+            deadline = min(deadline, scope.nearest_deadline)
+            self._refuse_own_call(scope)
+            if scope.web_request is not None and scope.web_request.cancelled:
+                raise CallerGone(self.name)
+            if scope.enclosing:
+                request.enclosing = scope.enclosing
+                self._nested = True
+            if scope.key is not None or scope.priority:
+                request.priority = max(request.priority, scope.priority)
+                request.key = request.key if self._own_keys else scope.key
+                self.order()
+        request.deadline = deadline
 
-    def bound(self, request: Request, timeout: float | None) -> None:
-        """Set when a request has to be answered, and for whom it is, before :meth:`put_together`."""
-        self._apply_bounds(request, timeout, current_scope.get())
+    def put(self, *requests: Request, together: bool = False) -> None:
+        """Queue requests with their bounds; their outcomes come from another thread.
 
-    def put_together(self, requests: list[Request]) -> None:
-        """:meth:`put` for several requests with their bounds: all of them are queued, or none."""
+        Args:
+            requests: One of them, or several ``together``.
+            together: Whether all of them are queued, or none; they take the place of no other then.
+
+        Raises:
+            Overloaded, DeadlineExceeded, GuardClosed: They were not queued.
+        """
         if own_thread.open_blocks and own_thread.required():
             for request in requests:
                 self._compute_inline(request)
             return
         try:
             with self._lock:
-                self._queue.admit_together(requests, deadlines.clock())
-                wakeup = self._threads.find() if requests else None
-                nearest = min((request.deadline for request in requests), default=math.inf)
-                if nearest < self._watch.due:
-                    self._watch.schedule(nearest)
+                if together:
+                    self._queue.admit_together(requests, deadlines.clock())
+                else:
+                    self._queue.admit(requests[0], deadlines.clock())
+                wakeup = self._find_thread() if requests else None
+                self._look_at(min([request.deadline for request in requests], default=math.inf))
             if wakeup is not None:
                 wakeup.set()
-            self._locked.settle()
+            if self._deferred or self._queue.undelivered:
+                self._settle()
         except ModelGuardError:
             self._report_refusals()
             raise
-        except BaseException:  # as in put
+        except BaseException:  # Ctrl-C or a signal handler that raises, at any point of the above
             self._withdraw(*requests)
             raise
         scope = current_scope.get()
@@ -384,61 +363,52 @@ class Batcher:
             or own_thread.open_blocks
             or current_scope.get() is not None
         ):
-            self.put(request_of((item, future, loop, now, weight), math.inf))
+            request = request_of((item, future, loop, now, weight), math.inf)
+            self.bound(request, None)
+            self.put(request)
             return
-        threads, until = self._threads, now + self._limits.deadline
+        until = now + self._limits.deadline
         try:
             queue.inbox.append((item, future, loop, now, weight))
             # Read again, after the call was queued: a thread looks for work after it has written these.
-            if threads.idle or threads.count < threads.most or queue.closed or until < self._watch.due:
+            if self._idle or self._count < self._limits.threads or queue.closed or until < self._watch.due:
                 self._attend_to(future, until)
         except GuardClosed:
             raise
         except BaseException:  # as in put
             with self._lock:
-                request = queue.request_of(future)
-            if request is not None:
-                self._withdraw(request)
+                queued = queue.request_of(future)
+            if queued is not None:
+                self._withdraw(queued)
             raise
 
     def _attend_to(self, future: asyncio.Future[Any], until: float) -> None:
         """Have a thread compute what was put into the inbox. Raises what ``put`` does if there will be none."""
         with self._lock:
             request = self._queue.request_of(future) if self._queue.closed else None
-            closed = request is not None and request.state == "waiting"
-            if request is not None and closed:
+            refused = request is not None and request.state == "waiting"
+            if request is not None and refused:
                 self._queue.withdraw(request)
-            elif until < self._watch.due:
-                self._watch.schedule(until)
-            wakeup = self._threads.find()
+            else:
+                self._look_at(until)
+            wakeup = self._find_thread()
         if wakeup is not None:
             wakeup.set()
-        if closed or self._locked.deferred or self._queue.undelivered:
-            self._locked.settle()
-        if closed:
+        if refused or self._deferred or self._queue.undelivered:
+            self._settle()
+        if refused:
             raise GuardClosed(self.name)
+
+    def _look_at(self, due: float) -> None:
+        """Have :meth:`_check_time` called by then. With the lock."""
+        if due < self._watch.due:
+            self._watch.schedule(due)
 
     def _withdraw(self, *requests: Request) -> None:
         """Undo an admission that an exception interrupted."""
         with self._lock:
             self._queue.withdraw(*requests)
-        self._threads.wake_all()
-
-    def _apply_bounds(self, request: Request, timeout: float | None, scope: Scope | None) -> None:
-        deadline = deadlines.clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
-        if scope is not None:
-            deadline = min(deadline, scope.nearest_deadline)
-            self._refuse_own_call(scope)
-            if scope.web_request is not None and scope.web_request.cancelled:
-                raise CallerGone(self.name)
-            if scope.enclosing:
-                request.enclosing = scope.enclosing
-                self._nested = True
-            if scope.key is not None or scope.priority:
-                request.priority = max(request.priority, scope.priority)
-                request.key = request.key if self._own_keys else scope.key
-                self.order()
-        request.deadline = deadline
+        self._wake_all()  # also a thread that was chosen, and whose wakeup was never set
 
     def order(self) -> None:
         """From now on, requests have keys or priorities."""
@@ -463,31 +433,170 @@ class Batcher:
         finally:
             current_scope.reset(token)
 
+    # What may interrupt a change of the queue is deferred, and what it decides is delivered without the lock.
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether this thread holds the lock: then a finalizer or signal handler asks, in the middle of a change."""
+        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition does
+        return owned
+
     def cancel(self, request: Request | asyncio.Future[Any], *, notify: bool = False) -> None:
         """Drop a request, or a plain call. With ``notify`` its caller still waits, and gets ``CallerGone``."""
-        self._locked.cancel(request, notify=notify)
-        if not self._locked.interrupted:
+        self._deferred.append((request, notify))
+        if not self._interrupted:  # else the change ends first
+            self._settle()
             self._report_refusals()
 
     def drop(self, request: Request) -> None:
-        """:meth:`cancel` for the garbage collector: it waits for no lock."""
-        self._locked.drop(request)
+        """:meth:`cancel` for the garbage collector, which may interrupt code that holds a lock: it waits for none.
+
+        Who holds this one looks for what is deferred when it lets go.
+        """
+        self._deferred.append((request, False))
+        if self._interrupted or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._cancel_deferred()
+        finally:
+            self._lock.release()
+        if self._queue.undelivered or self._queue.closed:
+            self._settle()
+
+    def _cancel_deferred(self) -> None:
+        while self._deferred:
+            one, notify = self._deferred.popleft()
+            request = one if isinstance(one, Request) else self._queue.request_of(one)
+            if request is not None:
+                self._queue.cancel(request, notify=notify)
+
+    def _settle(self, *, callbacks_elsewhere: bool = False) -> None:
+        """Do what was deferred, and deliver the failures that the queue decided on. Called without the lock.
+
+        Args:
+            callbacks_elsewhere: Whether to run callbacks of futures in another thread, so that this one is on time.
+        """
+        queue = self._queue
+        with self._lock:
+            self._cancel_deferred()
+            pairs, queue.undelivered = queue.undelivered, []
+            drained = queue.closed and queue.idle
+        if callbacks_elsewhere and (futures := [pair for pair in pairs if isinstance(pair[0], FutureRequest)]):
+            with contextlib.suppress(RuntimeError):  # no thread can be started: deliver them here
+                start_thread(partial(deliver_pairs, futures), "modelguard-deliver")
+                pairs = [pair for pair in pairs if not isinstance(pair[0], FutureRequest)]
+        deliver_pairs(pairs)
+        if drained:
+            with self._lock:
+                if queue.closed and queue.idle:  # not reopened meanwhile
+                    self._drained.set()
+                    _shared_threads.discard(self)
 
     def _others_wait(self) -> bool:
         return bool(self._queue.waiting or self._queue.inbox)
 
     def _refuse_interruption(self, method: str, fix: str) -> None:
-        if self._locked.interrupted:
+        if self._interrupted:
             why = f"{method}() was called by a signal handler or a finalizer that interrupted a call"
             raise WouldDeadlock(self.name, why=why, fix=fix)
 
-    # What the threads that compute do
+    # Threads. They start when there is work, and keep the batcher only while they have some.
 
-    def _take(self) -> Work:
-        found = self._queue.next_batch(deadlines.clock())
-        if isinstance(found, Batch) and self._watch.due == math.inf and self._limits.hang_after != math.inf:
-            self._watch.schedule(found.started + self._limits.hang_after)
-        return found
+    def _find_thread(self) -> Wakeup | None:
+        """The wakeup of a thread without work. If there is none, start a thread, if more are allowed. With the lock."""
+        if self._idle:
+            return self._idle.pop()
+        if self._count < self._limits.threads:
+            self._start_thread()
+        return None
+
+    def _start_thread(self) -> None:
+        wakeup, holder = Wakeup(), [self]
+        self._wakeups.add(wakeup)
+        self._count += 1
+        try:
+            if sys.is_finalizing():  # start() would wait for a thread that never runs
+                raise RuntimeError("the interpreter is shutting down")  # noqa: TRY301
+            start_thread(partial(_serve, holder, wakeup), f"modelguard-batch-{self.name}")
+        except BaseException as error:
+            with contextlib.suppress(IndexError):  # the thread was started all the same
+                holder.pop()
+                self._end_thread(wakeup)
+            if not isinstance(error, RuntimeError):
+                raise
+            if not self._count:
+                self._queue.refuse_waiting(Overloaded(f"{self.name}(): cannot start a thread: {error}"))
+
+    def _end_thread(self, wakeup: Wakeup) -> None:
+        self._count -= 1
+        self._wakeups.discard(wakeup)
+        if wakeup in self._idle:
+            self._idle.remove(wakeup)
+
+    def _wake_all(self) -> None:
+        """Have every thread look for work."""
+        for wakeup in tuple(self._wakeups):
+            wakeup.set()
+
+    def turn(self, wakeup: Wakeup, *, expired: bool) -> float | None:
+        """Compute a batch, if there is one, in one of the threads. Never raises.
+
+        Args:
+            wakeup: That of the thread.
+            expired: Whether it has waited in vain for as long as a thread does.
+
+        Returns:
+            For how many seconds to wait for the next one; None if this thread has to end.
+        """
+        try:
+            return self._turn(wakeup, expired=expired)
+        except BaseException:  # noqa: BLE001 - a fault in this library; another thread takes over
+            with contextlib.suppress(BaseException):
+                logger.exception("modelguard: a thread of %s() failed", self.name)
+            with self._lock:
+                self._end_thread(wakeup)
+                other = None if self._queue.idle else self._find_thread()
+            if other is not None:
+                other.set()
+            return None
+
+    def _turn(self, wakeup: Wakeup, *, expired: bool) -> float | None:
+        queue, other, rest = self._queue, None, None
+        with self._lock:
+            if wakeup in self._idle:
+                self._idle.remove(wakeup)
+            found = queue.next_batch(deadlines.clock())
+            if isinstance(found, Batch):
+                self._look_at(found.started + self._limits.hang_after)
+                if queue.waiting or queue.inbox:  # the rest may be due before this batch has ended
+                    other = self._find_thread()
+            else:
+                rest = self._rest(wakeup, found, expired=expired)
+        if other is not None:
+            other.set()
+        if queue.undelivered or self._deferred:
+            self._settle()
+        if not isinstance(found, Batch):
+            return rest
+        self._compute(found)
+        return 0.0
+
+    def _rest(self, wakeup: Wakeup, seconds: float | None, *, expired: bool) -> float | None:
+        """For how long a thread without work waits, of which there will be some then; None if it has to end.
+
+        The inbox is looked at last. A call puts itself there, and then looks at what is written here.
+        """
+        if seconds is None and (self._queue.closed or expired):
+            self._end_thread(wakeup)
+            if not self._queue.inbox:
+                return None
+            self._count += 1
+            self._wakeups.add(wakeup)
+            return 0.0
+        self._idle.append(wakeup)
+        if self._queue.inbox:  # since it was emptied, by a call that saw this one work
+            return 0.0
+        return LINGER if seconds is None else min(seconds, LINGER)
 
     def _compute(self, batch: Batch) -> None:
         scope = self._scope
@@ -495,7 +604,7 @@ class Batcher:
             scope = Scope(enclosing=scope.enclosing.union(*(request.enclosing for request in batch.requests)))
         started = deadlines.clock()
         token = current_scope.set(scope)
-        computed = self._runner.batch(batch, self._answer)
+        computed = self._run(batch, self._answer)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
         now = deadlines.clock()
         seconds = now - started - computed.stalled
@@ -516,8 +625,8 @@ class Batcher:
             plain.deliver(computed.outcomes)
         elif requests:
             deliver(requests, outcomes)
-        if queue.undelivered or queue.closed or self._locked.deferred:
-            self._locked.settle()
+        if queue.undelivered or queue.closed or self._deferred:
+            self._settle()
         if not quiet:
             self._report(batch, computed, seconds, change)
 
@@ -525,8 +634,7 @@ class Batcher:
         queue, now = self._queue, deadlines.clock()
         try:
             self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
-            if self._events.refusals_due(queue.counters) <= now:
-                self._events.refused(queue, now)
+            self._events.refused(queue, now)
             self._report_refusals()
             if change == "opened" and self._breaker is not None and self._breaker.reload is not None:
                 self._breaker.reload.reload(wait=False)
@@ -550,7 +658,7 @@ class Batcher:
         return min(queue.next_check(), self._events.refusals_due(queue.counters))
 
     def _after_check(self, now: float) -> None:
-        self._locked.settle(callbacks_elsewhere=True)
+        self._settle(callbacks_elsewhere=True)
         hung, self._hung = self._hung, False
         try:
             self._events.refused(self._queue, now)
@@ -568,19 +676,15 @@ class Batcher:
             self._check_time(now)
             if self._watch.due < math.inf:  # it waits for a time that was
                 self._watch.schedule(now)
-            idle = self._threads.take_idle()
-        for wakeup in idle:  # they may be waiting for a batch to become due
-            wakeup.set()
-        self._locked.settle()  # here: a test looks at its futures next
+        self._wake_all()  # they may be waiting for a batch to become due
+        self._settle()  # here: a test looks at its futures next
         self._after_check(now)
 
     def _report_refusals(self) -> None:
         """Have refusals reported within a second, also if no batch ends. Not by this thread: it may be a caller's."""
-        due = self._events.refusals_due(self._queue.counters)
-        if due < self._watch.due:
+        if (due := self._events.refusals_due(self._queue.counters)) < self._watch.due:
             with self._lock:
-                if due < self._watch.due:
-                    self._watch.schedule(due)
+                self._look_at(due)
 
     # Closing
 
@@ -601,10 +705,8 @@ class Batcher:
         self._refuse_interruption("close", "Set a flag in the handler, and close when the program ends.")
         with self._lock:
             self._queue.close()
-            idle = self._threads.take_idle()
-        for wakeup in idle:
-            wakeup.set()
-        self._locked.settle()
+        self._wake_all()
+        self._settle()
         if self._drained.wait(timeout):
             self._drained.set()  # for others who wait
         else:
@@ -612,11 +714,7 @@ class Batcher:
                 self._queue.refuse_waiting(GuardClosed(self.name))
                 if abandon:
                     self._queue.refuse_running(GuardClosed(self.name))
-            self._locked.settle()
-
-    def _on_drained(self) -> None:
-        self._drained.set()
-        _shared_threads.discard(self)
+            self._settle()
 
     def reopen(self) -> None:
         if not self._queue.closed:
@@ -637,13 +735,34 @@ class Batcher:
 
         An open circuit does not count: without traffic there would be no probe.
         """
-        return not self._queue.closed and not items_in_hung(self._queue.running)
+        return not self._queue.closed and not self._queue.hung
 
     def status(self) -> BatchStatus:
-        if self._locked.deferred:
-            self._locked.settle()
+        if self._deferred:
+            self._settle()
         with self._lock:
             return self._queue.status(deadlines.clock())
 
     def __repr__(self) -> str:
         return f"<Batcher {self.name!r}>"
+
+
+def _serve(holder: list[Batcher], wakeup: Wakeup) -> None:
+    """Runs in each thread of a batcher. One that waits for work does not keep the batcher, nor its instance, alive."""
+    batcher: Batcher | None
+    try:
+        batcher = holder.pop()
+    except IndexError:  # whoever started this thread was interrupted meanwhile, and counts without it
+        return
+    reference = weakref.ref(batcher)
+    expired = False
+    while batcher is not None:
+        pause = batcher.turn(wakeup, expired=expired)
+        if pause is None:
+            return
+        expired = False
+        if pause:
+            if pause >= LINGER:
+                batcher = None
+            expired = not wakeup.wait(pause) and pause >= LINGER
+            batcher = reference()

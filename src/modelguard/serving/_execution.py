@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from modelguard import _units
 from modelguard.errors import (
@@ -32,8 +32,8 @@ from modelguard.errors import (
 )
 from modelguard.facts._gpu import TORCH_CUDA, free_after
 from modelguard.runtime import own_thread
-from modelguard.serving._requests import AllLeft, Failure, LoopEnded, Request
-from modelguard.serving.status import Batch, Verdict
+from modelguard.serving._requests import AllLeft, Batch, Failure, LoopEnded, Request
+from modelguard.serving.status import Verdict
 
 # Which items made their batch raise: found in the traceback, or remembered from the last time.
 
@@ -158,146 +158,6 @@ def _copied(error: Exception) -> Exception | None:
     except Exception:  # noqa: BLE001 - an error whose class does not take its own arguments
         return None
     return again if type(again) is type(error) else None
-
-
-#: Of so many items that were found bad, one run tests about as many that it succeeds every second time: ln 2.
-_EVEN = 0.7
-
-
-class Isolation:
-    """Runs parts of a batch that raised, until each error belongs to one item or the model turns out to be at fault.
-
-    * The innermost function in the traceback often works on a single item. The others run without it first: if they
-      succeed, one run was enough.
-    * Otherwise halves: of a part that raised, one half runs. If it succeeds, the other half holds the item at fault,
-      and is halved without a run of its own. If it raises, nothing is known of the other half any more, and it runs
-      later, with all others like it.
-    * If nothing has succeeded after ``2 log2(n) + 1`` runs, the model is at fault. There are never more than
-      ``4 log2(n) + 4`` runs: with more bad items than can be found with these, the rest is refused.
-
-    Args:
-        run: Runs a part, by the numbers of its items, and keeps the results. Returns what it raised.
-        live: Whether an item's caller still waits.
-        items: All items.
-        trust: Whether to believe tracebacks.
-        breaks: Whether an error concerns the whole batch, so that every other part would get it as well.
-    """
-
-    def __init__(
-        self,
-        run: Callable[[list[int]], BaseException | None],
-        live: Callable[[int], bool],
-        items: list[Any],
-        *,
-        trust: bool,
-        breaks: Callable[[BaseException], bool],
-    ) -> None:
-        self._run = run
-        self._live = live
-        self._items = items
-        self._trust = trust
-        self._breaks = breaks
-        self.bad: dict[int, BaseException] = {}
-        self.unfound: list[int] = []
-        self.broken: dict[int, BaseException] = {}
-        self.succeeded = False
-        self.named_right: bool | None = None
-        self.reruns = 0
-        self._parts_failed = 0
-
-    def find(self, part: list[int], error: BaseException) -> None:
-        """Answer all items of a part that raised this error.
-
-        Afterwards ``bad`` has the items at fault with their errors, ``broken`` those that failed with all others, and
-        ``unfound`` those that were not told apart.
-        """
-        bits = (len(part) - 1).bit_length()
-        self._first, self._most, self._most_failures = error, 4 * bits + 4, 2 * bits + 1
-        if self._trust:
-            part, error = self._leave_out_named(part, error)
-        suspected, raised, rest = part, 1, list[int]()
-        while suspected or rest:
-            if not self.succeeded and self.reruns >= self._most_failures:
-                self._all_fail([*suspected, *rest])
-                return
-            if self.reruns >= self._most:
-                self.unfound = [at for at in (*suspected, *rest) if self._live(at)]
-                return
-            living = [at for at in suspected if self._live(at)]
-            if len(living) < len(suspected):  # the item at fault may be among those that are gone
-                suspected, rest = [], living + rest
-                continue
-            rest = [at for at in rest if self._live(at)]
-            if not suspected:
-                size = self._even_size(len(rest))
-                suspected, rest, raised = rest[:size], rest[size:], 1
-                failed = self._try(suspected) if suspected else None
-                if failed is None:
-                    suspected = []
-                else:
-                    error = failed
-                continue
-            if len(suspected) == 1:
-                self._judge(suspected[0], error, certain=raised > 1)
-                suspected = []
-                continue
-            half = suspected[: len(suspected) // 2]
-            failed = self._try(half)
-            if failed is None:
-                suspected = suspected[len(half) :]
-            else:
-                suspected, rest, raised, error = half, suspected[len(half) :] + rest, raised + 1, failed
-
-    def _leave_out_named(self, part: list[int], error: BaseException) -> tuple[list[int], BaseException]:
-        """Run the part without what the traceback names, again and again. Returns a part that still raises, if any."""
-        named: dict[int, BaseException] = {}
-        while part and len(named) <= 2 + len(self._items) // 8:
-            found = [part[at] for at in named_by(error, [self._items[at] for at in part])]
-            if len(found) != 1:
-                break
-            named[found[0]] = error
-            part = [at for at in part if at not in named and self._live(at)]
-            failed = self._try(part) if part else None
-            if failed is None:
-                self.named_right = True
-                self.bad.update(named)
-                return [], error
-            error = failed
-        if named:
-            self.named_right = False
-            for at, its_error in named.items():
-                if self._live(at):
-                    self._judge(at, its_error, certain=False)
-        return part, error
-
-    def _judge(self, at: int, error: BaseException, *, certain: bool) -> None:
-        """The item at fault, if the run that raised was not an accident: it fails by itself too."""
-        failed: BaseException | None = error if certain else self._try([at])
-        if failed is not None and at not in self.broken:
-            self.bad[at] = failed
-
-    def _try(self, part: list[int]) -> BaseException | None:
-        self.reruns += 1
-        failed = self._run(part)
-        if failed is None:
-            self.succeeded = True
-            return None
-        self._parts_failed += 1
-        if self._breaks(failed):
-            self.broken.update(dict.fromkeys(part, failed))
-            return None
-        return failed
-
-    def _all_fail(self, part: list[int]) -> None:
-        self.broken.update(dict.fromkeys([at for at in part if self._live(at)], self._first))
-
-    def _even_size(self, count: int) -> int:
-        """How many items, about which nothing is known, run together."""
-        found = len(self.bad)
-        if found <= 1:
-            return count
-        tested = max(len(self._items) - count, 1)
-        return max(1, min(count, int(_EVEN * tested / found)))
 
 
 # What a batch function returned or raised, as outcomes of its items: results are checked, errors are made for each.
@@ -569,20 +429,15 @@ def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Co
     if function.suspects:
         known = [function.suspects.find(request.item, request.group) for request in batch.requests]
         if any(known):
-            return _compute_suspicious(function, _Items(function, batch, answer), known)
+            return _compute_suspicious(function, _Parts(function, batch, answer), known)
     try:
         results = function(batch.items, batch.extras)
     except AllLeft:
         return Computed([None] * batch.count, 0, "inconclusive", whole=False)
     except BaseException as error:  # noqa: BLE001 - not even sys.exit() in a model may end the thread
-        free_after(TORCH_CUDA, error)
-        if function.isolate and batch.count > 1 and not isinstance(error, _WHOLE_BATCH):
-            parts = _Items(function, batch, answer)
-            return parts.computed(error, _isolate(function, parts, [*range(batch.count)], error))
-        items = batch.items
-        failures = [Failure(error_for_caller(error, function.name, items)) for _ in items]
-        alone = float(batch.count == 1)  # an item at fault, as far as anybody knows
-        return Computed(failures, batch.count, verdict_of([error], function.ignore), error, bad=alone)
+        parts = _Parts(function, batch, answer)
+        parts.isolate([*range(batch.count)], error)
+        return parts.computed(error)
     if any(issubclass(kind, BaseException) for kind in {*map(type, results)}):
         results = wrap_errors(results, function.name, batch.items)
         failed = count_failures(results)
@@ -590,7 +445,7 @@ def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Co
     return Computed(results)
 
 
-def _compute_suspicious(function: BatchFunction, batch: _Items, known: list[Known | None]) -> Computed:
+def _compute_suspicious(function: BatchFunction, batch: _Parts, known: list[Known | None]) -> Computed:
     """Run a batch; items that failed before run alone and last, or not at all if they have failed repeatedly."""
     now = function.clock()
     healthy: list[int] = []
@@ -603,68 +458,40 @@ def _compute_suspicious(function: BatchFunction, batch: _Items, known: list[Know
         else:
             alone.append(at)
     error = batch.run(healthy) if healthy else None
-    errors: list[BaseException] = []
     if error is not None:
-        if function.isolate and len(healthy) > 1 and not isinstance(error, _WHOLE_BATCH):
-            errors = _isolate(function, batch, healthy, error)
-        else:
-            batch.fail(healthy, error)
-            errors = [error]
+        batch.isolate(healthy, error)
     for at in alone:
         with own_thread.reruns():
             failed = batch.run([at]) if batch.live(at) else None
         if failed is not None:
-            errors.append(failed)
             batch.blame(at, failed)
         elif batch.live(at):
             function.suspects.succeeded(batch.items[at], batch.requests[at].group)
-    return batch.computed(error, errors, reruns=len(alone))
+    batch.reruns += len(alone)
+    return batch.computed(error)
 
 
-def _isolate(function: BatchFunction, batch: _Items, part: list[int], first: BaseException) -> list[BaseException]:
-    """Find the items at fault in a part that raised. Returns what they failed with."""
-    if TORCH_CUDA.is_out_of_memory(first):
-        return _halve(batch, part)
-    isolation = Isolation(
-        batch.run,
-        batch.live,
-        batch.items,
-        trust=function.suspects.trusts_tracebacks,
-        breaks=lambda error: isinstance(error, _WHOLE_BATCH) or free_after(TORCH_CUDA, error),
-    )
-    with own_thread.reruns():
-        isolation.find(part, first)
-    if isolation.named_right is not None:
-        function.suspects.traceback_was(right=isolation.named_right)
-    for at, error in isolation.bad.items():
-        batch.blame(at, error)
-    for error in {id(error): error for error in isolation.broken.values()}.values():
-        batch.fail([at for at, one in isolation.broken.items() if one is error], error)
-    for at in isolation.unfound:
-        batch.outcomes[at] = Failure(not_told_apart(function.name, isolation.reruns, first))
-    batch.bad += len(isolation.bad) + len(isolation.unfound) if batch.succeeded else 0
-    batch.reruns += isolation.reruns
-    return [*isolation.bad.values(), *isolation.broken.values()]
+#: Of so many items that were found bad, one run tests about as many that it succeeds every second time: ln 2.
+_EVEN = 0.7
 
 
-def _halve(batch: _Items, part: list[int]) -> list[BaseException]:
-    """Run both halves of a part that ran out of GPU memory. No single item is at fault, so there is none to find."""
-    errors: list[BaseException] = []
-    middle = len(part) // 2
-    with own_thread.reruns():
-        for half in (part[:middle], part[middle:]):
-            live = [at for at in half if batch.live(at)]
-            error = batch.run(live) if live else None
-            batch.reruns += bool(live)
-            if error is not None:
-                free_after(TORCH_CUDA, error)
-                batch.fail(live, error)
-                errors.append(error)
-    return errors
+class _Parts:
+    """Runs parts of a batch that raised, until each error belongs to one item or the model turns out to be at fault.
 
+    * The innermost function in the traceback often works on a single item. The others run without it first: if they
+      succeed, one run was enough.
+    * Otherwise halves: of a part that raised, one half runs. If it succeeds, the other half holds the item at fault,
+      and is halved without a run of its own. If it raises, nothing is known of the other half any more, and it runs
+      later, with all others like it.
+    * If nothing has succeeded after ``2 log2(n) + 1`` runs, the model is at fault. There are never more than
+      ``4 log2(n) + 4`` runs: with more bad items than can be found with these, the rest is refused.
 
-class _Items:
-    """The items of a batch of which parts are run."""
+    Attributes:
+        outcomes: One for each item, by its number in the batch, as soon as it is known.
+        errors: What items failed with.
+        succeeded: Whether a run has.
+        reruns: How many runs there were beyond the first.
+    """
 
     def __init__(self, function: BatchFunction, batch: Batch, answer: Answer | None) -> None:
         self._function = function
@@ -673,12 +500,20 @@ class _Items:
         self.requests = batch.requests
         self.items = batch.items
         self.outcomes: list[Any] = [None] * batch.count
-        self.parts: list[tuple[int, float, float]] = []
+        self.errors: list[BaseException] = []
         self.succeeded = False
-        self.bad = self.reruns = 0
+        self.reruns = 0
+        self._runs: list[tuple[int, float, float]] = []
+        self._bad: dict[int, BaseException] = {}  # at fault
+        self._broken: dict[int, BaseException] = {}  # failed with all others
+        self._unfound: list[int] = []  # not told apart
 
     def live(self, at: int) -> bool:
+        """Whether an item's caller still waits."""
         return self.requests[at].state != "done"
+
+    def _live(self, part: list[int]) -> list[int]:
+        return [at for at in part if self.live(at)]
 
     def run(self, part: list[int]) -> BaseException | None:
         """Run some items, and keep their results. Returns what the function raised."""
@@ -689,48 +524,142 @@ class _Items:
         except BaseException as error:  # noqa: BLE001 - not even sys.exit() in a model may end the thread
             return error
         weight = math.fsum(self.requests[at].weight for at in part)
-        self.parts.append((len(part), weight, self._function.clock() - started))
+        self._runs.append((len(part), weight, self._function.clock() - started))
         for at, result in zip(part, wrap_errors(results, self._function.name, items), strict=True):
             self.outcomes[at] = result
         self.succeeded = True
-        self._answer_now(part)
+        if self._answer is not None:  # nobody waits for the runs that find somebody else's bad item
+            self._answer([self.requests[at] for at in part], [self.outcomes[at] for at in part])
         return None
 
     def blame(self, at: int, error: BaseException) -> None:
         """An item failed by itself. It is remembered if others succeeded: else the model may be at fault."""
-        self.fail([at], error)
+        self._fail([at], error)
         if self.succeeded and isinstance(error, Exception) and not isinstance(error, (*_NOT_THE_MODEL, *_WHOLE_BATCH)):
             suspects, now = self._function.suspects, self._function.clock()
             suspects.failed(self.items[at], self.requests[at].group, error, one_line(error), now)
 
-    def fail(self, part: list[int], error: BaseException) -> None:
+    def _fail(self, part: list[int], error: BaseException) -> None:
         items = [self.items[at] for at in part]
+        self.errors.append(error)
         for at in part:
             self.outcomes[at] = Failure(error_for_caller(error, self._function.name, items))
 
-    def _answer_now(self, part: list[int]) -> None:
-        """Nobody waits for the runs that find somebody else's bad item."""
-        if self._answer is not None:
-            self._answer([self.requests[at] for at in part], [self.outcomes[at] for at in part])
+    def isolate(self, part: list[int], first: BaseException) -> None:
+        """Find the items at fault in a part that raised this error, if it is one that tells them apart."""
+        no_memory = free_after(TORCH_CUDA, first)
+        if not self._function.isolate or len(part) == 1 or isinstance(first, _WHOLE_BATCH):
+            self._fail(part, first)
+            return
+        with own_thread.reruns():
+            if no_memory:
+                self._halve(part)
+            else:
+                self._find(part, first)
+        for at, error in self._bad.items():
+            self.blame(at, error)
+        for error in {id(error): error for error in self._broken.values()}.values():
+            self._fail([at for at, one in self._broken.items() if one is error], error)
+        for at in self._unfound:
+            self.outcomes[at] = Failure(not_told_apart(self._function.name, self.reruns, first))
 
-    def computed(self, first: BaseException | None, errors: list[BaseException], *, reruns: int = 0) -> Computed:
-        """The outcome of the whole batch.
+    def _halve(self, part: list[int]) -> None:
+        """Run both halves of a part that ran out of GPU memory: no single item is at fault."""
+        for half in (part[: len(part) // 2], part[len(part) // 2 :]):
+            live = self._live(half)
+            if live and (failed := self._try(live)) is not None:
+                self._fail(live, failed)
 
-        Args:
-            first: What the first run raised.
-            errors: What items failed with.
-            reruns: Runs beyond those of the isolation.
-        """
+    def _find(self, part: list[int], error: BaseException) -> None:
+        bits = (len(part) - 1).bit_length()
+        most, most_failures, first = 4 * bits + 4, 2 * bits + 1, error
+        if self._function.suspects.trusts_tracebacks:
+            part, error = self._leave_out_named(part, error)
+        suspected, raised, rest = part, 1, list[int]()
+        while suspected or rest:
+            if not self.succeeded and self.reruns >= most_failures:
+                self._broken.update(dict.fromkeys(self._live([*suspected, *rest]), first))
+                return
+            if self.reruns >= most:
+                self._unfound = self._live([*suspected, *rest])
+                return
+            living, rest = self._live(suspected), self._live(rest)
+            if len(living) < len(suspected):  # the item at fault may be among those that are gone
+                suspected, rest = [], living + rest
+            elif not suspected:
+                size = self._even_size(len(rest))
+                suspected, rest, raised = rest[:size], rest[size:], 1
+                failed = self._try(suspected) if suspected else None
+                suspected, error = ([], error) if failed is None else (suspected, failed)
+            elif len(suspected) == 1:
+                self._judge(suspected[0], error, certain=raised > 1)
+                suspected = []
+            else:
+                half = suspected[: len(suspected) // 2]
+                failed = self._try(half)
+                if failed is None:
+                    suspected = suspected[len(half) :]
+                else:
+                    suspected, rest, raised, error = half, suspected[len(half) :] + rest, raised + 1, failed
+
+    def _leave_out_named(self, part: list[int], error: BaseException) -> tuple[list[int], BaseException]:
+        """Run the part without what the traceback names, again and again. Returns a part that still raises, if any."""
+        suspects = self._function.suspects
+        named: dict[int, BaseException] = {}
+        while part and len(named) <= 2 + len(self.items) // 8:
+            found = [part[at] for at in named_by(error, [self.items[at] for at in part])]
+            if len(found) != 1:
+                break
+            named[found[0]] = error
+            part = self._live([at for at in part if at not in named])
+            failed = self._try(part) if part else None
+            if failed is None:
+                suspects.traceback_was(right=True)
+                self._bad.update(named)
+                return [], error
+            error = failed
+        if named:
+            suspects.traceback_was(right=False)
+            for at in self._live([*named]):
+                self._judge(at, named[at], certain=False)
+        return part, error
+
+    def _judge(self, at: int, error: BaseException, *, certain: bool) -> None:
+        """The item at fault, if the run that raised was not an accident: it fails by itself too."""
+        failed: BaseException | None = error if certain else self._try([at])
+        if failed is not None and at not in self._broken:
+            self._bad[at] = failed
+
+    def _try(self, part: list[int]) -> BaseException | None:
+        """Run a part again. Returns what it raised, unless every other part would get that as well."""
+        self.reruns += 1
+        failed = self.run(part)
+        if failed is not None and (free_after(TORCH_CUDA, failed) or isinstance(failed, _WHOLE_BATCH)):
+            self._broken.update(dict.fromkeys(part, failed))
+            return None
+        return failed
+
+    def _even_size(self, count: int) -> int:
+        """How many items, about which nothing is known, run together."""
+        found = len(self._bad)
+        if found <= 1:
+            return count
+        tested = max(len(self.items) - count, 1)
+        return max(1, min(count, int(_EVEN * tested / found)))
+
+    def computed(self, first: BaseException | None) -> Computed:
+        """The outcome of the whole batch, whose first run raised this error."""
         verdict: Verdict = "succeeded"
-        if not self.succeeded and (first is not None or errors):
-            verdict = verdict_of(errors or [cast("BaseException", first)], self._function.ignore)
-        elif not self.succeeded:
-            verdict = "inconclusive"
+        if not self.succeeded:
+            errors = self.errors or ([] if first is None else [first])
+            verdict = verdict_of(errors, self._function.ignore)
+        found = len(self._bad) + len(self._unfound)
+        told_apart = found + sum(count for count, _, _ in self._runs)
+        bad = float(first is not None and len(self.items) == 1)  # an item at fault, as far as anybody knows
+        if self.succeeded and first is not None:
+            bad = max(found, 1) / max(told_apart, 1)
         failed = count_failures(self.outcomes)
-        total = self.reruns + reruns
-        told_apart = self.bad + sum(count for count, _, _ in self.parts)
-        bad = max(self.bad, 1) / max(told_apart, 1) if self.succeeded and first is not None else 0.0
-        return Computed(self.outcomes, failed, verdict, first, total, self.parts, bad, whole=False)
+        return Computed(self.outcomes, failed, verdict, first, self.reruns, self._runs, bad, whole=False)
 
 
 def verdict_of(errors: list[BaseException], ignore: tuple[type[BaseException], ...]) -> Verdict:

@@ -14,17 +14,17 @@ import typing
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from typing import Annotated, Any, Generic, Never, Self, TypeVar, Unpack, cast
+from typing import Annotated, Any, Never, Self, Unpack, cast
 
 from modelguard import _units
 from modelguard._entered import Entered
 from modelguard._function_kinds import kind_of
 from modelguard.errors import InvalidOption, ItemRefused, ItemTooHeavy, ModelGuardWarning, NotSupported, WouldDeadlock
-from modelguard.runtime import fork
-from modelguard.serving import _loops
+from modelguard.runtime import fork, waiting
+from modelguard.runtime.background import start_thread
 from modelguard.serving._batch_options import BatchOptions, Changes
 from modelguard.serving._batcher import Batcher
-from modelguard.serving._requests import Group, Request
+from modelguard.serving._requests import Group, Request, TrioWaiter
 from modelguard.serving.deadlines import check_priority
 from modelguard.serving.status import BatchStatus, Limits
 
@@ -283,35 +283,26 @@ class Arguments:
     Args:
         function: The batch function.
         options: Its options.
+
+    Attributes:
+        weigh: Gives the weight of an item, or raises what :meth:`fill_in` does; None if nothing is weighed.
+        incomplete: Why a call without keyword arguments fails; None if it does not.
     """
 
     def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
         self._function = function
-        self._name = options.limits.name
-        self._weigh = options.weight
+        self._name = options.name
         self._max_weight = options.limits.max_weight
-        self._fair_by = options.fair_by
+        self._fair_by = options.fair.by
         self._item_type = item_type_name(function)
         self._accepted: set[tuple[str, ...]] = set()
-        self._incomplete = self._unbound() or self._mismatch({})  # why a call without keyword arguments fails
+        self.weigh = None if options.weight is None else functools.partial(self._weight, options.weight.of)
+        self.incomplete = self._unbound() or self._mismatch({})
 
     @property
     def always_checked(self) -> bool:
         """Whether even a call with nothing but an item has to be checked, whatever the item is."""
-        return self._incomplete is not None or self._fair_by is not None
-
-    @property
-    def weigh(self) -> Callable[[Any], float] | None:
-        """Gives the weight of an item, or raises what :meth:`fill_in` does; None if nothing is weighed."""
-        return None if self._weigh is None else functools.partial(self._weight, self._weigh)
-
-    @property
-    def incomplete(self) -> str | None:
-        """Why a call without keyword arguments fails; None if it does not."""
-        return self._incomplete
-
-    def refuse_all(self, why: str) -> None:
-        self._incomplete = why
+        return self.incomplete is not None or self._fair_by is not None
 
     def fill_in(self, request: Request, extras: dict[str, Any]) -> None:
         """Check the arguments of one call, and set the request's group, weight and key.
@@ -325,10 +316,10 @@ class Arguments:
         if type(request.item) is list and self._item_type is not None:
             why = f"one item ({self._item_type}) is needed, not a list; for many items, write f.map(items)"
             raise ItemRefused(self._name, why=why)
-        if extras or self._incomplete is not None:
+        if extras or self.incomplete is not None:
             request.group = self._group(extras)
-        if self._weigh is not None:
-            request.weight = self._weight(self._weigh, request.item)
+        if self.weigh is not None:
+            request.weight = self.weigh(request.item)
         if self._fair_by is not None:
             request.key = self._key(self._fair_by, request.item)
 
@@ -349,7 +340,7 @@ class Arguments:
     def _group(self, extras: dict[str, Any]) -> Group | None:
         names = tuple(sorted(extras))
         if names not in self._accepted:
-            why = self._mismatch(extras) if extras else self._incomplete
+            why = self._mismatch(extras) if extras else self.incomplete
             if why is not None:
                 hint = self._guard_hint() if set(passed_by_guard(self._function)) & set(names) else []
                 raise TypeError(". ".join([f"{self._name}(): {why}", *hint]))
@@ -376,11 +367,8 @@ class Arguments:
 
     def _unbound(self) -> str | None:
         """Why no call can work, if the function is a method and no instance was bound to it."""
-        try:
-            first = next(iter(inspect.signature(self._function).parameters), None)
-        except (ValueError, TypeError):  # many built-in functions have none
-            return None
-        if first not in {"self", "cls"}:
+        parameters = _parameters(self._function)
+        if not parameters or parameters[0].name not in {"self", "cls"}:
             return None
         return (
             "it is a method: call it on an instance, and put no other decorator above @batched(...), such as "
@@ -420,7 +408,7 @@ class Arguments:
         return key
 
 
-# Notices that instances with batched methods are made for each request.
+# A queue for each instance: what a batched method keeps among an instance's attributes.
 
 
 #: So many instances that came within so many seconds are short-lived if half of them are gone.
@@ -428,61 +416,25 @@ _MANY = 100
 _SOON = 60.0
 
 
-class ShortLived:
-    """Counts what is made for the instances of a class.
-
-    Args:
-        clock: Returns the time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began = clock()
-        self._recent: list[weakref.ref[object]] = []
-        self._found = False
-
-    def note(self, made: object) -> int:
-        """Note what was made for another instance, and lives as long as it.
-
-        Returns:
-            How many instances of the last minute were short-lived, once; else 0.
-        """
-        if self._found:
-            return 0
-        self._recent.append(weakref.ref(made))
-        if len(self._recent) < _MANY:
-            return 0
-        recent, self._recent = self._recent, []
-        now = self._clock()
-        began, self._began = self._began, now
-        gone = sum(reference() is None for reference in recent)
-        self._found = now - began <= _SOON and 2 * gone >= _MANY
-        return _MANY if self._found else 0
-
-
-# A queue for each instance: what a batched method keeps among an instance's attributes.
-
-
-B = TypeVar("B")
-
-
-class BoundMethods(Generic[B]):
-    """Makes and keeps one object for each instance of a class.
+class BoundMethods:
+    """Makes and keeps one batched function for each instance of a class. Warns if they are made for each request.
 
     Args:
         function: The function in the class, for errors.
         qualified_name: Where it is written. Not its plain name, which a subclass may use for a method of its own.
-        make: Makes the object of an instance.
+        make: Makes that of an instance.
     """
 
-    def __init__(self, function: Callable[..., Any], qualified_name: str, make: Callable[[Any], B]) -> None:
+    def __init__(self, function: Callable[..., Any], qualified_name: str, make: Callable[[Any], Any]) -> None:
         self._function = function
         self._attribute = f"_modelguard_batched_{qualified_name}"
         self._make = make
-        self._short_lived = ShortLived()
+        self._began = time.monotonic()
+        self._recent: list[weakref.ref[object]] = []
+        self._warned = False
 
-    def get(self, instance: Any) -> B:
-        """The object of an instance, made on first use. Two threads that come first together get the same one.
+    def get(self, instance: Any) -> Any:
+        """That of an instance, made on first use. Two threads that come first together get the same one.
 
         Raises:
             InvalidOption: The instance has no ``__dict__``.
@@ -490,31 +442,31 @@ class BoundMethods(Generic[B]):
         try:
             attributes = vars(instance)
         except TypeError:
-            raise self._no_room(instance) from None
+            why = f"{type(instance).__name__} has __slots__, and no room for the queue of an instance"
+            fix = "Add '__dict__' to its __slots__, or batch a function at module level."
+            raise InvalidOption("function", self._function, why=why, fix=fix) from None
         kept = attributes.get(self._attribute)
         if kept is None or kept.instance is not instance:  # none yet, or that of the instance this one is a copy of
-            short_lived = 0
             with _lock:
                 kept = attributes.get(self._attribute)
                 if kept is None or kept.instance is not instance:
                     kept = attributes[self._attribute] = _Kept(instance, self._make(instance))
-                    short_lived = self._short_lived.note(kept.bound)
-            if short_lived:
-                self._warn(short_lived)
-        return kept.bound  # type: ignore[no-any-return]
+                    if not self._warned:
+                        self._recent.append(weakref.ref(kept.bound))
+            if len(self._recent) >= _MANY:
+                self._look_at_recent()
+        return kept.bound
 
-    def _warn(self, instances: int) -> None:
-        text = (
-            f"{self._function.__qualname__}(): {instances} instances got a queue within a minute, and most of them are "
-            "gone. Items of different instances never share a batch. Keep one instance for the process, or batch a "
-            "function at module level."
-        )
-        warnings.warn(text, ModelGuardWarning, stacklevel=4)
-
-    def _no_room(self, instance: Any) -> InvalidOption:
-        why = f"{type(instance).__name__} has __slots__, and no room for the queue of an instance"
-        fix = "Add '__dict__' to its __slots__, or batch a function at module level."
-        return InvalidOption("function", self._function, why=why, fix=fix)
+    def _look_at_recent(self) -> None:
+        (recent, self._recent), (began, self._began) = (self._recent, []), (self._began, time.monotonic())
+        self._warned = self._began - began <= _SOON and 2 * sum(one() is None for one in recent) >= _MANY
+        if self._warned:
+            text = (
+                f"{self._function.__qualname__}(): {len(recent)} instances got a queue within a minute, and most of "
+                "them are gone. Items of different instances never share a batch. Keep one instance for the process, "
+                "or batch a function at module level."
+            )
+            warnings.warn(text, ModelGuardWarning, stacklevel=4)
 
 
 class _Kept:
@@ -547,20 +499,19 @@ class Decorated(Entered):
     Args:
         function: The batch function.
         options: Its options.
-        instance: What it is bound to, if it is a method.
     """
 
-    def __init__(self, function: Callable[..., Any], options: BatchOptions, *, instance: object = None) -> None:
+    def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
         functools.update_wrapper(cast("Callable[..., Any]", self), function)
         super().__init__()
-        self.__signature__ = call_signature(function, options.limits.name)
+        self.__signature__ = call_signature(function, options.name)
         self._function = function
         self._options = options
-        self._batcher = Batcher(function, options, lingers=instance is None)
+        self._batcher = Batcher(function, options)
         self._arguments = Arguments(function, options)
         self._always_checked = self._arguments.always_checked
         self._weigh = self._arguments.weigh
-        self._methods: BoundMethods[Any] | None = None
+        self._methods: BoundMethods | None = None
         self._method_of: tuple[Any, str] | None = None
         self._on_callers_loop = options.is_async and options.loop == "caller"
 
@@ -575,8 +526,17 @@ class Decorated(Entered):
         priority: int,
         extras: dict[str, Any],
         others: tuple[object, ...] = (),
-        *,
-        put: Callable[[Request, float | None], object] | None = None,
+    ) -> None:
+        self._prepare(request, timeout, priority, extras, others)
+        self._batcher.put(request)
+
+    def _prepare(
+        self,
+        request: Request,
+        timeout: _units.Duration | None,
+        priority: int,
+        extras: dict[str, Any],
+        others: tuple[object, ...],
     ) -> None:
         if others:
             raise self._arguments.wrong_count(1 + len(others))
@@ -587,7 +547,7 @@ class Decorated(Entered):
             self._arguments.fill_in(request, extras)
         if self._on_callers_loop and request.loop is None:
             request.home = self._callers_loop()
-        (put or self._batcher.put)(request, None if timeout is None else _units.seconds(timeout, "timeout", zero=True))
+        self._batcher.bound(request, None if timeout is None else _units.seconds(timeout, "timeout", zero=True))
 
     def _callers_loop(self) -> asyncio.AbstractEventLoop:
         try:
@@ -601,7 +561,7 @@ class Decorated(Entered):
     @property
     def name(self) -> str:
         """Its name in events and errors."""
-        return self._options.limits.name
+        return self._options.name
 
     @property
     def limits(self) -> Limits:
@@ -665,7 +625,11 @@ class Decorated(Entered):
     async def aclose(self, timeout: _units.Duration = _CLOSE_TIMEOUT) -> None:
         """:meth:`close` for coroutines; does not block the event loop."""
         close = functools.partial(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
-        await (_loops.run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
+        if waiting.on_event_loop():
+            await asyncio.to_thread(close)
+        else:
+            waiter = TrioWaiter("await f.aclose()", "Call f.close()")
+            await waiter.result(waiting.start(close, f"modelguard-close-{self.name}", start_thread))
 
     def _reopen(self) -> None:
         self._batcher.reopen()
@@ -677,7 +641,7 @@ class Decorated(Entered):
         if written != f"{owner.__qualname__}.{name}":
             return  # a function from elsewhere that is kept in a class
         self._methods = BoundMethods(self._function, written, functools.partial(self._bind, name))
-        self._arguments.refuse_all(f"it is a method of {owner.__name__}: call it on an instance")
+        self._arguments.incomplete = f"it is a method of {owner.__name__}: call it on an instance"
         self._always_checked = True
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -687,7 +651,7 @@ class Decorated(Entered):
 
     def _bind(self, name: str, instance: Any) -> Self:
         method = self._function.__get__(instance, type(instance))
-        bound = type(self)(method, self._options, instance=instance)
+        bound = type(self)(method, self._options)
         bound._method_of = instance, name  # noqa: SLF001 - of its own class
         return bound
 

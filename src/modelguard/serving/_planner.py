@@ -24,9 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from modelguard.serving._lines import Line, Lines
-from modelguard.serving._requests import Group, Request
+from modelguard.serving._requests import Batch, Group, Request
 from modelguard.serving._times import LEARNED, Arrivals, BatchTimes, Curve, sizes_up_to
-from modelguard.serving.status import Batch, Limits
+from modelguard.serving.status import Limits
 
 # Batches of items of like weight, for functions that pad: each item of a batch then costs as much as the heaviest one.
 #
@@ -45,11 +45,9 @@ _ROUNDING = 1e-9
 
 
 def choose_alike(
-    waiting: list[Request], curve: Curve | None, now: float, *, most: int, max_weight: float, ended: float
-) -> tuple[list[Request], list[Request]]:
-    """The requests of the next batch, and those that will be late in any case.
-
-    The batch is the one that computes most for its time: items like the first one, and as many as pay for the padding.
+    waiting: list[Request], curve: Curve | None, now: float, *, most: int, max_weight: float
+) -> list[Request]:
+    """The batch that computes most for its time: items like the first one, and as many as pay for the padding.
 
     Args:
         waiting: What waits, in the order of the turns.
@@ -57,20 +55,12 @@ def choose_alike(
         now: The time, in seconds.
         most: Most items in a batch.
         max_weight: Most weight in it, padding included; a heavier item runs alone.
-        ended: When the last batch ended. If nothing can be in time, something that came later is computed all the same:
-            only a run shows whether the model has become faster.
     """
     room = _Room(curve, now, most, max_weight)
-    waiting, late = room.split(waiting)
-    if not waiting:
-        newest = max(late, key=lambda request: request.arrived)
-        if newest.arrived < ended:
-            return [], late
-        return [newest], [request for request in late if request is not newest]
     compared = waiting[: _COMPARED * most]
     chosen = room.around(compared[0], compared)
     urgent = room.harmed_by(chosen, waiting)
-    return chosen if urgent is None else room.around(urgent, compared), late
+    return chosen if urgent is None else room.around(urgent, compared)
 
 
 class _Prefix:
@@ -90,14 +80,6 @@ class _Room:
     now: float
     most: int
     max_weight: float
-
-    def split(self, waiting: list[Request]) -> tuple[list[Request], list[Request]]:
-        """Those that would be in time, computed alone from now on, and those that would not."""
-        late = [request for request in waiting if self._late(request, self.now)]
-        if not late:
-            return waiting, late
-        gone = set(map(id, late))
-        return [request for request in waiting if id(request) not in gone], late
 
     def harmed_by(self, chosen: list[Request], waiting: list[Request]) -> Request | None:
         """Of those that would be late because this batch is computed first, the one with the nearest deadline."""
@@ -295,9 +277,6 @@ _DRAIN_UNMEASURED = 1.0
 _STEP = 0.2
 #: The nearest deadlines are left out of a batch if without them it answers this many times as many items a second.
 _DROP_GAIN = 1.1
-#: Batches stay as small as planned from this share of the capacity on, or where larger ones compute hardly more.
-_BUSY = 0.6
-_LITTLE_GAIN = 1.05
 #: With more groups than this, the time that those in front take is estimated from these.
 _LOOKED_AT = 64
 #: A batch that may wait for more items starts this much before the last moment at which it could meet its deadline by
@@ -504,13 +483,12 @@ class Planner:
         estimate = self.seconds_to_answer(request, lines, running, now)
         return estimate if estimate is not None and estimate > left else None
 
-    def note_patient(self, count: int) -> None:
-        """Note that so many requests without a deadline have come."""
-        self._arrivals.patient += count
-
-    def note_uniform(self, count: int) -> None:
-        """Note that so many requests have come whose deadline is the function's own, and which have room in time."""
-        self._arrivals.note(self._limits.deadline, count)
+    def note_admitted(self, left: float, count: int = 1) -> None:
+        """Note that so many requests have come which have room in time, with so many seconds for their answers."""
+        if left == math.inf:
+            self._arrivals.patient += count
+        else:
+            self._arrivals.note(left, count)
 
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
@@ -626,10 +604,7 @@ class Planner:
             return count if curve is None else 0
         if not self._arrivals.rate or (lines <= 1 and self.surely_in_time(waiting, self._arrivals.shortest, [], now)):
             return count
-        crowd = self._arrivals.crowd(group, curve, 0.0, lines=lines, ceiling=self._ceiling)
-        if count > crowd and self._may_be_fewer(curve.rate(crowd, 0.0), curve.rate(count, 0.0), lines):
-            return 0
-        return count
+        return 0 if count > self._arrivals.crowd(group, curve, 0.0, lines=lines, ceiling=self._ceiling) else count
 
     def choose(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
         """The requests of the next batch, and those that will be late in any case.
@@ -638,21 +613,20 @@ class Planner:
         """
         waiting = lines.in_order(line, self.most)
         curve = self._times.curve(line.group)
-        if self._limits.padded:
-            return choose_alike(
-                waiting, curve, now, most=self.most, max_weight=self._limits.max_weight, ended=self.ended
-            )
-        if curve is None:
-            return self._fill(waiting, None, now), []
-        late = [one for one in waiting if self._late(one, curve, now)]
+        limits = self._limits
+        late = [] if curve is None else [one for one in waiting if self._late(one, curve, now)]
         if late:
             gone = set(map(id, late))
             waiting = [one for one in waiting if id(one) not in gone]
         if not waiting:
             newest = max(late, key=lambda request: request.arrived)
-            if newest.arrived < self.ended:
+            if newest.arrived < self.ended:  # else something is computed all the same: only a run shows what it takes
                 return [], late
             return [newest], [one for one in late if one is not newest]
+        if limits.padded:
+            return choose_alike(waiting, curve, now, most=self.most, max_weight=limits.max_weight), late
+        if curve is None:
+            return self._fill(waiting, None, now), []
         ordered = self._by_deadline(waiting) if lines.fairness is None else waiting
         chosen, until = self._fast_enough(ordered, curve, now, len(lines))
         if until != -math.inf:
@@ -742,19 +716,11 @@ class Planner:
     def _planned(
         self, waiting: list[Request], chosen: list[Request], curve: Curve, now: float, lines: int
     ) -> list[Request]:
-        """Fewer requests, where a larger batch computes hardly more and what arrives meanwhile would be late."""
+        """Fewer requests, where what arrives meanwhile would be late."""
         mean = self._weight(chosen) / len(chosen) if chosen else 0.0
-        arrivals = self._arrivals
-        crowd = arrivals.crowd(waiting[0].group, curve, mean, lines=lines, ceiling=self._ceiling)
-        if len(chosen) <= crowd or not arrivals.rate:
-            return chosen
-        fewer = chosen[:crowd]
-        worth_it = self._may_be_fewer(self._rate_of(fewer, curve), self._rate_of(chosen, curve), lines)
-        return fewer if worth_it and self._rest_holds(waiting, crowd, curve, now) else chosen
-
-    def _may_be_fewer(self, rate: float, larger: float, lines: int) -> bool:
-        """Whether it may be the smaller batch, by the items that both of them compute a second."""
-        return self._arrivals.rate / max(lines, 1) > rate * _BUSY or rate * _LITTLE_GAIN > larger
+        crowd = self._arrivals.crowd(waiting[0].group, curve, mean, lines=lines, ceiling=self._ceiling)
+        fewer = len(chosen) > crowd and self._arrivals.rate and self._rest_holds(waiting, crowd, curve, now)
+        return chosen[:crowd] if fewer else chosen
 
     def _rate_of(self, chosen: list[Request], curve: Curve) -> float:
         return curve.rate(len(chosen), self._weight(chosen)) if chosen else 0.0

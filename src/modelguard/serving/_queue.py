@@ -13,9 +13,9 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
 
 from modelguard.errors import (
     CircuitOpen,
@@ -28,55 +28,61 @@ from modelguard.errors import (
 )
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._planner import AutoSize, Planner
-from modelguard.serving._requests import Failure, LoopRequest, PlainCall, Request, caller_gone, request_of
+from modelguard.serving._requests import (
+    Batch,
+    Failure,
+    LoopRequest,
+    PlainBatch,
+    PlainCall,
+    Request,
+    caller_gone,
+    is_plain,
+    request_of,
+)
 from modelguard.serving._times import BatchTimes
 from modelguard.serving.breaker import Circuit
-from modelguard.serving.status import (
-    Batch,
-    BatchStatus,
-    Counters,
-    Limits,
-    PlainBatch,
-    Quantiles,
-    Verdict,
-    is_plain,
-    mark_hung,
-    next_hang,
-    state_of,
-)
-
-# The circuit of a queue: what opens and closes it, and which request is its probe.
-
+from modelguard.serving.status import BatchState, BatchStatus, Counters, Limits, Quantiles, Verdict
 
 CircuitChange: TypeAlias = Literal["opened", "closed"] | None
 
 
-class QueueCircuit:
-    """A circuit, and the request that tries whether it can be closed. Without a breaker it is never open.
+class Admission:
+    """Which requests are refused when they come: by the circuit, quotas, the room in the queue, and their deadlines.
 
     Args:
-        name: The batched function's name, for errors.
-        circuit: The circuit; None without a breaker.
+        limits: Bounds of the queue.
+        lines: What waits.
+        planner: Gives the time of the answer, and when to try again.
+        circuit: Refuses everything while it is open; None without a breaker.
+        counters: Where refusals are counted.
 
     Attributes:
-        joining: Whether requests are being admitted that belong to one that has passed.
+        joining: Whether requests are being admitted that belong to one that has passed the circuit.
     """
 
-    def __init__(self, name: str, circuit: Circuit | None) -> None:
-        self._name = name
+    def __init__(
+        self, limits: Limits, lines: Lines, planner: Planner, circuit: Circuit | None, counters: Counters
+    ) -> None:
+        self._limits = limits
+        self._lines = lines
+        self._planner = planner
         self._circuit = circuit
-        self._probe: Request | None = None
+        self._counters = counters
+        self._probe: Request | None = None  # which tries whether the circuit can be closed
         self.joining = False
 
-    def refusal(self, now: float) -> CircuitOpen | None:
-        """The error for a request that must not pass now; None if it may."""
+    def configure(self, limits: Limits) -> None:
+        self._limits = limits
+
+    # The circuit
+
+    def circuit_open(self, now: float) -> CircuitOpen | None:
+        """The error for a request that must not pass now, which is counted; None if it may."""
         circuit = self._circuit
-        if circuit is None or circuit.state == "closed" or self.joining:  # the usual case, without a call
+        if circuit is None or self.joining or (pause := circuit.retry_after(now)) is None:
             return None
-        pause = circuit.retry_after(now)
-        if pause is None:
-            return None
-        return CircuitOpen(self._name, failures=circuit.failures, retry_after=pause)
+        self._counters.refused_open += 1
+        return CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
 
     def admitted(self, request: Request) -> None:
         """Note that a request waits. It is the probe if the circuit is open."""
@@ -105,39 +111,7 @@ class QueueCircuit:
             circuit.probe_inconclusive()
         return None
 
-    def trip(self, now: float) -> bool:
-        """Open it at once. Returns whether there is one."""
-        if self._circuit is None:
-            return False
-        self._circuit.trip(now)
-        return True
-
-
-# Which requests are refused when they come: by the circuit, quotas, the room in the queue, and their deadlines.
-
-
-class Admission:
-    """Checks requests before they wait, and counts those that it refuses. It changes nothing else.
-
-    Args:
-        limits: Bounds of the queue.
-        lines: What waits.
-        planner: Gives the time of the answer, and when to try again.
-        circuit: Refuses everything while it is open.
-        counters: Where refusals are counted.
-    """
-
-    def __init__(
-        self, limits: Limits, lines: Lines, planner: Planner, circuit: QueueCircuit, counters: Counters
-    ) -> None:
-        self._limits = limits
-        self._lines = lines
-        self._planner = planner
-        self._circuit = circuit
-        self._counters = counters
-
-    def configure(self, limits: Limits) -> None:
-        self._limits = limits
+    # Each request
 
     def check_room(self, request: Request, waiting: int, now: float) -> Request | None:
         """Check whether a request may wait beside so many others.
@@ -149,8 +123,7 @@ class Admission:
             CircuitOpen, QuotaExceeded, QueueFull: It must not wait.
         """
         limits, fairness = self._limits, self._lines.fairness
-        if (refusal := self._circuit.refusal(now)) is not None:
-            self._counters.refused_open += 1
+        if (refusal := self.circuit_open(now)) is not None:
             raise refusal
         if fairness is not None and limits.quota is not None:
             of_key = fairness.waiting_of(request.key)
@@ -193,20 +166,8 @@ class Admission:
             raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
 
 
-# The last batches, as the status shows them.
-
-
-#: The quantiles are taken over this many batches.
+#: The status shows quantiles over this many batches.
 _REMEMBERED = 512
-
-
-class RecentBatches(TypedDict):
-    """The fields of a status that come from the last batches."""
-
-    batch_size: Quantiles
-    wait: Quantiles
-    run: Quantiles
-    padding: float
 
 
 class Recent:
@@ -219,7 +180,8 @@ class Recent:
         waited = batch.started - batch.oldest
         self._batches.append((batch.count, waited, seconds, batch.weight, batch.padding))
 
-    def summary(self) -> RecentBatches:
+    def summary(self) -> dict[str, Any]:
+        """The fields of a status that come from the last batches."""
         sizes, waits, runs, weights, paddings = zip(*self._batches, strict=True) if self._batches else ((),) * 5
         weight = sum(weights)
         return {
@@ -230,105 +192,68 @@ class Recent:
         }
 
 
-# When requests expire: their deadlines in order, and nothing of a request that has its answer.
-
-
 #: Entries of requests that have their answers may stay until they are this many, and more than all others.
 _STALE = 64
 
 
 class Expiry:
-    """The deadlines of what waits and runs.
+    """The deadlines of what waits and runs, and nothing of a request that has its answer.
 
-    Those of one function come in order as a rule, since its calls have the same time each: they stand in a row, whose
-    first is the nearest. One that is nearer than those before it goes into a heap.
+    Attributes:
+        early: How many requests have a deadline before one that came earlier.
     """
 
     def __init__(self) -> None:
-        self._row: deque[Request] = deque()
-        self._heap: list[list[Any]] = []  # deadline, a number that makes entries comparable, the request or None
-        self._number = 0
-        self._stale = 0  # entries of the heap without a request
+        self._heap: list[list[Any]] = []  # deadline, a number that makes entries comparable, early, the request or None
+        self._number = itertools.count()
+        self._latest = -math.inf
+        self._stale = 0  # entries without a request
+        self.early = 0
 
     def __bool__(self) -> bool:
-        return bool(self._row or self._heap)
+        return bool(self._heap)
 
     def __len__(self) -> int:
-        return len(self._row) + len(self._heap)
-
-    @property
-    def in_order(self) -> bool:
-        """Whether those with a deadline came in the order of their deadlines."""
-        return not self._heap
+        return len(self._heap)
 
     @property
     def nearest(self) -> float:
         """No request that waits or runs has a deadline before this; infinity if none has one."""
-        first = self._row[0].deadline if self._row else math.inf
-        return min(first, self._heap[0][0]) if self._heap else first
+        return self._heap[0][0] if self._heap else math.inf
 
     def add(self, request: Request) -> None:
-        row = self._row
-        if not row or request.deadline >= row[-1].deadline:
-            row.append(request)
-            return
-        self._number += 1
-        request.timer = [request.deadline, self._number, request]
+        early = request.deadline < self._latest
+        self.early += early
+        self._latest = max(self._latest, request.deadline)
+        request.timer = [request.deadline, next(self._number), early, request]
         heapq.heappush(self._heap, request.timer)
 
-    def add_all(self, requests: list[Request]) -> None:
-        until = [request.deadline for request in requests]
-        if until == sorted(until) and (not self._row or until[0] >= self._row[-1].deadline):
-            self._row.extend(requests)
-            return
-        for request in requests:
-            self.add(request)
-
-    def settle(self, requests: Sequence[Request], live: int) -> None:
-        """Forget requests that are done: a large item must not stay in memory until its deadline.
-
-        Args:
-            requests: Which ones.
-            live: How many others wait and run.
-        """
-        row = self._row
-        while row and row[0].state == "done":
-            row.popleft()
-        if len(row) > 2 * live + _STALE:  # one in front takes long
-            self._row = deque(request for request in row if request.state != "done")
-        if not self._heap:
-            return
+    def settle(self, requests: Iterable[Request]) -> None:
+        """Forget requests that are done: a large item must not stay in memory until its deadline."""
         for request in requests:
             if (timer := request.timer) is not None:
-                timer[2] = request.timer = None
+                timer[3] = request.timer = None
+                self.early -= timer[2]
                 self._stale += 1
-        if self._stale > _STALE and self._stale * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2] is not None]
+        while self._heap and self._heap[0][3] is None:
+            heapq.heappop(self._heap)
+            self._stale -= 1
+        if self._stale > _STALE and self._stale * 2 > len(self._heap):  # one in front takes long
+            self._heap = [entry for entry in self._heap if entry[3] is not None]
             heapq.heapify(self._heap)
             self._stale = 0
+        if not self._heap:
+            self._latest, self._stale, self.early = -math.inf, 0, 0
 
     def pop(self, now: float) -> Request | None:
         """The next request whose deadline has come; None if there is none."""
-        row = self._row
-        while row and (row[0].deadline <= now or row[0].state == "done"):
-            if (first := row.popleft()).state != "done":
-                return first
-        while self._heap and self._heap[0][0] <= now:
-            request: Request | None = heapq.heappop(self._heap)[2]
-            if request is not None:
-                request.timer = None
-                return request
-            self._stale -= 1
-        return None
-
-    def next(self) -> float:
-        """When :meth:`pop` has something to return; infinity for never."""
-        while self._row and self._row[0].state == "done":
-            self._row.popleft()
-        while self._heap and self._heap[0][2] is None:
-            heapq.heappop(self._heap)
-            self._stale -= 1
-        return self.nearest
+        if self.nearest > now:
+            return None
+        request: Request = heapq.heappop(self._heap)[3]
+        self.early -= request.timer is not None and request.timer[2]
+        request.timer = None
+        self.settle(())
+        return request
 
 
 class BatchQueue:
@@ -352,7 +277,6 @@ class BatchQueue:
         self._planner = Planner(limits, self.times)
         self._lines = Lines(limits, self._planner.latest_start)
         self._lines.full_size = self._planner.most
-        self._ungrouped = self._lines.ungrouped
         self._take_limits(limits)
         self._expiry = Expiry()
         self.inbox: deque[PlainCall] = deque()
@@ -362,8 +286,7 @@ class BatchQueue:
         self.undelivered: list[tuple[Request, Failure]] = []
         self.reopen()
         self.counters = Counters()
-        self._queue_circuit = QueueCircuit(limits.name, circuit)
-        self._admission = Admission(limits, self._lines, self._planner, self._queue_circuit, self.counters)
+        self._admission = Admission(limits, self._lines, self._planner, circuit, self.counters)
         self._recent = Recent()
         self._stale = 0  # requests in the lines that are done
         self._abandoned = 0  # requests in running batches that are done
@@ -405,22 +328,15 @@ class BatchQueue:
         if count := len(self.inbox):
             self.waiting += count  # first: callers add up both, and may count a call twice, but not miss one
             calls = self._note(count)
-            requests: list[Request] = [request_of(call, self._limits.deadline) for call in calls]
-            if self._limits.deadline != math.inf:
-                self._expiry.add_all(requests)
-            if self._sorted:
-                for request in requests:
-                    self._lines.add(request, request.arrived)
-            else:
-                self._ungrouped.waiting += count
-                self._ungrouped.requests.extend(requests)
+            for call in calls:
+                request = request_of(call, self._limits.deadline)
+                self._lines.add(request, request.arrived)
+                if request.deadline != math.inf:
+                    self._expiry.add(request)
 
     def _note(self, count: int) -> list[PlainCall]:
         """The first plain calls out of the inbox."""
-        if self._limits.deadline != math.inf:
-            self._planner.note_uniform(count)
-        else:
-            self._planner.note_patient(count)
+        self._planner.note_admitted(self._limits.deadline, count)
         take = self.inbox.popleft
         return [take() for _ in range(count)]
 
@@ -436,9 +352,9 @@ class BatchQueue:
 
     def _make_requests(self, batch: PlainBatch) -> None:
         if is_plain(batch):
-            requests = batch.requests
-            if self._limits.deadline != math.inf:
-                self._expiry.add_all(requests)
+            for request in batch.requests:
+                if request.deadline != math.inf:
+                    self._expiry.add(request)
 
     def admit(self, request: Request, now: float) -> None:
         """Queue a request whose deadline, weight and group are set.
@@ -449,8 +365,7 @@ class BatchQueue:
         """
         if self.inbox:
             self.take_in()
-        if self._expiry and self._expiry.nearest <= now:
-            self.expire(now)
+        self.expire(now)
         request.arrived = now
         displaced = None
         if self.waiting >= self._max_queue or self.may_refuse:
@@ -461,22 +376,17 @@ class BatchQueue:
         if bounded:
             self._admission.check_deadline(request, self.waiting, self.running, now)
         else:
-            self._planner.note_patient(1)
+            self._planner.note_admitted(math.inf)
         if displaced is not None:
             self._drop(displaced, Failure(self._admission.queue_full(self.waiting, now, displaced=True)))
-        if request.group is not None or self._sorted:
-            self._lines.add(request, now)
-        else:  # what it would do, without its call
-            ungrouped = self._ungrouped
-            ungrouped.requests.append(request)
-            ungrouped.waiting += 1
+        self._lines.add(request, now)
         self.waiting += 1
         if bounded:
             self._expiry.add(request)
         if self.may_refuse:
-            self._queue_circuit.admitted(request)
+            self._admission.admitted(request)
 
-    def admit_together(self, requests: list[Request], now: float) -> None:
+    def admit_together(self, requests: Sequence[Request], now: float) -> None:
         """Queue several requests, all of them or none. They take the place of no other. Raises what :meth:`admit` does.
 
         The circuit looks at the first one alone: when it lets one request through, that may be one of many items.
@@ -488,12 +398,12 @@ class BatchQueue:
         try:
             for request in requests:
                 self.admit(request, now)
-                self._queue_circuit.joining = True
+                self._admission.joining = True
         except ModelGuardError:
             self.withdraw(*requests)
             raise
         finally:
-            self._queue_circuit.joining = False
+            self._admission.joining = False
 
     def withdraw(self, *requests: Request) -> None:
         """Undo admissions that an exception interrupted at any point: count again what is really there."""
@@ -503,10 +413,10 @@ class BatchQueue:
             request.state = "done"
         self._lines.sweep()
         self.waiting = sum(line.waiting for line in self._lines)
-        self._expiry.settle(requests, self._live)
+        self._expiry.settle(requests)
         self._stale = 0
         for request in requests:
-            self._queue_circuit.forget(request)
+            self._admission.forget(request)
 
     # Out
 
@@ -527,7 +437,7 @@ class BatchQueue:
             if requests:
                 return self._start(requests, now)
 
-    def _plain_batch(self, now: float) -> PlainBatch | None:
+    def _plain_batch(self, now: float) -> Batch | None:
         """The next batch of what waits, all of it plain calls; None if that takes a closer look."""
         limits = self._limits
         if limits.max_weight != math.inf or limits.padded or self.ordered or limits.max_wait:
@@ -540,10 +450,7 @@ class BatchQueue:
             count = min(count, self._planner.most)
         if not count:
             return None
-        batch = PlainBatch(self._note(count), timeout, now, weighed=limits.weighed)
-        self.running.append(batch)
-        self._note_overdue()
-        return batch
+        return self._begin(PlainBatch(self._note(count), timeout, now, weighed=limits.weighed))
 
     def _take(self, line: Line, now: float) -> list[Request]:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
@@ -554,10 +461,7 @@ class BatchQueue:
         for request in requests:
             request.state = "running"
         self.waiting -= len(requests)
-        if line.group is not None or self._sorted:
-            self._lines.taken(line, requests)
-        else:
-            line.waiting -= len(requests)
+        self._lines.taken(line, requests)
         return requests
 
     @staticmethod
@@ -571,7 +475,7 @@ class BatchQueue:
 
     def _choose(self, line: Line, now: float) -> list[Request]:
         if not self._stale:
-            in_order = self._limits.deadline != math.inf and self._expiry.in_order and not self.ordered
+            in_order = self._limits.deadline != math.inf and not self._expiry.early and not self.ordered
             nearest, lines = self._expiry.nearest, len(self._lines)
             count = self._planner.takes_first(line.waiting, line.group, nearest, now, lines=lines, in_order=in_order)
             if count:
@@ -592,9 +496,19 @@ class BatchQueue:
             batch.oldest = min(request.arrived for request in requests)
             if self._limits.weighed:
                 batch.weigh(padded=self._limits.padded)
+        return self._begin(batch)
+
+    def _begin(self, batch: Batch) -> Batch:
         self.running.append(batch)
-        self._note_overdue()
+        self.overdue = self._planner.overdue(self.running)
         return batch
+
+    def _end_batch(self, batch: Batch, count: int, failed: int) -> None:
+        self.running.remove(batch)
+        self.overdue = self._planner.overdue(self.running)
+        self.counters.batches += 1
+        self.counters.failed += failed
+        self.counters.answered += count - failed
 
     def finish(self, batch: Batch, outcomes: list[Any], failed: int = 0) -> tuple[list[Request], list[Any]]:
         """End a batch.
@@ -608,8 +522,6 @@ class BatchQueue:
             The requests whose callers still wait, and their outcomes.
         """
         self.take_in()
-        self.running.remove(batch)
-        self._note_overdue()
         requests = batch.requests
         if self._abandoned:
             pairs = [pair for pair in zip(requests, outcomes, strict=True) if pair[0].state != "done"]
@@ -620,21 +532,15 @@ class BatchQueue:
             request.state = "done"
             request.item = None
         if self._expiry:
-            self._expiry.settle(requests, self._live)
-        self.counters.batches += 1
-        self.counters.failed += failed
-        self.counters.answered += len(requests) - failed
+            self._expiry.settle(requests)
+        self._end_batch(batch, len(requests), failed)
         return requests, outcomes
 
     def finish_plain(self, batch: PlainBatch, failed: int) -> bool:
         """End a batch of plain calls; false if one of them has got a request, so that it takes :meth:`finish`."""
         if not is_plain(batch):
             return False
-        self.running.remove(batch)
-        self._note_overdue()
-        self.counters.batches += 1
-        self.counters.failed += failed
-        self.counters.answered += batch.count - failed
+        self._end_batch(batch, batch.count, failed)
         return True
 
     def answer(self, requests: list[Request], outcomes: list[Any]) -> tuple[list[Request], list[Any]]:
@@ -657,22 +563,29 @@ class BatchQueue:
         self.counters.failed_batches += verdict == "failed"
         self._planner.note_verdict(batch.count, failed=verdict == "failed")
         self._note_most()
-        change = self._queue_circuit.batch_ended(batch, verdict, now)
+        change = self._admission.batch_ended(batch, verdict, now)
         if change == "opened":
             self._refuse_because_open(now)
         return change
 
     def note_hung(self, now: float) -> bool:
         """Note the batches that have newly overstayed, and open the circuit. Returns whether there are any."""
-        found = mark_hung(self.running, self._limits.hang_after, now)
-        if found and self._queue_circuit.trip(now):
+        found = [one for one in self.running if not one.hung and now - one.started >= self._limits.hang_after]
+        for batch in found:
+            batch.hung = True
+        if found and self.circuit is not None:
+            self.circuit.trip(now)
             self._refuse_because_open(now)
-        return found
+        return bool(found)
+
+    @property
+    def hung(self) -> list[Batch]:
+        """The batches that have overstayed."""
+        return [batch for batch in self.running if batch.hung]
 
     def _refuse_because_open(self, now: float) -> None:
         for request in tuple(self._lines.live()):
-            if (refusal := self._queue_circuit.refusal(now)) is not None:
-                self.counters.refused_open += 1
+            if (refusal := self._admission.circuit_open(now)) is not None:
                 self._drop(request, Failure(refusal))
 
     def record_run(self, batch: Batch, seconds: float, now: float) -> None:
@@ -685,9 +598,6 @@ class BatchQueue:
         useful = batch.weight - batch.padding
         padded = weight * batch.weight / useful if useful > 0 else weight
         self.times.record(count, padded if self._limits.weighed else 0.0, batch.group, seconds, now)
-
-    def _note_overdue(self) -> None:
-        self.overdue = self._planner.overdue(self.running)
 
     def record_end(self, batch: Batch, seconds: float, now: float, *, reruns: int = 0, bad: float = 0.0) -> None:
         """Record how long a batch kept its thread, how often it was run again, and the share of bad items."""
@@ -718,7 +628,8 @@ class BatchQueue:
 
     def next_check(self) -> float:
         """When :meth:`expire_all` or :meth:`note_hung` may have something to do; infinity for never."""
-        return min(self._expiry.next(), next_hang(self.running, self._limits.hang_after))
+        overstays = [batch.started + self._limits.hang_after for batch in self.running if not batch.hung]
+        return min([self._expiry.nearest, *overstays])
 
     def cancel(self, request: Request, *, notify: bool = False) -> bool:
         """Drop a request. Returns false if it has its answer already.
@@ -771,15 +682,20 @@ class BatchQueue:
     def idle(self) -> bool:
         return not (self.waiting or self.running or self.inbox)
 
-    @property
-    def _live(self) -> int:
-        return self.waiting + sum(batch.count for batch in self.running)
+    def _state(self) -> BatchState:
+        if self.closed:
+            return "closed"
+        if self.hung:
+            return "hung"
+        if self.circuit is None or self.circuit.state == "closed":
+            return "open"
+        return "circuit open" if self.circuit.state == "open" else "half-open"
 
     def status(self, now: float) -> BatchStatus:
         self.take_in()
         return BatchStatus(
             name=self._limits.name,
-            state=state_of(self.running, self.circuit, closed=self.closed),
+            state=self._state(),
             waiting=self.waiting,
             running=sum(batch.count for batch in self.running),
             running_seconds=max((now - batch.started for batch in self.running), default=0.0),
@@ -813,7 +729,7 @@ class BatchQueue:
     def _remove_waiting(self, request: Request, failure: Failure | None) -> None:
         self.waiting -= 1
         self._lines.removed(request)
-        self._queue_circuit.forget(request)
+        self._admission.forget(request)
         self._end(request, failure)
 
     def _end(self, request: Request, failure: Failure | None) -> None:
@@ -821,6 +737,6 @@ class BatchQueue:
             request.item = None  # it may be large, and callers keep futures longer than they need them
         request.state = "done"
         if request.deadline != math.inf:
-            self._expiry.settle([request], self._live)
+            self._expiry.settle([request])
         if failure is not None:
             self.undelivered.append((request, failure))

@@ -1,17 +1,19 @@
-"""One queued item and how its caller gets the answer: one class for each kind of caller."""
+"""One queued item and how its caller gets the answer: one class for each kind of caller; and batches of items."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import Any, Literal, Protocol, TypeAlias
 
-from modelguard.errors import CallerGone
+from modelguard.errors import CallerGone, NotSupported
 from modelguard.runtime.fork import Wakeup
 from modelguard.telemetry import logger
 
@@ -226,6 +228,11 @@ def deliver(requests: list[Request], outcomes: list[Any]) -> None:
                 logger.exception("modelguard: a callback of a submitted call failed")
 
 
+def deliver_pairs(pairs: list[tuple[Request, Any]]) -> None:
+    if pairs:
+        deliver([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+
 def deliver_on_loops(
     loops: Sequence[asyncio.AbstractEventLoop], futures: Sequence[asyncio.Future[Any]], outcomes: Sequence[Any]
 ) -> None:
@@ -260,6 +267,109 @@ def _complete(futures: Sequence[asyncio.Future[Any]], outcomes: Sequence[Any]) -
             future.set_result(outcome)
 
 
+# Requests that are computed together.
+
+
+class Batch:
+    """Requests that are computed together.
+
+    Attributes:
+        extras: Keyword arguments that they share.
+        requests: In the order in which they are computed.
+        count: How many these are.
+        group: Those, as the key of their line; None for none.
+        weight: Their total weight, with padding; 0 if nothing is weighed.
+        padding: How much of it is padding.
+        started: When it was taken from the queue, in seconds on the batcher's clock.
+        hung: Whether it has run for longer than ``hang_after``.
+        oldest: When the first of them arrived.
+    """
+
+    padding = 0.0
+    hung = False
+
+    def __init__(self, requests: list[Request], weight: float, started: float) -> None:
+        self.group = requests[0].group
+        self.extras: dict[str, Any] = {} if self.group is None else requests[0].extras
+        self.requests = requests
+        self.count = len(requests)
+        self.oldest = requests[0].arrived
+        self.weight = weight
+        self.started = started
+
+    @property
+    def items(self) -> list[Any]:
+        return [request.item for request in self.requests]
+
+    def weigh(self, *, padded: bool) -> None:
+        """Put the heaviest request first, and set the weight.
+
+        Args:
+            padded: Whether each item costs as much as the heaviest one.
+        """
+        requests = self.requests
+        requests.sort(key=lambda request: request.weight, reverse=True)
+        self.weight = math.fsum(request.weight for request in requests)
+        if padded:
+            weight = requests[0].weight * len(requests)
+            self.padding, self.weight = max(weight - self.weight, 0.0), weight
+
+
+class PlainBatch(Batch):
+    """Plain calls that are computed together. They get requests when something happens to one of them.
+
+    Args:
+        calls: The calls.
+        timeout: Seconds that each of them has.
+        started: As of any batch.
+        weighed: Whether items have weights of their own.
+    """
+
+    group = None
+
+    def __init__(self, calls: list[PlainCall], timeout: float, started: float, *, weighed: bool) -> None:
+        self.oldest = calls[0][3]
+        if weighed:
+            calls.sort(key=_weight_of, reverse=True)
+        self._columns = tuple(zip(*calls, strict=True))
+        self._timeout = timeout
+        self.made: dict[str, list[Request]] = {}
+        self.extras = {}
+        self.count = len(calls)
+        self.weight = math.fsum(self._columns[4]) if weighed else 0.0
+        self.started = started
+
+    @property
+    def items(self) -> list[Any]:
+        return list(self._columns[0])
+
+    def has(self, future: asyncio.Future[Any]) -> bool:
+        return any(one is future for one in self._columns[1])
+
+    @property
+    def requests(self) -> list[Request]:  # type: ignore[override]
+        made = self.made.get("requests")
+        return self.made.setdefault("requests", self._make()) if made is None else made  # one step: any thread asks
+
+    def _make(self) -> list[Request]:
+        requests: list[Request] = [request_of(call, self._timeout) for call in zip(*self._columns, strict=True)]
+        for request in requests:
+            request.state = "running"
+        return requests
+
+    def deliver(self, outcomes: list[Any]) -> None:
+        _, futures, loops, _, _ = self._columns
+        deliver_on_loops(loops, futures, outcomes)
+
+
+_weight_of = itemgetter(4)
+
+
+def is_plain(batch: Batch) -> bool:
+    """Whether its calls have no requests, since nothing has happened to any of them."""
+    return isinstance(batch, PlainBatch) and not batch.made
+
+
 # A request whose caller gets its result in parts: a bounded buffer between the batch and one consumer.
 
 
@@ -279,19 +389,48 @@ class LoopWaiter:
         self.loop = loop
         self.future: asyncio.Future[None] = loop.create_future()
 
-    def set(self) -> None:
-        """Wake it, from any thread."""
-        wake([self])
-
     async def wait(self) -> None:
         await self.future
 
 
-class Waiter(Protocol):
-    """Whoever waits for a part."""
+class TrioWaiter:
+    """A coroutine on Trio, as under Hypercorn's Trio workers. Trio is never imported here.
+
+    Raises:
+        NotSupported: No event loop runs, or it is neither asyncio's nor Trio's.
+    """
+
+    def __init__(self, call: str = "await f.aio(item)", instead: str = "Call the function without .aio, in a thread"):
+        trio: Any = sys.modules.get("trio")
+        try:
+            self._token = trio.lowlevel.current_trio_token()
+        except (AttributeError, RuntimeError):
+            raise NotSupported(call, reason=f"neither asyncio nor Trio runs here. {instead}") from None
+        self._run_finished: type[Exception] = trio.RunFinishedError
+        self._event = trio.Event()
 
     def set(self) -> None:
-        """Wake it, from any thread."""
+        """Wake it, from any thread; if its loop has ended, nobody waits there any more."""
+        with contextlib.suppress(self._run_finished):
+            self._token.run_sync_soon(self._event.set)
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    async def result(self, future: Future[Any]) -> Any:
+        """What a future gets, which is cancelled if this is interrupted."""
+        future.add_done_callback(lambda _done: self.set())
+        try:
+            await self.wait()
+            return future.result()
+        except BaseException:  # Trio's cancellation is one
+            future.cancel()
+            raise
+        finally:
+            del future  # the error's traceback refers to this frame
+
+
+Waiter: TypeAlias = LoopWaiter | TrioWaiter | Wakeup
 
 
 class PartSource(Protocol):
@@ -384,25 +523,15 @@ class StreamRequest(Request):
 
 def wake(waiters: Iterable[Waiter]) -> None:
     """Wake consumers. Each event loop is woken once for all that wait on it."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    on_loops: list[LoopWaiter] = []
     for waiter in waiters:
         if isinstance(waiter, LoopWaiter):
-            by_loop.setdefault(waiter.loop, []).append(waiter.future)
+            on_loops.append(waiter)
         else:
             waiter.set()
-    for loop, futures in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits there any more
-            loop.call_soon_threadsafe(_set_all, futures)
-
-
-def _set_all(futures: list[asyncio.Future[None]]) -> None:
-    """Runs on the event loop."""
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
-
-
-# Who of a batch still waits. What can be stopped half way, a coroutine or a generator, asks here.
+    if on_loops:
+        futures = [waiter.future for waiter in on_loops]
+        deliver_on_loops([waiter.loop for waiter in on_loops], futures, [None] * len(futures))
 
 
 class AllLeft(Exception):
@@ -417,16 +546,13 @@ class LoopEnded(RuntimeError):
 
 
 class Callers:
-    """The callers of a batch that runs.
-
-    Args:
-        requests: Their requests.
+    """Who of a batch still waits. What can be stopped half way, a coroutine or a generator, asks here.
 
     Attributes:
         wakeup: Set when one of them leaves; the batch's own steps may set it as well.
     """
 
-    def __init__(self, requests: list[Request]) -> None:
+    def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
         self.wakeup = Wakeup()
         for request in requests:

@@ -7,7 +7,6 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from modelguard.serving._requests import Group
 
@@ -562,7 +561,7 @@ _SHARES = 8
 _AHEAD = 1.1
 #: A batch that is larger by this much must compute so many more items a second, or the smaller one is planned with.
 _GAIN = 1.015
-#: Sizes are planned anew when times or arrivals have changed by this much.
+#: Sizes are planned anew when arrivals have changed by this much.
 _ALIKE = 0.1
 #: When so many times as many arrive as a batch has room for, it is full.
 _MANY = 10
@@ -571,26 +570,6 @@ _NEXT_SIZE = 1.15
 #: Sizes are remembered for so many groups and mean weights; means within 2 ** (1 / 4), a fifth, count as one.
 _REMEMBERED = 64
 _MEANS = 4
-
-
-class _Plan(NamedTuple):
-    """A size, and what it was planned for."""
-
-    curve: Curve
-    ceiling: int
-    lines: int
-    rate: float
-    timeouts: tuple[float, ...]
-    size: int
-
-    def serves(self, curve: Curve, ceiling: int, lines: int, rate: float, timeouts: tuple[float, ...]) -> bool:
-        """Whether it is good enough here: planning takes longer than a look at it."""
-        return (
-            ceiling == self.ceiling
-            and lines == self.lines
-            and timeouts is self.timeouts
-            and _alike(self.curve, curve, self.rate, rate)
-        )
 
 
 class Arrivals:
@@ -624,7 +603,7 @@ class Arrivals:
         self._sizes = sizes_up_to(max_size)
         self._max_weight = max_weight
         self._longest = longest
-        self._planned: dict[Hashable, _Plan] = {}
+        self._planned: dict[Hashable, tuple[Curve, float, int]] = {}  # for which curve and rate, and the size
 
     @property
     def shortest(self) -> float:
@@ -648,9 +627,9 @@ class Arrivals:
         count = min(len(ordered), _SHARES)
         timeouts = tuple(ordered[(2 * share + 1) * len(ordered) // (2 * count)] for share in range(count))
         self.longest = max((timeout for timeout in ordered if timeout != math.inf), default=self.longest)
-        known = self._timeouts
-        if len(timeouts) != len(known) or not all(map(_near, timeouts, known)):
+        if timeouts != self._timeouts:
             self._timeouts = timeouts
+            self._planned.clear()
 
     def note_batch(self, now: float) -> None:
         took = now - self._since
@@ -692,14 +671,14 @@ class Arrivals:
             lines: How many groups wait; arrivals are taken to be spread evenly over them.
             ceiling: Most items in a batch at present.
         """
-        key = group, round(math.log2(mean) * _MEANS) if mean else None
+        key = group, round(math.log2(mean) * _MEANS) if mean else None, lines, ceiling
         known = self._planned.get(key)
-        if known is not None and known.serves(curve, ceiling, lines, self.rate, self._timeouts):
-            return known.size
+        if known is not None and known[0] is curve and abs(known[1] - self.rate) <= _ALIKE * known[1]:
+            return known[2]
         size = self._most_answers(curve, mean, self.rate / max(lines, 1) or math.inf, ceiling)
         if len(self._planned) > _REMEMBERED:
             self._planned.clear()
-        self._planned[key] = _Plan(curve, ceiling, lines, self.rate, self._timeouts, size)
+        self._planned[key] = curve, self.rate, size
         return size
 
     def _most_answers(self, curve: Curve, mean: float, rate: float, ceiling: int) -> int:
@@ -735,19 +714,6 @@ def sizes_up_to(most: int) -> list[int]:
         sizes.append(size)
         size = max(size + 1, int(size * _NEXT_SIZE))
     return [*sizes, most] if most > 0 else []
-
-
-def _alike(one: Curve, other: Curve, rate: float, other_rate: float) -> bool:
-    if abs(rate - other_rate) > _ALIKE * rate:
-        return False
-    sizes = (1, one.reach, other.reach)
-    return one is other or all(
-        _near(one.seconds(size, weight), other.seconds(size, weight)) for size in sizes for weight in (0.0, size)
-    )
-
-
-def _near(one: float, other: float) -> bool:
-    return one == other or abs(one - other) <= _ALIKE * min(one, other)
 
 
 def _lesser(count: float, mean: float) -> float:

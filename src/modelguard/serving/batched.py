@@ -14,10 +14,21 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Ty
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, Overloaded
-from modelguard.serving import _loops
-from modelguard.serving._batch_options import Buffer, Changes, Fair, LoopChoice, OnError, Size, Weight, check_options
+from modelguard.serving._batch_options import (
+    BatchOptions,
+    Buffer,
+    Changes,
+    Fair,
+    LoopChoice,
+    OnError,
+    Size,
+    Weight,
+    read_buffer,
+    read_fair,
+    read_weight,
+)
 from modelguard.serving._functions import Decorated, NotAHandler, check_function, function_name
-from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest
+from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest, TrioWaiter
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.streams import BatchedStream
 
@@ -110,8 +121,9 @@ class Batched(Decorated, Generic[X, Y]):
         try:
             loop = get_running_loop()
         except RuntimeError:
-            put = functools.partial(self._put, timeout=timeout, priority=priority, extras=extras, others=others)
-            return await _loops.call(_loops.TrioRequest(item), put, self._batcher.cancel)  # type: ignore[no-any-return]
+            waiter = TrioWaiter()
+            future = self.submit(item, *others, timeout=timeout, priority=priority, **extras)
+            return await waiter.result(future)  # type: ignore[no-any-return]
         call = loop.create_future()
         if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
             self._put(LoopRequest(item, loop, call), timeout, priority, extras, others)
@@ -204,13 +216,14 @@ class Batched(Decorated, Generic[X, Y]):
             loop = get_running_loop()
             requests: list[Any] = [LoopRequest(item, loop) for item in listed]
         except RuntimeError:
-            requests = [_loops.TrioRequest(item) for item in listed]
+            waiters = [TrioWaiter() for _ in listed]
+            requests = [FutureRequest(item) for item in listed]
         for request in requests:
-            self._put(request, timeout, priority, extras, others, put=self._batcher.bound)
-        self._batcher.put_together(requests)
+            self._prepare(request, timeout, priority, extras, others)
+        self._batcher.put(*requests, together=True)
         try:
             if requests and requests[0].loop is None:
-                return [await request.wait() for request in requests]
+                return [await one.result(request.future) for one, request in zip(waiters, requests, strict=True)]
             return list(await asyncio.gather(*(request.future for request in requests)))
         except BaseException:
             for request in requests:
@@ -377,15 +390,15 @@ def batched(
         raise InvalidOption(
             "batched", others[0], why="takes keyword arguments only", fix="Write @batched(max_size=32)."
         )
-    options = check_options(
+    options = BatchOptions(
         threads=threads,
-        weight=weight,
-        fair_by=fair_by,
+        weight=read_weight(weight),
+        fair=read_fair(fair_by),
         on_error=on_error,
         breaker=breaker,
         loop=loop,
-        buffer=buffer,
-        name=name,
+        buffer=read_buffer(buffer),
+        name="" if name is None else _units.name(name),
         written=Changes(
             max_size=max_size,
             slo=slo,
@@ -401,7 +414,7 @@ def batched(
             fix = "Use @batched(...) once, with all its options."
             raise InvalidOption("function", function, why="it is batched already", fix=fix)
         check_function(function, sys._getframe(1).f_locals)  # noqa: SLF001 - the public one may return None
-        suited = options.suited_to(function, options.limits.name or _units.printable(function_name(function)))
+        suited = options.suited_to(function, options.name or _units.printable(function_name(function)))
         made: Any = (BatchedStream if suited.streams else Batched)(function, suited)
         # For frameworks; calls look it up in the class.
         made.__call__ = MethodType(NotAHandler(function, made.name), made)

@@ -1,14 +1,9 @@
 """The status of a batched function, as values."""
 
-import asyncio
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Any, Literal, Self
-
-from modelguard.serving._requests import PlainCall, Request, deliver_on_loops, request_of
-from modelguard.serving.breaker import Circuit
+from typing import Literal, Self
 
 __all__ = [
     "BatchState",
@@ -147,113 +142,6 @@ class Limits:
     quota: int | None = None
     ageing: float = 10.0
 
-    def fill(self, count: int, weight: float) -> float:
-        """How many full batches so many items of that total weight make: 0.5 is half a batch, 2 is two."""
-        return max(count / self.max_size, weight / self.max_weight)
-
-
-class Batch:
-    """Requests that are computed together.
-
-    Attributes:
-        extras: Keyword arguments that they share.
-        requests: In the order in which they are computed.
-        count: How many these are.
-        group: Those, as the key of their line; None for none.
-        weight: Their total weight, with padding; 0 if nothing is weighed.
-        padding: How much of it is padding.
-        started: When it was taken from the queue, in seconds on the batcher's clock.
-        hung: Whether it has run for longer than ``hang_after``.
-        oldest: When the first of them arrived.
-    """
-
-    __slots__ = ("count", "extras", "group", "hung", "oldest", "padding", "requests", "started", "weight")
-
-    def __init__(self, requests: list[Request], weight: float, started: float) -> None:
-        self.group = requests[0].group
-        self.extras: dict[str, Any] = {} if self.group is None else requests[0].extras
-        self.requests = requests
-        self.count = len(requests)
-        self.oldest = requests[0].arrived
-        self.weight = weight
-        self.padding = 0.0
-        self.started = started
-        self.hung = False
-
-    @property
-    def items(self) -> list[Any]:
-        return [request.item for request in self.requests]
-
-    def weigh(self, *, padded: bool) -> None:
-        """Put the heaviest request first, and set the weight.
-
-        Args:
-            padded: Whether each item costs as much as the heaviest one.
-        """
-        requests = self.requests
-        requests.sort(key=lambda request: request.weight, reverse=True)
-        self.weight = math.fsum(request.weight for request in requests)
-        if padded:
-            weight = requests[0].weight * len(requests)
-            self.padding, self.weight = max(weight - self.weight, 0.0), weight
-
-
-class PlainBatch(Batch):
-    """Plain calls that are computed together. They get requests when something happens to one of them.
-
-    Args:
-        calls: The calls.
-        timeout: Seconds that each of them has.
-        started: As of any batch.
-        weighed: Whether items have weights of their own.
-    """
-
-    __slots__ = ("_columns", "_timeout", "made")
-
-    def __init__(self, calls: list[PlainCall], timeout: float, started: float, *, weighed: bool) -> None:
-        self.oldest = calls[0][3]
-        if weighed:
-            calls.sort(key=_weight_of, reverse=True)
-        self._columns = tuple(zip(*calls, strict=True))
-        self._timeout = timeout
-        self.made: dict[str, list[Request]] = {}
-        self.group, self.extras = None, {}
-        self.count = len(calls)
-        self.weight = math.fsum(self._columns[4]) if weighed else 0.0
-        self.padding = 0.0
-        self.started = started
-        self.hung = False
-
-    @property
-    def items(self) -> list[Any]:
-        return list(self._columns[0])
-
-    def has(self, future: asyncio.Future[Any]) -> bool:
-        return any(one is future for one in self._columns[1])
-
-    @property
-    def requests(self) -> list[Request]:  # type: ignore[override]
-        made = self.made.get("requests")
-        return self.made.setdefault("requests", self._make()) if made is None else made  # one step: any thread asks
-
-    def _make(self) -> list[Request]:
-        requests: list[Request] = [request_of(call, self._timeout) for call in zip(*self._columns, strict=True)]
-        for request in requests:
-            request.state = "running"
-        return requests
-
-    def deliver(self, outcomes: list[Any]) -> None:
-        _, futures, loops, _, _ = self._columns
-        deliver_on_loops(loops, futures, outcomes)
-
-
-_weight_of = itemgetter(4)
-
-
-def is_plain(batch: Batch) -> bool:
-    """Whether its calls have no requests, since nothing has happened to any of them."""
-    return isinstance(batch, PlainBatch) and not batch.made
-
 
 @dataclass(slots=True)
 class Counters:
@@ -270,40 +158,3 @@ class Counters:
     batches: int = 0
     failed_batches: int = 0
     bisected: int = 0
-
-
-# Batches that overstay: which ones run for longer than ``hang_after``.
-
-
-def mark_hung(running: Iterable[Batch], hang_after: float, now: float) -> bool:
-    """Mark the batches that have newly overstayed; returns whether there are any."""
-    found = [batch for batch in running if not batch.hung and now - batch.started >= hang_after]
-    for batch in found:
-        batch.hung = True
-    return bool(found)
-
-
-def next_hang(running: Iterable[Batch], hang_after: float) -> float:
-    """When :func:`mark_hung` may have something to do; infinity for never."""
-    return min((batch.started + hang_after for batch in running if not batch.hung), default=math.inf)
-
-
-def count_hung(running: Iterable[Batch]) -> int:
-    """How many batches hang."""
-    return sum(batch.hung for batch in running)
-
-
-def items_in_hung(running: Iterable[Batch]) -> int:
-    """How many items are in batches that hang."""
-    return sum(batch.count for batch in running if batch.hung)
-
-
-def state_of(running: Iterable[Batch], circuit: Circuit | None, *, closed: bool) -> BatchState:
-    """The state of a queue, for its status."""
-    if closed:
-        return "closed"
-    if items_in_hung(running):
-        return "hung"
-    if circuit is None or circuit.state == "closed":
-        return "open"
-    return "circuit open" if circuit.state == "open" else "half-open"

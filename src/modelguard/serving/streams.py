@@ -17,8 +17,7 @@ from modelguard.errors import BatchFailed, GuardClosed, WouldDeadlock
 from modelguard.runtime.fork import Wakeup
 from modelguard.serving._batch_options import Buffer
 from modelguard.serving._functions import Decorated
-from modelguard.serving._loops import TrioWaiter
-from modelguard.serving._requests import ENDED, NOTHING_YET, LoopWaiter, Request, StreamRequest, Waiter
+from modelguard.serving._requests import ENDED, NOTHING_YET, LoopWaiter, Request, StreamRequest, TrioWaiter, Waiter
 
 __all__ = ["BatchedStream", "Stream"]
 
@@ -184,7 +183,7 @@ def _waiter() -> LoopWaiter | TrioWaiter:
     try:
         loop = get_running_loop()
     except RuntimeError:
-        return TrioWaiter()
+        return TrioWaiter("async for part in f.stream(item)", "Iterate in a thread, without async")
     return LoopWaiter(loop)
 
 

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Request
+from modelguard.serving._requests import Batch, Request
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.serving.status import Batch, Limits
+from modelguard.serving.status import Limits
 
 
 def request(

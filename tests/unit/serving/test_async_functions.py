@@ -17,8 +17,8 @@ from tests.unit.serving.gated import TIMEOUT, next_turn, until
 from modelguard import Batched, Breaker, batched, guard
 from modelguard.errors import BatchFailed, DeadlineExceeded, NotSupported, WrongResults
 from modelguard.runtime.own_thread import inline
-from modelguard.serving import BatchedStream, _loops, _shared_threads
-from modelguard.serving._loops import OwnLoop
+from modelguard.serving import BatchedStream, _batcher, _runners
+from modelguard.serving._runners import OwnLoop
 
 
 async def double(items: list[int], *, by: int = 2) -> list[int]:
@@ -51,7 +51,7 @@ def test_it_runs_on_a_loop_of_its_own_which_stays() -> None:
 
 def test_the_loop_ends_with_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that nobody refers to any more leaves no thread."""
-    monkeypatch.setattr(_shared_threads, "_LINGER", 0.01)
+    monkeypatch.setattr(_batcher, "LINGER", 0.01)
     f = batched(max_size=4, name="short-lived")(where_async)
     loop = f(1)[1]
     gone = weakref.ref(f)
@@ -203,7 +203,7 @@ def test_an_error_on_one_of_several_loops() -> None:
 @pytest.mark.parametrize("door", ["aio", "stream"])
 def test_a_loop_that_ends_while_others_wait(door: str, monkeypatch: pytest.MonkeyPatch, *, closed: bool) -> None:
     """Callers on other loops get their results, and the breaker does not take it for a fault of the model."""
-    monkeypatch.setattr(_loops, "_LOOK", 0.01)
+    monkeypatch.setattr(_runners, "_LOOK", 0.01)
     case = OnLoops(breaker=Breaker(failures=1))
     f, call = (case.f, case.stay) if door == "aio" else (case.parts, case.stay_in_parts)
     loop = asyncio.new_event_loop()
@@ -226,7 +226,7 @@ def test_a_loop_that_ends_while_others_wait(door: str, monkeypatch: pytest.Monke
 
 def test_a_submitted_item_whose_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its future says so: somebody elsewhere may wait for it."""
-    monkeypatch.setattr(_loops, "_LOOK", 0.01)
+    monkeypatch.setattr(_runners, "_LOOK", 0.01)
     case = OnLoops()
 
     async def submit() -> Future[Any]:
@@ -241,7 +241,7 @@ def test_a_submitted_item_whose_loop_ends(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nobody_waits_on_a_loop_that_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then its thread is free again, also if the loop is never closed."""
-    monkeypatch.setattr(_loops, "_LOOK", 0.01)
+    monkeypatch.setattr(_runners, "_LOOK", 0.01)
     case = OnLoops()
     loop = asyncio.new_event_loop()
 

@@ -21,8 +21,8 @@ from modelguard.errors import Overloaded
 from modelguard.serving import Limits
 from modelguard.serving._batcher import ChosenSize
 from modelguard.serving._planner import AutoSize
+from modelguard.serving._requests import Batch
 from modelguard.serving._times import Curve
-from modelguard.serving.status import Batch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))  # as for the scripts there
 auto_size = pytest.importorskip("auto_size")

@@ -14,7 +14,7 @@ from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
 from modelguard import batched, deadline, telemetry
 from modelguard.errors import CallerGone, DeadlineExceeded, InvalidOption, Overloaded, QueueFull
-from modelguard.serving import _shared_threads
+from modelguard.serving import _batcher
 from modelguard.serving.deadlines import WebRequest, left, on_behalf_of
 
 # Bounds and deadlines
@@ -195,7 +195,6 @@ def test_without_a_thread_the_caller_gets_an_error(model: Gated, monkeypatch: py
     f = batched(max_size=1)(model)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        patch.setattr(_shared_threads, "_idle", [])  # nor does a thread of another function wait for work
         with pytest.raises(Overloaded, match="cannot start a thread"):
             f(1)
     assert f.status().waiting == 0
@@ -237,7 +236,7 @@ def test_the_last_refusals_are_reported_too(
     how: str, model: Gated, events: list[telemetry.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most a second after they happened, without a deadline, whether batches end or not."""
-    monkeypatch.setattr(_shared_threads, "_LINGER", 3600.0)  # nothing else wakes the thread that reports
+    monkeypatch.setattr(_batcher, "LINGER", 3600.0)  # nothing else wakes the thread that reports
     f = batched(max_size=1, max_queue=2, name=f"last {how}")(model)
     futures = queued(f, model, 1, 2)
 

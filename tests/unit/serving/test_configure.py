@@ -175,7 +175,7 @@ def test_what_waits_for_a_fuller_batch_starts_when_that_is_not_asked_for_any_mor
     model.gate.set()
     with batched(max_size=4, max_wait="1h")(model) as f:
         waits = f.submit(3)
-        until(lambda: bool(f._batcher._threads.idle))
+        until(lambda: bool(f._batcher._idle))
         f.configure(max_wait=0)
         assert 3 == waits.result(TIMEOUT)
 

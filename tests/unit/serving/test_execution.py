@@ -12,8 +12,7 @@ from tests.unit.environment.torches import FakeTorch, OutOfMemoryError
 
 from modelguard.errors import BatchFailed, GuardClosed, LoadFailed, QueueFull, Reloading, WrongResults
 from modelguard.serving._execution import BatchFunction, Computed, compute
-from modelguard.serving._requests import Failure, Request
-from modelguard.serving.status import Batch
+from modelguard.serving._requests import Batch, Failure, Request
 
 
 class Model:

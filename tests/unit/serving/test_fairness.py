@@ -15,7 +15,7 @@ from tests.unit.serving.queues import measure, queue_of, request, run, taken
 from modelguard.errors import DeadlineUnreachable, QueueFull, QuotaExceeded
 from modelguard.serving._lines import Fairness
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving.status import Batch
+from modelguard.serving._requests import Batch
 
 
 def fair_queue(**limits: Any) -> BatchQueue:

@@ -12,7 +12,7 @@ from tests.unit.serving.queues import queue_of, request
 
 from modelguard import Breaker, batched, telemetry
 from modelguard.errors import CircuitOpen, InvalidOption, QueueFull
-from modelguard.serving.status import Batch
+from modelguard.serving._requests import Batch
 
 
 def hanging(**options: Any) -> Any:

@@ -8,8 +8,7 @@ import pytest
 
 from modelguard.errors import Overloaded
 from modelguard.serving._execution import BatchFunction, Computed, Suspects, compute
-from modelguard.serving._requests import Failure, Request
-from modelguard.serving.status import Batch
+from modelguard.serving._requests import Batch, Failure, Request
 
 
 class Model:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.serving.queues import queue_of, request, run
 
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving.status import Batch
+from modelguard.serving._requests import Batch
 
 #: What MiniLM takes on one core: 5 ms a run and 0.27 ms a token.
 FIXED, UNIT = 0.005, 0.00027

@@ -10,8 +10,7 @@ from tests.unit.serving.queues import filled, measure, measured, queue_of, reque
 
 from modelguard.errors import CallerGone, DeadlineExceeded, DeadlineUnreachable, GuardClosed, QueueFull
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Request
-from modelguard.serving.status import Batch
+from modelguard.serving._requests import Batch, Request
 
 # A free thread
 

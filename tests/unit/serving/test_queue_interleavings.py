@@ -15,9 +15,9 @@ from tests.unit.serving.queues import request
 
 from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Failure, LoopRequest, Request
+from modelguard.serving._requests import Batch, Failure, LoopRequest, PlainBatch, Request, is_plain
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.serving.status import Batch, Limits, PlainBatch, is_plain
+from modelguard.serving.status import Limits
 
 
 class Call:
@@ -265,6 +265,8 @@ class Interleavings(RuleBasedStateMachine):
         assert len(waiting) == self.queue.waiting + len(self.queue.inbox) <= self.most_waiting
         requests = {n: one for n, one in self.admitted.items() if isinstance(one, Request)}
         assert all((one.state == "done") != (n in self.alive()) for n, one in requests.items())
+        if self.queue.ordered or self.limits.weighed:
+            waiting = [self.queue.request_of(one) if isinstance(one, Call) else one for one in waiting]
         if self.queue.ordered:
             fairness = self.queue._lines.fairness
             counts = Counter(one.key for one in waiting)

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from modelguard.errors import ConsumerTooSlow, DeadlineExceeded
 from modelguard.serving._execution import BatchFunction
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import ENDED, NOTHING_YET, Request, StreamRequest
+from modelguard.serving._requests import ENDED, NOTHING_YET, Batch, Request, StreamRequest
 from modelguard.serving._runners import Stalls, StreamRun
-from modelguard.serving.status import Batch, Limits
+from modelguard.serving.status import Limits
 
 #: What a function yields for an item: mostly a part, else its end or its error.
 PARTS = st.sampled_from(["part", "part", "part", "part", "end", "error"])

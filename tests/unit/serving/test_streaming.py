@@ -10,7 +10,7 @@ import pytest
 from modelguard.errors import BatchFailed, ConsumerTooSlow, Overloaded, WrongResults
 from modelguard.serving._execution import BatchFunction, Computed
 from modelguard.serving._requests import ENDED, NOTHING_YET, Callers, Request, StreamRequest
-from modelguard.serving._runners import Stalls, compute_stream
+from modelguard.serving._runners import Stalls, StreamRun
 
 NO_PARTS = "yielded anything; for an item without parts, yield StopIteration"
 
@@ -41,16 +41,11 @@ class World:
 
     def run(self, function: Any, *, slow_after: float = 1.0, ignore: Any = (), **extras: Any) -> Computed:
         batch = BatchFunction(run=function, name="f", isolate=True, ignore=ignore, clock=lambda: self.now)
-        computed = compute_stream(
-            batch,
-            lambda items, extras, _: function(items, **extras),
-            self.requests,
-            extras,
-            self.answer,
-            slow_after=slow_after,
-            others_wait=lambda: self.others_wait,
-            wait=self.wait,
+        stalls = Stalls(slow_after)
+        stream = StreamRun(
+            batch, self.requests, self.answer, stalls=stalls, others_wait=lambda: self.others_wait, wait=self.wait
         )
+        computed = stream.compute(lambda items, extras, _: function(items, **extras), extras)
         self.answer([*self.requests], computed.outcomes)
         return computed
 
@@ -375,7 +370,7 @@ def test_a_consumer_that_keeps_others_waiting_is_dropped() -> None:
 
 
 def test_the_time_counts_in_all() -> None:
-    """A consumer that takes a part just in time, again and again, cannot hold the batch for ever."""
+    """But for a hundredth with each part: a consumer that takes one just in time cannot hold the batch for ever."""
     world = World("slow", "quick", max_buffer=2)
     slow, quick = world.requests
 
@@ -392,8 +387,29 @@ def test_the_time_counts_in_all() -> None:
             quick.take()
 
     world.run(f, slow_after=1.0)
-    assert [1.0, 0.6, 0.2] == pytest.approx(world.waits)
+    assert [1.0, 0.61, 0.22] == pytest.approx(world.waits)
     assert isinstance(parts_of(slow)[-1], ConsumerTooSlow)
+
+
+def test_who_is_a_little_slower_than_others_may_go_on() -> None:
+    """Each part gives a hundredth of the time back: a long stream does not add up what its consumer cost."""
+    world = World("slow", "quick", max_buffer=2)
+    slow, quick = world.requests
+    got: list[Any] = []
+
+    def wait(_callers: Callers, _seconds: float) -> None:
+        world.now += 0.009
+        got.append(slow.take())
+
+    world.wait = wait  # type: ignore[method-assign]
+
+    def f(_items: list[str]) -> Iterator[list[int]]:
+        for number in range(500):
+            yield [number, number]
+            quick.take()
+
+    world.run(f, slow_after=1.0)
+    assert [*range(500), ENDED] == got + parts_of(slow)
 
 
 def test_nobody_is_dropped_while_nobody_waits() -> None:
