@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 
-from modelguard.diagnosis import _checks_memory, _checks_servers
+from modelguard.diagnosis import _checks
 from modelguard.diagnosis._facts import Check, Facts, Finding, Remedy
 from modelguard.diagnosis._redact import HIDDEN
 from modelguard.errors import InvalidOption, printable
@@ -83,9 +83,8 @@ def _quoted(word: str) -> str:
 
 # All checks, by number: MG1xx the allocator, 2xx presets, 3xx memory, 4xx servers, 5xx the interpreter.
 
-_FOUND = (each for module in (_checks_memory, _checks_servers) for each in vars(module).values())
 CHECKS: tuple[Check, ...] = tuple(
-    sorted((each for each in _FOUND if isinstance(each, Check)), key=lambda each: each.number)
+    sorted((each for each in vars(_checks).values() if isinstance(each, Check)), key=lambda each: each.number)
 )
 
 #: The column at which the text of a detail begins.
