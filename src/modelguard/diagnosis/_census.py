@@ -21,11 +21,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = [
-    "LIBRARIES", "Chain", "Grown", "Moment", "cache_sizes", "caches", "count", "grown", "guard_uses", "look", "moment",
-    "owners", "pipelines", "pools", "switch_off_caches",
-]  # fmt: skip
-
 LIBRARIES = ("onnxruntime", "paddle", "pyarrow", "spacy", "tensorflow", "tokenizers", "torch")
 
 #: Entries that a cache gets by the way. Containers with fewer entries are not compared: they are most of all, and a
@@ -400,6 +395,10 @@ class _Chains:
 
 
 # Libraries
+
+
+def loaded() -> list[str]:
+    return [name for name in LIBRARIES if name in sys.modules]
 
 
 def guard_uses() -> list[tuple[str, int, int]]:

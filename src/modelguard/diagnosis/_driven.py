@@ -145,7 +145,7 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     pace = pace._replace(most=max(_FEWEST_CALLS, _calls_for(_TESTED, target.calls, grown)))
     measured["trimmed"] = max(0, _fallen(lambda: None) - free)
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
-    measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
+    measured |= {"compiled": compiled() - code, "libraries": _census.loaded()}
     measured |= {"imported": config["imported"], "guarded": isinstance(owner_of(function), ModelGuard)}
     measured["zones"] = any(hasattr(type(nlp), "memory_zone") for nlp in _census.pipelines())
     measured["importable"] = _is_importable(function)

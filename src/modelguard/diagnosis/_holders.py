@@ -22,8 +22,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["Held", "name", "named", "path"]
-
 #: How many containers are named, and of how many entries their size is estimated.
 _NAMED, _SAMPLED = 4, 24
 #: So many objects of an entry are weighed at most. A container with more entries belongs to no entry alone.

@@ -70,11 +70,10 @@ def _run(name: str, source: str) -> dict[str, Any]:
 
 def _look(scripts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     census = scripts["_census"]
-    loaded = [name for name in census["LIBRARIES"] if name in sys.modules]
     if "moment so far" not in census:
         census["moment so far"] = census["moment"]()
     counted, types = census["look"]()
-    return {"census": counted, "types": types, "libraries": loaded}
+    return {"census": counted, "types": types, "libraries": census["loaded"]()}
 
 
 def _held(scripts: dict[str, dict[str, Any]], calls: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -363,7 +363,6 @@ def command() -> list[str]:
 
 
 def follow(
-    words: Sequence[str],
     config: Mapping[str, Any],
     environ: Mapping[str, str],
     cwd: Path,
@@ -385,7 +384,7 @@ def follow(
         # In a file: the words of a command are limited to 128 kB each.
         given.write_text(json.dumps({**config, "answer": str(answer), "stack": str(stack)}), encoding="utf-8")
         process = subprocess.Popen(  # noqa: S603 - this very Python, and a module of this package
-            [*words, str(given)],
+            [*command(), str(given)],
             env=dict(environ),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
