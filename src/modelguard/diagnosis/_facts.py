@@ -86,7 +86,7 @@ class Interpreter:
 class Guarded:
     """A guard in a process."""
 
-    name: str
+    name: str = "?"
     policy: str | None = None
     load_seconds: float = 0.0
     unshared: bool = False
@@ -187,7 +187,7 @@ class Server:
         grace: Seconds that a worker gets to finish its requests when it is stopped; 0 if unknown.
     """
 
-    kind: str
+    kind: str = ""
     workers: int = 1
     forks: bool = False
     preload: bool | None = None
@@ -263,7 +263,7 @@ class Facts:
     @property
     def runs_on(self) -> Server:
         """Its server; one without a name and without workers if there is none."""
-        return self.server or Server("")
+        return self.server or Server()
 
     @property
     def answers(self) -> list[Inside]:

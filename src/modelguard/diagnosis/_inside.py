@@ -111,12 +111,16 @@ _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
 #: Loading one of these loads a library that reads the thread variables.
 _NATIVE = ("jax", "numpy", "scipy", "sklearn", "spacy", "tensorflow", "torch", "transformers")
 
-#: What is asked of gunicorn's configuration. No other setting is looked at: some hold secrets.
-_GUNICORN = (
-    "config", "graceful_timeout", "max_requests", "max_requests_jitter", "preload_app", "reload", "threads", "timeout",
-    "worker_class_str", "workers",
-)  # fmt: skip
-_UVICORN = ("limit_max_requests", "limit_max_requests_jitter", "should_reload", "workers")
+#: What is asked of a server's settings, by what it is called here. No other one is looked at: some hold secrets.
+_GUNICORN = {
+    "config": "config", "grace": "graceful_timeout", "jitter": "max_requests_jitter", "max_requests": "max_requests",
+    "preload": "preload_app", "reload": "reload", "threads": "threads", "timeout": "timeout",
+    "worker_class": "worker_class_str",
+}  # fmt: skip
+_UVICORN = {
+    "jitter": "limit_max_requests_jitter", "max_requests": "limit_max_requests", "reload": "should_reload",
+    "workers": "workers",
+}  # fmt: skip
 
 #: Libraries of thread pools, each with the functions that return the number of threads.
 _POOLS = {
@@ -323,8 +327,8 @@ def _gunicorn(arbiter: Any) -> dict[str, Any]:
     return found
 
 
-def _settings(holder: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    found = {name: getattr(holder, name, None) for name in names}
+def _settings(holder: Any, names: dict[str, str]) -> dict[str, Any]:
+    found = {name: getattr(holder, theirs, None) for name, theirs in names.items()}
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
 
 

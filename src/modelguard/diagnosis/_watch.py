@@ -15,6 +15,7 @@ from modelguard import _units, telemetry
 from modelguard.diagnosis import _census, _counts, _holders
 from modelguard.diagnosis._census import Moment
 from modelguard.diagnosis._counts import Counts, Growing, compiled
+from modelguard.diagnosis._diagnose import within_a_day
 from modelguard.diagnosis._facts_process import (
     Connection,
     inside_of,
@@ -22,6 +23,7 @@ from modelguard.diagnosis._facts_process import (
     named_process,
     process_number,
     readable,
+    require_proc,
 )
 from modelguard.diagnosis._growth_causes import Cause, GrowthReport, Measured, Unit, attribute, notes_on
 from modelguard.diagnosis._holders import Held
@@ -332,8 +334,6 @@ def _after_fork_in_child() -> None:
 
 # Watches a running process until its growth is decided: from outside, and from inside where it can be asked.
 
-#: Seconds that a process is watched at most.
-_DAY = 86_400
 _OUTSIDE = "from outside, private memory by kind, the allocator ({}), threads, child processes and open files"
 _INSIDE = "and from inside: its objects, what holds those that grow, and the calls on its guards"
 #: How to get what was not looked at.
@@ -371,10 +371,8 @@ def diagnose_process(
         NotSupported: There is no ``/proc``.
     """
     number = process_number(pid)
-    if not 1 <= seconds <= _DAY:
-        raise InvalidOption("--time", seconds, why="must be between 1 s and 1 day", fix="Write --time 5m.")
-    if not _proc.is_mounted():
-        raise NotSupported("modelguard diagnose --pid", reason="there is no /proc")
+    within_a_day(seconds, "--time", least=1, example="5m")
+    require_proc()
     with readable(number), ExitStack() as stack:
         _memory.usage(number)  # raises if there is no such process, or it belongs to another user
         subject, python = named_process(number), interpreter_of(number)
