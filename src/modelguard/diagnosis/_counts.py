@@ -76,6 +76,10 @@ def kinds(pid: int | None = None) -> dict[str, dict[str, int]]:
     return {name: dict(Counter(each).most_common(_KEPT)) for name, each in found.items()}
 
 
+class Exhausted(BaseException):
+    """The function has used up what a process may have: no call is to catch it."""
+
+
 class Counts:
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
@@ -96,9 +100,10 @@ class Counts:
         self.calls.append(calls)
         self._read.append(numbers(self._pid))
 
-    def too_many(self) -> bool:
+    def require_few(self) -> None:
         now = numbers()
-        return any(now[name] - self._first[name] > MOST[name] for name in NAMES)
+        if any(now[name] - self._first[name] > MOST[name] for name in NAMES):
+            raise Exhausted
 
     def growing(self, since: int) -> list[dict[str, Any]]:
         self.judged = True

@@ -408,7 +408,7 @@ def try_remedies(
         longest = _LONGEST * _MOST_SLOWER if limit is None else limit
         own = {"act": candidate.act, "options": dict(candidate.options), "limit": longest}
         variables = environ if candidate.environ is None else candidate.environ
-        most = None if limit is None else limit + _START
+        most = math.inf if limit is None else limit + _START
         return follow({**given, **own}, variables, cwd, progress=lambda _: None, silence=silence, limit=most)
 
     rounds = _Rounds(run, progress, clock)
