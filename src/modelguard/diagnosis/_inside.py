@@ -83,26 +83,12 @@ def _held(scripts: dict[str, dict[str, Any]], calls: str) -> dict[str, Any]:
     return {"held": [each._asdict() for each in holders["named"](grown)]}
 
 
-def _uses(scripts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {"uses": scripts["_census"]["guard_uses"]()}
-
-
-def _trim(_: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    import ctypes
-
-    program = ctypes.CDLL(None)
-    served = malloc_file() or ""
-    if "libc.so" in served and hasattr(program, "malloc_trim"):
-        program.malloc_trim(0)
-    return {}
-
-
 _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "describe": lambda _: describe(),
     "look": _look,
     "held": _held,
-    "uses": _uses,
-    "trim": _trim,
+    "uses": lambda scripts: {"uses": scripts["_census"]["guard_uses"]()},
+    "trim": lambda _: _trim(),
 }
 
 
@@ -131,6 +117,15 @@ _POOLS = {
 }
 
 _COROUTINE = 0x80  # inspect.CO_COROUTINE, without the import
+
+
+def _trim() -> dict[str, Any]:
+    import ctypes
+
+    program = ctypes.CDLL(None)
+    if "libc.so" in (malloc_file() or "") and hasattr(program, "malloc_trim"):
+        program.malloc_trim(0)
+    return {}
 
 
 def describe() -> dict[str, Any]:
@@ -241,39 +236,27 @@ def _objects() -> dict[str, Any]:
 
 
 def _pools() -> dict[str, Any]:
+    import ctypes
+
     pools = {}
     torch = sys.modules.get("torch")
     if torch is not None:
         pools["torch"] = int(torch.get_num_threads())
-    for file in _libraries():
-        for library, functions in _POOLS.items():
-            if library in os.path.basename(file):  # noqa: PTH119
-                threads = _call(file, functions)
-                if threads is not None:
-                    pools[os.path.basename(file)] = threads  # noqa: PTH119
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as stream:  # noqa: PTH123
+        files = {line[line.index("/") :].rstrip("\n") for line in stream if "/" in line and ".so" in line}
+    for file in files:
+        name = os.path.basename(file)  # noqa: PTH119
+        functions = next((functions for library, functions in _POOLS.items() if library in name), ())
+        library = ctypes.CDLL(file, mode=os.RTLD_NOLOAD | os.RTLD_LAZY) if functions else None
+        for each in reversed(functions):
+            if hasattr(library, each):
+                pools[name] = int(getattr(library, each)())
     cuda = getattr(torch, "cuda", None)
     return {"pools": pools, "cuda": bool(cuda is not None and cuda.is_initialized())}
 
 
-def _libraries() -> set[str]:
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as stream:  # noqa: PTH123
-        return {line[line.index("/") :].rstrip("\n") for line in stream if "/" in line and ".so" in line}
-
-
-def _call(file: str, functions: tuple[str, ...]) -> int | None:
-    import ctypes
-
-    library = ctypes.CDLL(file, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    for name in functions:
-        if hasattr(library, name):
-            return int(getattr(library, name)())
-    return None
-
-
 def _guards() -> dict[str, Any]:
     module = sys.modules.get("modelguard.lifecycle.guard")
-    if module is None:
-        return {"guards": []}
     prepared = sys.modules.get("modelguard.sharing._prefork")
     shares = prepared is not None and prepared.current() is not None
     return {
@@ -284,7 +267,7 @@ def _guards() -> dict[str, Any]:
                 "policy": None if guard.reload_on is None else repr(guard.reload_on),
                 "load_seconds": guard.status().load_seconds,
             }
-            for guard in module.guards()
+            for guard in (module.guards() if module is not None else ())
         ]
     }
 
