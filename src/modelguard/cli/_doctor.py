@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from modelguard.cli._output import USAGE, behind, fail, refuse, whole_number
+from modelguard.cli._output import USAGE, add_options, behind, fail, refuse, whole_number
 from modelguard.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -48,28 +48,19 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="exit status: 0 no faults (there may be notes), 1 faults, 2 the examination failed or the command did "
         "not serve, 126 it cannot be executed, 127 there is no such command",
     )
-    parser.add_argument("--pid", metavar="PID", help="a running process; for gunicorn, the master")
-    parser.add_argument(
-        "--inside",
-        action="store_true",
-        help="also ask the process itself: it has called modelguard.control.listen(), or runs on Python 3.14",
+    inside = "also ask the process itself: it has called modelguard.control.listen(), or runs on Python 3.14"
+    known = "report only what is not in this file; if it does not exist, write it with what is found, and exit with 0"
+    add_options(
+        parser,
+        ("--pid PID", "a running process; for gunicorn, the master"),
+        ("--inside", inside),
+        ("--request URL", "a path or address to request while the command is examined"),
+        ("--count N", "the number of requests, default: 100"),
+        ("--wait S", "seconds to wait until the command serves, default: 120"),
+        ("--ignore NUMBER...", "a check to leave out; may be given several times"),
+        ("--baseline FILE", known),
+        ("--json", "print the findings as JSON"),
     )
-    parser.add_argument("--request", metavar="URL", help="a path or address to request while the command is examined")
-    parser.add_argument("--count", metavar="N", help="the number of requests, default: 100")
-    parser.add_argument("--wait", metavar="S", help="seconds to wait until the command serves, default: 120")
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="NUMBER",
-        help="a check to leave out; may be given several times",
-    )
-    parser.add_argument(
-        "--baseline",
-        metavar="FILE",
-        help="report only what is not in this file; if it does not exist, write it with what is found, and exit with 0",
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command that starts the service"
     )
@@ -172,35 +163,20 @@ def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "driven, 3 undecided",
     )
     parser.add_argument("target", metavar="MODULE:FUNCTION", nargs="?", help="the function, such as app:predict")
-    parser.add_argument("--pid", metavar="PID", help="a running process to watch instead")
-    parser.add_argument(
-        "--inputs", metavar="FILE", help="one input in JSON per line: a list, an object, or one argument"
+    add_options(
+        parser,
+        ("--pid PID", "a running process to watch instead"),
+        ("--inputs FILE", "one input in JSON per line: a list, an object, or one argument"),
+        ("--generate MODULE:FUNCTION", "a function that yields inputs without end"),
+        ("--time T", "how long to drive it, default: 30s; with --pid, to watch it, default: 5m"),
+        ("--calls N", "how many times to call it, instead of --time"),
+        ("--try T", "how long to try remedies if memory grows, 0 for not at all; default: 2m"),
+        ("--bucketed NAME...", "a parameter whose tensors may be padded; may be given several times"),
+        ("--load MODULE:FUNCTION", "what makes the model, which the function takes as its first argument"),
+        ("--json", "print the report as JSON"),
+        ("--report DIR", "also write report.json and report.html into this folder"),
     )
-    parser.add_argument("--generate", metavar="MODULE:FUNCTION", help="a function that yields inputs without end")
-    parser.add_argument(
-        "--time", metavar="T", help="how long to drive it, default: 30s; with --pid, to watch it, default: 5m"
-    )
-    parser.add_argument("--calls", metavar="N", help="how many times to call it, instead of --time")
-    parser.add_argument(
-        "--try",
-        dest="trial",
-        metavar="T",
-        default="2m",
-        help="how long to try remedies if memory grows, 0 for not at all; default: %(default)s",
-    )
-    parser.add_argument(
-        "--bucketed",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a parameter whose tensors may be padded; may be given several times",
-    )
-    parser.add_argument(
-        "--load", metavar="MODULE:FUNCTION", help="what makes the model, which the function takes as its first argument"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--report", metavar="DIR", help="also write report.json and report.html into this folder")
-    parser.set_defaults(run=_diagnose)
+    parser.set_defaults(run=_diagnose, **{"try": "2m"})
 
 
 def _diagnose(options: argparse.Namespace) -> int:
@@ -234,13 +210,14 @@ def _of_function(options: argparse.Namespace, progress: Progress) -> GrowthRepor
     if options.target is None:
         why = "must be given, unless --pid is"
         raise InvalidOption("MODULE:FUNCTION", "", why=why, fix="Write for example app:predict.")
+    trial = getattr(options, "try")
     return diagnosis.diagnose(
         options.target,
         inputs=options.inputs,
         generate=options.generate,
         seconds=SECONDS if options.time is None else _units.seconds(options.time, "--time"),
         calls=None if options.calls is None else whole_number("--calls", options.calls, 1000),
-        trial_seconds=_units.seconds(0 if options.trial == "0" else options.trial, "--try", zero=True),
+        trial_seconds=_units.seconds(0 if trial == "0" else trial, "--try", zero=True),
         bucketed=options.bucketed,
         load=options.load,
         progress=progress,

@@ -112,6 +112,18 @@ def refuse(options: argparse.Namespace, names: Iterable[str], why: str, fix: str
             raise InvalidOption(f"--{name}", getattr(options, name), why=why, fix=fix)
 
 
+def add_options(parser: argparse.ArgumentParser, *options: tuple[str, str]) -> None:
+    """Add options: each is ``"--flag"``, ``"--name VALUE"``, or ``"--name VALUE..."`` if it may be given again."""
+    for written, help_text in options:
+        name, _, value = written.partition(" ")
+        if not value:
+            parser.add_argument(name, action="store_true", help=help_text)
+        elif value.endswith("..."):
+            parser.add_argument(name, action="append", default=[], metavar=value.removesuffix("..."), help=help_text)
+        else:
+            parser.add_argument(name, metavar=value, help=help_text)
+
+
 def behind(options: argparse.Namespace) -> list[str]:
     """The words of the command behind ``--``."""
     words: list[str] = options.command

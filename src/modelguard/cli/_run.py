@@ -51,9 +51,11 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     """The numbers of a preset, read by what needs them: argparse prints errors of several lines."""
-    parser.add_argument("--workers", metavar="N", help="processes that share the CPUs, default: 1")
-    shapes = "how many different input shapes the traffic has, if known"
-    parser.add_argument("--distinct-shapes", metavar="N", help=shapes)
+    _output.add_options(
+        parser,
+        ("--workers N", "processes that share the CPUs, default: 1"),
+        ("--distinct-shapes N", "how many different input shapes the traffic has, if known"),
+    )
 
 
 def _combined(names: Iterable[str], options: argparse.Namespace) -> Preset:
@@ -151,10 +153,13 @@ def add_ctl(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="the guard, pool or isolated function, default: all of the process"
     )
-    parser.add_argument("--all", action="store_true", help="all processes below PID that take commands, one by one")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait until the models are reloaded")
-    parser.add_argument("--timeout", metavar="T", help="how long to wait for a process, default: 5m")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each process")
+    _output.add_options(
+        parser,
+        ("--all", "all processes below PID that take commands, one by one"),
+        ("--no-wait", "do not wait until the models are reloaded"),
+        ("--timeout T", "how long to wait for a process, default: 5m"),
+        ("--json", "print a line of JSON for each process"),
+    )
     parser.set_defaults(run=_ctl)
 
 

@@ -137,11 +137,16 @@ _APP = re.compile(r"(?!python:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(?:\(\))?")
 
 def process_name(command: Sequence[str]) -> str:
     if len(command) == 1 and " " in command[0]:
-        return _printable(_redact.redact(command[0], {})) or "?"
-    program, arguments = _program(tuple(_redact.redacted_words(command, {})))
-    app = _app(arguments, _SERVERS[program]) if program in _SERVERS else None
-    name = program if app is None else f"{program} {app}"
-    return _printable(name) or "?"
+        name = _redact.redact(command[0], {})
+    else:
+        name, arguments = _program(tuple(_redact.redacted_words(command, {})))
+        app = _app(arguments, _SERVERS[name]) if name in _SERVERS else None
+        name = name if app is None else f"{name} {app}"
+    return _in_one_line(name)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split()) or "?"
 
 
 def _program(command: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -180,10 +185,6 @@ def _app(arguments: Sequence[str], options: tuple[str, ...]) -> str | None:
         if name in options and (joined if has_value else value):
             return joined if has_value else value
     return next((word for word in arguments if _APP.fullmatch(word)), None)
-
-
-def _printable(text: str) -> str:
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
 # Process trees as a table, updated live on a terminal, and as JSON. Secrets are never shown.
@@ -355,32 +356,23 @@ def _unused_imports(tree: TreeReport) -> list[str]:
 
 
 def as_dict(trees: Sequence[TreeReport]) -> dict[str, Any]:
-    return {"trees": [_tree(tree) for tree in trees]}
-
-
-def _tree(tree: TreeReport) -> dict[str, Any]:
-    return {
-        "root": tree.processes[0].pid,
-        "pss": tree.pss,
-        "uss": tree.uss,
-        "copies": tree.copies,
-        "one_copy": tree.one_copy,
-        "one_copy_is": "largest process" if tree.model_bytes is None else "model",
-        "unread": list(tree.unread),
-        "processes": [_process(process) for process in tree.processes],
-        "rss_misleading": tree.rss,
-    }
-
-
-def _process(process: ProcessReport) -> dict[str, Any]:
-    shown = {"name": process_name(process.command), "command": command(process)}
-    figures = dataclasses.asdict(process) | shown
-    return figures | {"rss_misleading": figures.pop("rss")}
+    found = []
+    for tree in trees:
+        told = {name: getattr(tree, name) for name in ("pss", "uss", "copies", "one_copy")}
+        told |= {"root": tree.processes[0].pid, "unread": list(tree.unread), "rss_misleading": tree.rss}
+        told["one_copy_is"] = "largest process" if tree.model_bytes is None else "model"
+        told["processes"] = [
+            dataclasses.asdict(one) | {"name": process_name(one.command), "command": command(one)}
+            for one in tree.processes
+        ]
+        for one in told["processes"]:
+            one["rss_misleading"] = one.pop("rss")
+        found.append(told)
+    return {"trees": found}
 
 
 def command(process: ProcessReport) -> str:
     """A process's command line in one line, without secrets."""
     words = process.command
     # If a program has overwritten its command line with a title, there is a single word with spaces.
-    text = _redact.redact(words[0], {}) if len(words) == 1 else _redact.redact_command(words, {})
-    return _printable(text) or "?"
+    return _in_one_line(_redact.redact(words[0], {}) if len(words) == 1 else _redact.redact_command(words, {}))

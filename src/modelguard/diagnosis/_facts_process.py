@@ -159,7 +159,10 @@ def facts_of_process(pid: str | int, *, root: Path = _proc.ROOT) -> Facts:
     """
     number = process_number(pid)
     with readable(number, root):
-        return _facts(number, root)
+        require_proc(root)
+        facts = facts_of_tree(number, named_process(number, root), root=root)
+        outside = "what it has set for itself since it started, and its server's settings, cannot be seen from outside"
+        return replace(facts, unknown=(outside, *facts.unknown, *above(number, root)))
 
 
 @contextmanager
@@ -184,13 +187,6 @@ def named_process(pid: int, root: Path = _proc.ROOT) -> str:
 def interpreter_of(pid: int, root: Path = _proc.ROOT) -> Interpreter | None:
     """The Python that a process runs on; None if it runs on none."""
     return _interpreter(_proc.if_readable(_proc.maps, pid, root) or ())
-
-
-def _facts(pid: int, root: Path) -> Facts:
-    require_proc(root)
-    facts = facts_of_tree(pid, named_process(pid, root), root=root)
-    outside = "what it has set for itself since it started, and its server's settings, cannot be seen from outside"
-    return replace(facts, unknown=(outside, *facts.unknown, *above(pid, root)))
 
 
 def require_proc(root: Path = _proc.ROOT) -> None:
@@ -246,21 +242,15 @@ def _workers(processes: Iterable[ServiceProcess]) -> list[ServiceProcess]:
 
 def _server(words: Sequence[str], processes: tuple[ServiceProcess, ...], answers: Answers) -> Server | None:
     """The server as it says itself, with the workers that really run; from outside only its kind is known."""
+    names = [Path(word).name for word in words[:_FIRST_WORDS]]
+    if words and words[0].startswith("gunicorn: master"):
+        names = ["gunicorn"]
+    known = (Server(name, forks=name == "gunicorn") for name in names if name in _SERVERS)
     said = (server_answer(answers[process.pid]) for process in processes if process.pid in answers)
-    server, workers = (
-        next((each for each in said if each is not None), None) or _from_outside(words),
-        _workers(processes),
-    )
+    server, workers = next(filter(None, (*said, *known)), None), _workers(processes)
     if server is None or not workers:
         return server
     return replace(server, workers=len(workers), forks=any(worker.role == "forked" for worker in workers))
-
-
-def _from_outside(words: Sequence[str]) -> Server | None:
-    first = [Path(word).name for word in words[:_FIRST_WORDS]]
-    if words and words[0].startswith("gunicorn: master"):
-        first = ["gunicorn"]
-    return next((Server(name, forks=name == "gunicorn") for name in first if name in _SERVERS), None)
 
 
 def _tree(pid: int, root: Path, answers: Answers) -> Iterator[ServiceProcess]:
@@ -503,19 +493,18 @@ def facts_from_inside(pid: str | int) -> Facts:
     require_proc()
     with readable(number):
         _proc.maps(number)  # so that of no process that does not exist it is said how it could be asked
-    answers: dict[int, Mapping[str, Any]] = {number: _describe(number)}
+    answers: dict[int, Mapping[str, Any]] = {}
     unknown: list[str] = ["which variables it has set for itself since it started, cannot be asked"]
-    for process in _proc.tree(number):
-        if process.pid != number and interpreter_of(process.pid) is not None:
-            try:
-                answers[process.pid] = _describe(process.pid)
-            except ModelGuardError as error:
-                unknown.append(f"no answer from inside of {process.pid}: {error}")
+    for each in dict.fromkeys([number, *(process.pid for process in _proc.tree(number))]):
+        if (python := interpreter_of(each)) is None and each != number:
+            continue
+        try:
+            with inside_of(each, python) as inside:
+                answers[each] = inside.ask("describe")
+        except ModelGuardError as error:
+            if each == number:
+                raise
+            unknown.append(f"no answer from inside of {each}: {error}")
     with readable(number):
         facts = facts_of_tree(number, named_process(number), answers)
     return replace(facts, unknown=(*unknown, *facts.unknown, *above(number)))
-
-
-def _describe(pid: int) -> dict[str, Any]:
-    with inside_of(pid, interpreter_of(pid)) as inside:
-        return inside.ask("describe")
