@@ -359,7 +359,7 @@ def as_dict(trees: Sequence[TreeReport]) -> dict[str, Any]:
     found = []
     for tree in trees:
         told = {name: getattr(tree, name) for name in ("pss", "uss", "copies", "one_copy")}
-        told |= {"root": tree.processes[0].pid, "unread": list(tree.unread), "rss_misleading": tree.rss}
+        told |= {"root": tree.processes[0].pid, "unread": list(tree.unread)}
         told["one_copy_is"] = "largest process" if tree.model_bytes is None else "model"
         told["processes"] = [
             dataclasses.asdict(one) | {"name": process_name(one.command), "command": command(one)}
@@ -367,7 +367,7 @@ def as_dict(trees: Sequence[TreeReport]) -> dict[str, Any]:
         ]
         for one in told["processes"]:
             one["rss_misleading"] = one.pop("rss")
-        found.append(told)
+        found.append(told | {"rss_misleading": tree.rss})
     return {"trees": found}
 
 

@@ -271,7 +271,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 def inputs(config: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[Arguments]:
     """The inputs of a configuration: generated, from a file and repeated, or none."""
     if config["generate"]:
-        return map(_as_arguments, load(config["generate"])())
+        return (_as_arguments(each) for each in load(config["generate"])())
     given = [_as_arguments(each) for each in config["inputs"] or [()]]
     for number, each in enumerate(given, start=1):
         _require_fit(function, each, f"input {number}: " if config["inputs"] else "")
