@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -12,10 +11,8 @@ from typing import get_args
 
 from modelguard import _extras
 from modelguard.cli import _docs, _doctor, _output, _run, _top
-from modelguard.cli._output import USAGE, fail
-from modelguard.errors import InvalidOption, NotSupported
-
-__all__ = ["main"]
+from modelguard.cli._output import USAGE
+from modelguard.errors import InvalidOption
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -63,11 +60,9 @@ def _status(argv: Sequence[str] | None) -> int:
         return USAGE
     try:
         status: int = options.run(options)
-    except KeyboardInterrupt:
-        return fail(options.words[0], "interrupted")
-    except Exception:  # noqa: BLE001 - Python's own status for it is 1, by which commands say what they have found
-        traceback.print_exc()
-        return USAGE
+    # Python's own status for it is 1, by which commands say what they have found.
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
+        return _output.refused(options, error)
     return status
 
 
@@ -100,10 +95,7 @@ def _add_completion(
 def _complete(
     options: argparse.Namespace, *, whole: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser]
 ) -> int:
-    try:
-        shtab = _extras.load("shtab", "modelguard completion")
-    except NotSupported as error:
-        return fail("completion", error)
+    shtab = _extras.load("shtab", "modelguard completion")
     known = _known_words()
     completed = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "PID": _PIDS, "-- COMMAND ...": _COMMANDS}
     for name, parser in commands.items():

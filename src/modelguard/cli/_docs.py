@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import modelguard
-from modelguard.cli._output import fail
 from modelguard.errors import InvalidOption
 
 #: The front page, which only lists the others.
@@ -31,10 +30,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    try:
-        text = contents() if options.page is None else read(options.page)
-    except InvalidOption as error:
-        return fail("docs", error)
+    text = contents() if options.page is None else read(options.page)
     sys.stdout.buffer.write(text.encode())  # the pages are UTF-8, independent of the terminal's locale
     return 0
 

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
-
-from modelguard.cli._output import USAGE, fail, whole_number
-from modelguard.errors import InvalidOption, ModelGuardError
-
-if TYPE_CHECKING:
-    from modelguard.diagnosis._facts import Facts
-    from modelguard.diagnosis._report import DoctorReport
-import dataclasses
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from modelguard.cli._output import USAGE, add_options, behind, fail, refuse, whole_number
+from modelguard.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from modelguard.diagnosis import GrowthReport
+    from modelguard.diagnosis import DoctorReport, Facts, GrowthReport
+
+#: Called with what a diagnosis says of itself.
+Progress = Callable[[Mapping[str, Any]], None]
 
 FAULTS = 1
 
+#: What only a command that is started can be given.
+_OF_COMMANDS = ("request", "count", "wait")
 _STYLES = {
     "subject": "bold",
     "fault": "bold red",
@@ -49,28 +48,19 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="exit status: 0 no faults (there may be notes), 1 faults, 2 the examination failed or the command did "
         "not serve, 126 it cannot be executed, 127 there is no such command",
     )
-    parser.add_argument("--pid", metavar="PID", help="a running process; for gunicorn, the master")
-    parser.add_argument(
-        "--inside",
-        action="store_true",
-        help="also ask the process itself: it has called modelguard.control.listen(), or runs on Python 3.14",
+    inside = "also ask the process itself: it has called modelguard.control.listen(), or runs on Python 3.14"
+    known = "report only what is not in this file; if it does not exist, write it with what is found, and exit with 0"
+    add_options(
+        parser,
+        ("--pid PID", "a running process; for gunicorn, the master"),
+        ("--inside", inside),
+        ("--request URL", "a path or address to request while the command is examined"),
+        ("--count N", "the number of requests, default: 100"),
+        ("--wait S", "seconds to wait until the command serves, default: 120"),
+        ("--ignore NUMBER...", "a check to leave out; may be given several times"),
+        ("--baseline FILE", known),
+        ("--json", "print the findings as JSON"),
     )
-    parser.add_argument("--request", metavar="URL", help="a path or address to request while the command is examined")
-    parser.add_argument("--count", metavar="N", help="the number of requests, default: 100")
-    parser.add_argument("--wait", metavar="S", help="seconds to wait until the command serves, default: 120")
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="NUMBER",
-        help="a check to leave out; may be given several times",
-    )
-    parser.add_argument(
-        "--baseline",
-        metavar="FILE",
-        help="report only what is not in this file; if it does not exist, write it with what is found, and exit with 0",
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command that starts the service"
     )
@@ -79,14 +69,9 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _doctor(options: argparse.Namespace) -> int:
     from modelguard.diagnosis._report import as_json, examine
-    from modelguard.errors import CannotRun
 
     try:
         report = _compared(examine(_gather(options), ignore=options.ignore), options.baseline)
-    except CannotRun as error:
-        return fail("doctor", _redacted(error), error.status)
-    except ModelGuardError as error:
-        return fail("doctor", _redacted(error))
     except KeyboardInterrupt:
         return fail("doctor", "interrupted; the command was stopped")
     if options.json:
@@ -101,32 +86,23 @@ def _doctor(options: argparse.Namespace) -> int:
 def _gather(options: argparse.Namespace) -> Facts:
     from modelguard import diagnosis
 
-    words = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if options.pid is not None and options.command:
-        why = "must be given alone: only one thing can be examined at a time"
-        raise InvalidOption("--pid", options.pid, why=why, fix="Remove the others.")
-    for name in ("request", "count", "wait"):
-        if getattr(options, name) is not None and not options.command:
-            why = "requires a command, which is started"
-            raise InvalidOption(f"--{name}", getattr(options, name), why=why, fix="Write it after --.")
+    words = behind(options)
+    if options.command:
+        refuse(options, ["pid"], "must be given alone: only one thing can be examined at a time", "Remove the others.")
+    else:
+        refuse(options, _OF_COMMANDS, "requires a command, which is started", "Write it after --.")
     if options.inside and options.pid is None:
         fix = "Remove it: a command that is started is asked anyway."
         raise InvalidOption("--inside", "", why="requires --pid", fix=fix)
     if options.pid is not None:
         return (diagnosis.facts_from_inside if options.inside else diagnosis.facts_of_process)(options.pid)
-    if options.command:
-        count, wait = _number("--count", options.count), _number("--wait", options.wait)
-        return diagnosis.facts_of_command(
-            words,
-            request=options.request,
-            count=diagnosis.REQUESTS if count is None else count,
-            patience=diagnosis.PATIENCE if wait is None else wait,
-        )
-    return diagnosis.facts_of_machine()
-
-
-def _number(option: str, text: str | None) -> int | None:
-    return None if text is None else whole_number(option, text, 100)
+    if not options.command:
+        return diagnosis.facts_of_machine()
+    count, wait = (
+        default if (text := getattr(options, name)) is None else whole_number(f"--{name}", text, 100)
+        for name, default in (("count", diagnosis.REQUESTS), ("wait", diagnosis.PATIENCE))
+    )
+    return diagnosis.facts_of_command(words, request=options.request, count=int(count), patience=wait)
 
 
 def _compared(report: DoctorReport, baseline: str | None) -> DoctorReport:
@@ -142,27 +118,16 @@ def _compared(report: DoctorReport, baseline: str | None) -> DoctorReport:
     return report.without(known)
 
 
-def _redacted(error: ModelGuardError) -> str:
-    from modelguard.diagnosis import _redact
-
-    return _redact.redact(str(error), os.environ)
-
-
 def _show(report: DoctorReport, stream: TextIO) -> None:
     from modelguard.diagnosis._report import as_text
 
-    if not stream.isatty():
-        encoding = stream.encoding or "utf-8"
-        for _, line in as_text(report):
-            print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream)
-        return
-    lines = as_text(report, width=shutil.get_terminal_size().columns)
-    colours = None if os.environ.get("NO_COLOR") else _colours(stream)
-    for style, line in lines:
-        if colours:
-            colours(line, style)
+    live, encoding = stream.isatty(), stream.encoding or "utf-8"
+    show = _colours(stream) if live and not os.environ.get("NO_COLOR") else None
+    for style, line in as_text(report, width=shutil.get_terminal_size().columns if live else None):
+        if show:
+            show(line, style)
         else:
-            print(line, file=stream)
+            print(line if live else line.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
 def _colours(stream: TextIO) -> Callable[[str, str], None] | None:
@@ -198,87 +163,61 @@ def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "driven, 3 undecided",
     )
     parser.add_argument("target", metavar="MODULE:FUNCTION", nargs="?", help="the function, such as app:predict")
-    parser.add_argument("--pid", metavar="PID", help="a running process to watch instead")
-    parser.add_argument(
-        "--inputs", metavar="FILE", help="one input in JSON per line: a list, an object, or one argument"
+    add_options(
+        parser,
+        ("--pid PID", "a running process to watch instead"),
+        ("--inputs FILE", "one input in JSON per line: a list, an object, or one argument"),
+        ("--generate MODULE:FUNCTION", "a function that yields inputs without end"),
+        ("--time T", "how long to drive it, default: 30s; with --pid, to watch it, default: 5m"),
+        ("--calls N", "how many times to call it, instead of --time"),
+        ("--try T", "how long to try remedies if memory grows, 0 for not at all; default: 2m"),
+        ("--bucketed NAME...", "a parameter whose tensors may be padded; may be given several times"),
+        ("--load MODULE:FUNCTION", "what makes the model, which the function takes as its first argument"),
+        ("--json", "print the report as JSON"),
+        ("--report DIR", "also write report.json and report.html into this folder"),
     )
-    parser.add_argument("--generate", metavar="MODULE:FUNCTION", help="a function that yields inputs without end")
-    parser.add_argument(
-        "--time", metavar="T", help="how long to drive it, default: 30s; with --pid, to watch it, default: 5m"
-    )
-    parser.add_argument("--calls", metavar="N", help="how many times to call it, instead of --time")
-    parser.add_argument(
-        "--try",
-        dest="trial",
-        metavar="T",
-        default="2m",
-        help="how long to try remedies if memory grows, 0 for not at all; default: %(default)s",
-    )
-    parser.add_argument(
-        "--bucketed",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a parameter whose tensors may be padded; may be given several times",
-    )
-    parser.add_argument(
-        "--load", metavar="MODULE:FUNCTION", help="what makes the model, which the function takes as its first argument"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--report", metavar="DIR", help="also write report.json and report.html into this folder")
-    parser.set_defaults(run=_diagnose)
+    parser.set_defaults(run=_diagnose, **{"try": "2m"})
 
 
 def _diagnose(options: argparse.Namespace) -> int:
     from modelguard.diagnosis import _growth_page
 
-    try:
-        report = _report(options)
-        report = dataclasses.replace(report, about=_about(options, report))
-        if options.report is not None:
-            _write(report, options.report)
-    except KeyboardInterrupt:  # between two processes: what runs in one is ended, and reported
-        return fail("diagnose", "interrupted")
-    except ModelGuardError as error:
-        return fail("diagnose", _redacted(error))
+    progress = _show_progress if sys.stderr.isatty() else lambda _: None
+    report = (_of_function if options.pid is None else _of_process)(options, progress)
+    report = dataclasses.replace(report, about=_about(options, report))
+    if options.report is not None:
+        _write(report, options.report)
     text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(_growth_page.as_text(report))
     print(text)  # noqa: T201 - the output of the command
     return {"steady": 0, "grows": GROWS, "undecided": UNDECIDED}[report.verdict]
 
 
-def _report(options: argparse.Namespace) -> GrowthReport:
-    progress = _Progress() if sys.stderr.isatty() else lambda _: None
-    return _of_function(options, progress) if options.pid is None else _of_process(options, progress)
-
-
-def _of_process(options: argparse.Namespace, progress: Callable[[Mapping[str, Any]], None]) -> GrowthReport:
+def _of_process(options: argparse.Namespace, progress: Progress) -> GrowthReport:
     from modelguard import _units, diagnosis
 
     if options.target is not None:
         why = "must be given alone: a running process gets its own requests"
         raise InvalidOption("--pid", options.pid, why=why, fix=f"Remove {options.target}.")
-    for name in ("inputs", "generate", "calls", "load"):
-        if getattr(options, name) is not None:
-            why = "is for a function that is called, and a running process gets its own requests"
-            raise InvalidOption(f"--{name}", getattr(options, name), why=why, fix="Remove it.")
+    why = "is for a function that is called, and a running process gets its own requests"
+    refuse(options, ("inputs", "generate", "calls", "load"), why, "Remove it.")
     seconds = PROCESS_SECONDS if options.time is None else _units.seconds(options.time, "--time")
     return diagnosis.diagnose_process(options.pid, seconds=seconds, progress=progress)
 
 
-def _of_function(options: argparse.Namespace, progress: Callable[[Mapping[str, Any]], None]) -> GrowthReport:
+def _of_function(options: argparse.Namespace, progress: Progress) -> GrowthReport:
     from modelguard import _units, diagnosis
 
-    target: str | None = options.target
-    if target is None:
+    if options.target is None:
         why = "must be given, unless --pid is"
         raise InvalidOption("MODULE:FUNCTION", "", why=why, fix="Write for example app:predict.")
+    trial = getattr(options, "try")
     return diagnosis.diagnose(
-        target,
+        options.target,
         inputs=options.inputs,
         generate=options.generate,
         seconds=SECONDS if options.time is None else _units.seconds(options.time, "--time"),
         calls=None if options.calls is None else whole_number("--calls", options.calls, 1000),
-        trial_seconds=0.0 if options.trial == "0" else _units.seconds(options.trial, "--try", zero=True),
+        trial_seconds=_units.seconds(0 if trial == "0" else trial, "--try", zero=True),
         bucketed=options.bucketed,
         load=options.load,
         progress=progress,
@@ -320,17 +259,14 @@ def version(package: str = "modelguard-lifecycle") -> str:
         return "(not installed)"
 
 
-class _Progress:
-    def __call__(self, line: Mapping[str, Any]) -> None:
-        from modelguard._units import format_bytes
+def _show_progress(line: Mapping[str, Any]) -> None:
+    from modelguard._units import format_bytes
 
-        if "private" in line:
-            text = f"{line['calls']:,} calls, {format_bytes(line['private'] - line['first'])} more memory"
-        elif "phase" in line:
-            text = str(line["phase"])
-        else:
-            return
-        print(f"\r\x1b[K{text}", end="" if not line.get("done") else "\n", file=sys.stderr, flush=True)  # noqa: T201
+    text = str(line.get("phase", ""))
+    if "private" in line:
+        text = f"{line['calls']:,} calls, {format_bytes(line['private'] - line['first'])} more memory"
+    if text:
+        print(f"\r\x1b[K{text}", end="\n" if line.get("done") else "", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _write(report: GrowthReport, folder: str) -> None:

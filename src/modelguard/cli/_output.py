@@ -5,15 +5,17 @@ A command prints as if none of this could happen, and comes to its status. What 
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from modelguard.errors import InvalidOption, printable
+from modelguard.errors import CannotRun, InvalidOption, ModelGuardError, printable
 
 #: The exit status of a command that could not run.
 USAGE = 2
@@ -79,16 +81,62 @@ def fail(command: str, why: object, status: int = USAGE) -> int:
     return status
 
 
-def whole_number(option: str, text: str, example: int) -> int:
+#: The arguments of the library, as the command line calls them.
+_TYPED = {name: f"--{name.replace('_', '-')}" for name in ("allocator", "workers", "distinct_shapes", "cpus", "format")}
+
+
+def refused(options: argparse.Namespace, error: BaseException) -> int:
+    """Say in one line why a command has failed; of an error that nobody expects, everything."""
+    from modelguard.control._client import Unreachable
+
+    if isinstance(error, KeyboardInterrupt):
+        return fail(options.words[0], "interrupted")
+    text = str(getattr(error, "strerror", None) or error)
+    if isinstance(error, InvalidOption):
+        known = _TYPED | getattr(options, "typed", {})
+        text = known.get(error.argument, error.argument) + text.removeprefix(error.argument)
+    elif not isinstance(error, ModelGuardError | Unreachable | ProcessLookupError | PermissionError):
+        traceback.print_exception(error)
+        return USAGE
+    if options.words[0] in ("doctor", "diagnose"):  # what they look at may have told a secret
+        from modelguard.diagnosis import _redact
+
+        text = _redact.redact(text, os.environ)
+    return fail(options.words[0], text, error.status if isinstance(error, CannotRun) else USAGE)
+
+
+def refuse(options: argparse.Namespace, names: Iterable[str], why: str, fix: str) -> None:
+    """Raise an error if one of these options is given."""
+    for name in names:
+        if getattr(options, name) is not None:
+            raise InvalidOption(f"--{name}", getattr(options, name), why=why, fix=fix)
+
+
+def add_options(parser: argparse.ArgumentParser, *options: tuple[str, str]) -> None:
+    """Add options: each is ``"--flag"``, ``"--name VALUE"``, or ``"--name VALUE..."`` if it may be given again."""
+    for written, help_text in options:
+        name, _, value = written.partition(" ")
+        if not value:
+            parser.add_argument(name, action="store_true", help=help_text)
+        elif value.endswith("..."):
+            parser.add_argument(name, action="append", default=[], metavar=value.removesuffix("..."), help=help_text)
+        else:
+            parser.add_argument(name, metavar=value, help=help_text)
+
+
+def behind(options: argparse.Namespace) -> list[str]:
+    """The words of the command behind ``--``."""
+    words: list[str] = options.command
+    return words[1:] if words[:1] == ["--"] else words
+
+
+def whole_number(option: str, text: str, example: int, fix: str = "") -> int:
     """Read a number; argparse would print an error of several lines."""
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
-        why = "must be a whole number of at least 1"
-        raise InvalidOption(option, text, why=why, fix=f"Write {option} {example}.")
+        why = "must be a process id" if option == "PID" else "must be a whole number of at least 1"
+        raise InvalidOption(option, text, why=why, fix=fix or f"Write {option} {example}.")
     return int(text)
 
 
 def process_id(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
-        why = "must be a process id"
-        raise InvalidOption("PID", text, why=why, fix="Give one, such as the number in the server's pidfile.")
-    return int(text)
+    return whole_number("PID", text, 0, "Give one, such as the number in the server's pidfile.")

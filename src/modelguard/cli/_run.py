@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import operator
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
-
-from modelguard.cli import _output
-from modelguard.cli._output import USAGE
-from modelguard.errors import CannotRun, InvalidOption, ModelGuardError
-
-if TYPE_CHECKING:
-    from modelguard.environment._presets import Preset
-import json
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from modelguard import _units
+from modelguard.cli import _output
 from modelguard.cli._output import fail, process_id
 from modelguard.environment import _presets
-from modelguard.environment._presets import formats
+from modelguard.environment._presets import Preset, formats
+from modelguard.errors import InvalidOption
 
 if TYPE_CHECKING:
     from modelguard.control._client import Request
-
-#: The options with the numbers of a preset. Parsed here and not by argparse, which prints errors of several lines.
-_RUN_SIZES = {"--workers": "workers", "--distinct-shapes": "distinct_shapes"}
-
-#: The arguments of the library, as the command line calls them.
-_RUN_TYPED = {"name": "--preset", "allocator": "--allocator"}
 
 
 def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -56,67 +43,57 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="auto (the best that is installed), jemalloc, mimalloc, tcmalloc, glibc (made to return freed memory), "
         "or none (no change), default: %(default)s",
     )
-    parser.add_argument("--workers", metavar="N", help="processes that share the CPUs, default: 1")
-    parser.add_argument(
-        "--distinct-shapes", metavar="N", help="how many different input shapes the traffic has, if known"
-    )
+    _add_sizes(parser)
     parser.add_argument("--print", action="store_true", help="print the command as a shell command, and exit")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, typed={"name": "--preset"})
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The numbers of a preset, read by what needs them: argparse prints errors of several lines."""
+    _output.add_options(
+        parser,
+        ("--workers N", "processes that share the CPUs, default: 1"),
+        ("--distinct-shapes N", "how many different input shapes the traffic has, if known"),
+    )
+
+
+def _combined(names: Iterable[str], options: argparse.Namespace) -> Preset:
+    sizes: dict[str, Any] = {
+        name: _output.whole_number(f"--{name.replace('_', '-')}", text, 4)
+        for name in ("workers", "distinct_shapes")
+        if (text := getattr(options, name)) is not None
+    }
+    if (cpus := getattr(options, "cpus", None)) is not None:
+        with suppress(ValueError):  # the preset rejects what is no number
+            cpus = float(cpus)
+        sizes["cpus"] = cpus
+    return functools.reduce(operator.or_, [_presets.get(name, **sizes) for name in names])
 
 
 def _run(options: argparse.Namespace) -> int:
     from modelguard.environment import _launcher
 
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    try:
-        preset = _preset(options)
-        plan = _launcher.plan(command, preset=preset, allocator=options.allocator)
-        nothing = _note_on_nothing_set(options)
-        for note in plan.notes or nothing:
-            _say(note)
-        if not options.print:
-            if not nothing:
-                _say(plan.in_force)
-            _launcher.become(plan)
-    except CannotRun as error:
-        _say(str(error))
-        return error.status
-    except ModelGuardError as error:
-        _say(_as_typed(error, _RUN_TYPED))
-        return USAGE
-    # As bytes: arguments and variables do not have to be valid text.
-    sys.stdout.buffer.write(os.fsencode(f"{plan}\n"))
-    return 0
-
-
-def _preset(options: argparse.Namespace) -> Preset | None:
-    given = {option: text for option, name in _RUN_SIZES.items() if (text := getattr(options, name)) is not None}
-    sizes = {_RUN_SIZES[option]: _output.whole_number(option, text, 4) for option, text in given.items()}
-    if not options.presets:
-        for option, text in given.items():
-            why = "requires a preset"
-            raise InvalidOption(option, text, why=why, fix="Add one, such as --preset torch-cpu.")
-        return None
-    from modelguard.environment import _presets
-
     for name in options.presets:
         if "," in name:
             fix = f"Write {' '.join(f'--preset {each}' for each in name.split(','))}."
             raise InvalidOption("--preset", name, why="must be one name", fix=fix)
-    return functools.reduce(operator.or_, [_presets.get(name, **sizes) for name in options.presets])
-
-
-def _note_on_nothing_set(options: argparse.Namespace) -> list[str]:
-    if options.presets or options.allocator != "none":
-        return []
-    return ["nothing is set, because neither --preset nor --allocator is given"]
-
-
-def _as_typed(error: ModelGuardError, typed: Mapping[str, str]) -> str:
-    if not isinstance(error, InvalidOption):
-        return str(error)
-    return typed.get(error.argument, error.argument) + str(error).removeprefix(error.argument)
+    if not options.presets:
+        fix = "Add one, such as --preset torch-cpu."
+        _output.refuse(options, ("workers", "distinct_shapes"), "requires a preset", fix)
+    preset = _combined(options.presets, options) if options.presets else None
+    plan = _launcher.plan(_output.behind(options), preset=preset, allocator=options.allocator)
+    something = options.presets or options.allocator != "none"
+    nothing = [] if something else ["nothing is set, because neither --preset nor --allocator is given"]
+    for note in plan.notes or nothing:
+        _say(note)
+    if not options.print:
+        if something:
+            _say(plan.in_force)
+        _launcher.become(plan)
+    # As bytes: arguments and variables do not have to be valid text.
+    sys.stdout.buffer.write(os.fsencode(f"{plan}\n"))
+    return 0
 
 
 def _say(line: str) -> None:
@@ -125,18 +102,6 @@ def _say(line: str) -> None:
 
 
 # ``modelguard presets``: shows the variables of presets, or writes them in the format of a configuration file.
-
-# The options with the numbers of a preset, and their types.
-_SIZES: dict[str, Callable[[str], float]] = {"workers": int, "distinct_shapes": int, "cpus": float}
-
-#: The arguments of the library, as the command line calls them.
-_TYPED = {
-    "name": "NAME",
-    "workers": "--workers",
-    "distinct_shapes": "--distinct-shapes",
-    "cpus": "--cpus",
-    "format": "--format",
-}
 
 
 def add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -148,46 +113,23 @@ def add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="exit status: 0 success, 2 there is no such preset or format, or a number is out of range",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="presets, combined in this order")
-    parser.add_argument("--workers", metavar="N", help="processes that share the CPUs, default: 1")
+    _add_sizes(parser)
     parser.add_argument("--cpus", metavar="N", help="CPUs that they share, default: what this process may use")
-    parser.add_argument(
-        "--distinct-shapes", metavar="N", help="how many different input shapes the traffic has, if known"
-    )
     parser.add_argument("--format", metavar="F", help=f"write the variables instead, for: {', '.join(formats())}")
-    parser.set_defaults(run=_show_presets)
+    parser.set_defaults(run=_show_presets, typed={"name": "NAME"})
 
 
 def _show_presets(options: argparse.Namespace) -> int:
-    try:
-        print(_presets_answer(options), end="")  # noqa: T201 - the output of the command
-    except InvalidOption as error:
-        return fail("presets", _as_typed(error, _TYPED))
-    return 0
-
-
-def _presets_answer(options: argparse.Namespace) -> str:
-    sizes = {name: _number(text, kind) for name, kind in _SIZES.items() if (text := getattr(options, name)) is not None}
     if options.names:
-        preset = functools.reduce(operator.or_, [_presets.get(name, **sizes) for name in options.names])
-        return f"{preset.explain()}\n" if options.format is None else preset.render(options.format)
-    if options.format is not None:
-        why = "requires the name of a preset"
-        raise InvalidOption("--format", options.format, why=why, fix="Add one, such as torch-cpu.")
-    return _presets_table()
-
-
-def _number(text: str, kind: Callable[[str], float]) -> Any:
-    """Convert a number; other text is returned unchanged, and the preset rejects it with a message of one line."""
-    try:
-        return kind(text)
-    except ValueError:
-        return text
-
-
-def _presets_table() -> str:
-    width = max(map(len, _presets.names()))
-    lines = [f"{name:{width}}  {_presets.describe(name)}" for name in _presets.names()]
-    return "\n".join([*lines, "", "modelguard presets NAME... explains what they set.\n"])
+        preset = _combined(options.names, options)
+        text = f"{preset.explain()}\n" if options.format is None else preset.render(options.format)
+    else:
+        _output.refuse(options, ["format"], "requires the name of a preset", "Add one, such as torch-cpu.")
+        width = max(map(len, _presets.names()))
+        lines = [f"{name:{width}}  {_presets.describe(name)}" for name in _presets.names()]
+        text = "\n".join([*lines, "", "modelguard presets NAME... explains what they set.\n"])
+    print(text, end="")  # noqa: T201 - the output of the command
+    return 0
 
 
 # ``modelguard ctl``: commands for the guards, pools and isolated functions of a running process.
@@ -211,28 +153,25 @@ def add_ctl(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="the guard, pool or isolated function, default: all of the process"
     )
-    parser.add_argument("--all", action="store_true", help="all processes below PID that take commands, one by one")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait until the models are reloaded")
-    parser.add_argument("--timeout", metavar="T", help="how long to wait for a process, default: 5m")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each process")
+    _output.add_options(
+        parser,
+        ("--all", "all processes below PID that take commands, one by one"),
+        ("--no-wait", "do not wait until the models are reloaded"),
+        ("--timeout T", "how long to wait for a process, default: 5m"),
+        ("--json", "print a line of JSON for each process"),
+    )
     parser.set_defaults(run=_ctl)
 
 
 def _ctl(options: argparse.Namespace) -> int:
     from modelguard.control import _client
 
-    try:
-        timeout = TIMEOUT if options.timeout is None else _units.seconds(options.timeout, "--timeout", zero=True)
-        pid = process_id(options.pid)
-        pids = _processes(pid, every=options.all or options.command == "status")
-    except (InvalidOption, _client.Unreachable) as error:
-        return fail("ctl", error)
-    except ProcessLookupError as error:
-        return fail("ctl", str(error.strerror))
+    timeout = TIMEOUT if options.timeout is None else _units.seconds(options.timeout, "--timeout", zero=True)
+    pid = process_id(options.pid)
     waits = options.command in {"reload", "unload"}
     request = _client.Request(options.command, options.name, not options.no_wait, timeout if waits else 0.0)
     status = 0
-    for each in pids:
+    for each in _processes(pid, every=options.all or options.command == "status"):
         code, brokers = _tell(each, request, as_json=options.json, may_end=each != pid)
         status = max(status, code)
         # What several processes share is reloaded once. Each of them is shown.

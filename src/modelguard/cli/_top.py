@@ -12,17 +12,17 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from modelguard import _units
 from modelguard._units import format_bytes, printable
 from modelguard.cli import _output
-from modelguard.cli._output import fail, process_id
+from modelguard.cli._output import process_id
 from modelguard.diagnosis import _redact
-from modelguard.errors import InvalidOption, ModelGuardError
+from modelguard.errors import InvalidOption
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -57,25 +57,18 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    try:
-        _run(options)
-    except ModelGuardError as error:
-        return fail("top", error)
-    except (ProcessLookupError, PermissionError) as error:
-        return fail("top", error.strerror)
-    except KeyboardInterrupt:  # the usual end
-        pass
+    interval = None if options.once else _interval(options.interval)
+    size = options.model_bytes
+    if size is not None:
+        size = _units.size(int(size) if re.fullmatch(r"[0-9]{1,18}", size, re.ASCII) else size, "--model-bytes")
+    read = make_reader(None if options.pid is None else process_id(options.pid), size)
+    shown = _json() if options.json else choose(sys.stdout, live=not options.once)
+    with suppress(KeyboardInterrupt), shown as show:  # the usual end
+        show(read())
+        while interval is not None and not _output.is_lost():
+            time.sleep(interval)
+            show(read())
     return 0
-
-
-def _run(options: argparse.Namespace) -> None:
-    interval = _interval(options.interval)
-    read = make_reader(None if options.pid is None else process_id(options.pid), _model_bytes(options.model_bytes))
-    if options.json:
-        _repeat(read, _print_json, None if options.once else interval)
-    else:
-        with choose(sys.stdout, live=not options.once) as show:
-            _repeat(read, show, None if options.once else interval)
 
 
 def make_reader(pid: int | None, model_bytes: int | str | None) -> Callable[[], list[TreeReport]]:
@@ -105,17 +98,9 @@ def make_reader(pid: int | None, model_bytes: int | str | None) -> Callable[[], 
     return read
 
 
-def _repeat(
-    read: Callable[[], list[TreeReport]], show: Callable[[list[TreeReport]], None], interval: float | None
-) -> None:
-    show(read())
-    while interval is not None and not _output.is_lost():
-        time.sleep(interval)
-        show(read())
-
-
-def _print_json(trees: list[TreeReport]) -> None:
-    print(json.dumps(as_dict(trees)), flush=True)  # noqa: T201 - the output of the command
+@contextmanager
+def _json() -> Iterator[Show]:
+    yield lambda trees: print(json.dumps(as_dict(trees)), flush=True)  # noqa: T201 - the output of the command
 
 
 def _interval(text: str | None) -> float:
@@ -129,12 +114,6 @@ def _interval(text: str | None) -> float:
         why = f"must be at least {SHORTEST:g} s, because a reading takes longer than that"
         raise InvalidOption("--interval", text, why=why, fix=f"Write --interval {INTERVAL:g}.")
     return interval
-
-
-def _model_bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    return _units.size(int(text) if re.fullmatch(r"[0-9]{1,18}", text, re.ASCII) else text, "--model-bytes")
 
 
 # A short name for a process, from its command line: the server and its app.
@@ -158,11 +137,16 @@ _APP = re.compile(r"(?!python:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(?:\(\))?")
 
 def process_name(command: Sequence[str]) -> str:
     if len(command) == 1 and " " in command[0]:
-        return _printable(_redact.redact(command[0], {})) or "?"
-    program, arguments = _program(tuple(_redact.redacted_words(command, {})))
-    app = _app(arguments, _SERVERS[program]) if program in _SERVERS else None
-    name = program if app is None else f"{program} {app}"
-    return _printable(name) or "?"
+        name = _redact.redact(command[0], {})
+    else:
+        name, arguments = _program(tuple(_redact.redacted_words(command, {})))
+        app = _app(arguments, _SERVERS[name]) if name in _SERVERS else None
+        name = name if app is None else f"{name} {app}"
+    return _in_one_line(name)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split()) or "?"
 
 
 def _program(command: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -203,30 +187,10 @@ def _app(arguments: Sequence[str], options: tuple[str, ...]) -> str | None:
     return next((word for word in arguments if _APP.fullmatch(word)), None)
 
 
-def _printable(text: str) -> str:
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
-
-
 # Process trees as a table, updated live on a terminal, and as JSON. Secrets are never shown.
 
 Show: TypeAlias = Callable[[list["TreeReport"]], None]
 
-HEADINGS = (
-    "PID",
-    "process",
-    "threads",
-    "malloc",
-    "PSS",
-    "USS",
-    "since birth",
-    "since seen",
-    "python",
-    "heap",
-    "mixed",
-    "stacks",
-    "files",
-    "RSS (misleading)",
-)
 _LEFT = frozenset({"process", "malloc"})
 
 _GAP = "  "
@@ -286,8 +250,12 @@ def table(tree: TreeReport, width: int | None = None) -> str:
 
 
 def _aligned(heading: str, cell: str, width: int) -> str:
-    cell = cell if len(cell) <= width else f"{cell[: width - 1]}…"
+    cell = _cut(cell, width)
     return cell.ljust(width) if heading in _LEFT else cell.rjust(width)
+
+
+def _cut(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else f"{cell[: width - 1]}…"
 
 
 def rows(tree: TreeReport) -> list[tuple[str, ...]]:
@@ -295,24 +263,38 @@ def rows(tree: TreeReport) -> list[tuple[str, ...]]:
     depths: dict[int, int] = {}
     for process in tree.processes:
         depths[process.pid] = depths.get(process.parent, -1) + 1
-    return [_row(process, depths[process.pid]) for process in tree.processes]
+    return [
+        tuple(_cut(cell(process, "  " * depths[process.pid]), _WIDTH) for _, cell in _COLUMNS)
+        for process in tree.processes
+    ]
 
 
-def _row(process: ProcessReport, depth: int) -> tuple[str, ...]:
-    name = "  " * depth + process_name(process.command)
-    where = process.where
-    return (
-        str(process.pid),
-        name if len(name) <= _WIDTH else f"{name[: _WIDTH - 1]}…",
-        str(process.threads),
-        process.allocator,
-        format_bytes(process.pss),
-        format_bytes(process.uss),
-        _growth(process.since_birth),
-        _growth(process.since_seen),
-        "-" if where.python is None else format_bytes(where.python),
-        *map(format_bytes, (where.heap, where.mixed, where.stacks, where.files, process.rss)),
-    )
+def _size(count: int | None) -> str:
+    return "-" if count is None else format_bytes(count)
+
+
+def _growth(count: int | None) -> str:
+    return f"{'+' if count and count > 0 else ''}{_size(count)}"
+
+
+#: What stands in each column, of a process and the indent of its name.
+_COLUMNS: tuple[tuple[str, Callable[[ProcessReport, str], str]], ...] = (
+    ("PID", lambda one, _: str(one.pid)),
+    ("process", lambda one, indent: indent + process_name(one.command)),
+    ("threads", lambda one, _: str(one.threads)),
+    ("malloc", lambda one, _: one.allocator),
+    ("PSS", lambda one, _: _size(one.pss)),
+    ("USS", lambda one, _: _size(one.uss)),
+    ("since birth", lambda one, _: _growth(one.since_birth)),
+    ("since seen", lambda one, _: _growth(one.since_seen)),
+    ("python", lambda one, _: _size(one.where.python)),
+    ("heap", lambda one, _: _size(one.where.heap)),
+    ("mixed", lambda one, _: _size(one.where.mixed)),
+    ("stacks", lambda one, _: _size(one.where.stacks)),
+    ("files", lambda one, _: _size(one.where.files)),
+    ("RSS (misleading)", lambda one, _: _size(one.rss)),
+)
+HEADINGS = tuple(heading for heading, _ in _COLUMNS)
 
 
 def summary(tree: TreeReport) -> str:
@@ -340,24 +322,23 @@ def summary(tree: TreeReport) -> str:
 
 def _versions(tree: TreeReport) -> list[str]:
     """The versions of the models, each with the processes that have it: during a rollout there are several."""
-    having: dict[tuple[str, str], list[int]] = {}
-    for process in tree.processes:
-        for guard, version in process.versions.items():
-            having.setdefault((guard, version), []).append(process.pid)
-    shown = (
-        f"{guard} is version {version} in {', '.join(map(str, pids))}" for (guard, version), pids in having.items()
+    shown = _by_process(
+        (f"{guard} is version {version}", one.pid) for one in tree.processes for guard, version in one.versions.items()
     )
-    return [f"Models: {'; '.join(shown)}."] if having else []
+    return [f"Models: {shown}."] if shown else []
 
 
 def _pauses(tree: TreeReport) -> list[str]:
     """The guards that are paused, each with its processes: policies start nothing there."""
-    paused: dict[str, list[int]] = {}
-    for process in tree.processes:
-        for guard in process.paused:
-            paused.setdefault(guard, []).append(process.pid)
-    shown = (f"{guard} in {', '.join(map(str, pids))}" for guard, pids in paused.items())
-    return [f"Paused: {'; '.join(shown)}."] if paused else []
+    shown = _by_process((guard, one.pid) for one in tree.processes for guard in one.paused)
+    return [f"Paused: {shown}."] if shown else []
+
+
+def _by_process(pairs: Iterable[tuple[str, int]]) -> str:
+    having: dict[str, list[str]] = {}
+    for what, pid in pairs:
+        having.setdefault(what, []).append(str(pid))
+    return "; ".join(f"{what} in {', '.join(pids)}" for what, pids in having.items())
 
 
 def _unused_imports(tree: TreeReport) -> list[str]:
@@ -375,36 +356,23 @@ def _unused_imports(tree: TreeReport) -> list[str]:
 
 
 def as_dict(trees: Sequence[TreeReport]) -> dict[str, Any]:
-    return {"trees": [_tree(tree) for tree in trees]}
-
-
-def _tree(tree: TreeReport) -> dict[str, Any]:
-    return {
-        "root": tree.processes[0].pid,
-        "pss": tree.pss,
-        "uss": tree.uss,
-        "copies": tree.copies,
-        "one_copy": tree.one_copy,
-        "one_copy_is": "largest process" if tree.model_bytes is None else "model",
-        "unread": list(tree.unread),
-        "processes": [_process(process) for process in tree.processes],
-        "rss_misleading": tree.rss,
-    }
-
-
-def _process(process: ProcessReport) -> dict[str, Any]:
-    shown = {"name": process_name(process.command), "command": command(process)}
-    figures = dataclasses.asdict(process) | shown
-    return figures | {"rss_misleading": figures.pop("rss")}
+    found = []
+    for tree in trees:
+        told = {name: getattr(tree, name) for name in ("pss", "uss", "copies", "one_copy")}
+        told |= {"root": tree.processes[0].pid, "unread": list(tree.unread)}
+        told["one_copy_is"] = "largest process" if tree.model_bytes is None else "model"
+        told["processes"] = [
+            dataclasses.asdict(one) | {"name": process_name(one.command), "command": command(one)}
+            for one in tree.processes
+        ]
+        for one in told["processes"]:
+            one["rss_misleading"] = one.pop("rss")
+        found.append(told | {"rss_misleading": tree.rss})
+    return {"trees": found}
 
 
 def command(process: ProcessReport) -> str:
     """A process's command line in one line, without secrets."""
     words = process.command
     # If a program has overwritten its command line with a title, there is a single word with spaces.
-    text = _redact.redact(words[0], {}) if len(words) == 1 else _redact.redact_command(words, {})
-    return _printable(text) or "?"
-
-
-def _growth(count: int | None) -> str:
-    return "-" if count is None else f"{'+' if count > 0 else ''}{format_bytes(count)}"
+    return _in_one_line(_redact.redact(words[0], {}) if len(words) == 1 else _redact.redact_command(words, {}))

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import sys
 
-from modelguard.errors import InvalidOption, NotSupported
+from modelguard import _units
+from modelguard.errors import NotSupported
 from modelguard.isolation import _processes
 
 __all__ = ["listen", "stop"]
@@ -39,8 +40,7 @@ def listen(*, sighup: bool = False) -> None:
         InvalidOption: ``sighup`` is not a bool.
         OSError: Another process holds the name of the socket.
     """
-    if not isinstance(sighup, bool):
-        raise InvalidOption("sighup", sighup, why="must be True or False", fix="Write sighup=True.")
+    _units.flag(sighup, "sighup")
     if sys.platform != "linux":
         raise NotSupported("modelguard.control.listen()", reason="it needs a Unix socket without a file, as on Linux")
     if _processes.current() != "owner":

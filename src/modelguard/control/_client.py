@@ -136,14 +136,8 @@ def ask(pid: int, request: Request) -> Answered:
         Unreachable: The process takes no commands, or does not answer.
     """
     content = asdict(request) | {"brokers": sorted(request.brokers)}
-    try:
-        with _connect(pid) as connected:
-            send(connected, content)
-            answer = receive(connected, LONGEST_ANSWER, request.timeout + _PATIENCE)
-    except TimeoutError:
-        raise Unreachable(f"process {pid} did not answer in {request.timeout + _PATIENCE:g} s") from None
-    except (OSError, Malformed) as error:
-        raise Unreachable(f"process {pid} did not answer: {str(error) or 'it hung up'}") from None
+    connected, answer = _exchanged(pid, content, request.timeout + _PATIENCE)
+    connected.close()
     return Answered(pid, answer.get("error"), tuple(answer.get("guards", ())))
 
 
@@ -156,18 +150,24 @@ def inspect(pid: int) -> socket.socket:
     Raises:
         Unreachable: The process takes no commands, or has another modelguard.
     """
-    connected = _connect(pid)
-    try:
-        send(connected, {"command": INSPECT})
-        said = receive(connected, LONGEST_ANSWER, _PATIENCE)
-    except (OSError, Malformed) as error:
-        connected.close()
-        raise Unreachable(f"process {pid} did not answer: {str(error) or 'it hung up'}") from None
+    connected, said = _exchanged(pid, {"command": INSPECT}, _PATIENCE)
     theirs = said.get("version", "older")
     if theirs != version():  # what is asked and answered may differ
         connected.close()
         raise Unreachable(f"its modelguard is {theirs}, and this is {version()}")
     return connected
+
+
+def _exchanged(pid: int, content: object, seconds: float) -> tuple[socket.socket, Any]:
+    """Send something, and return the answer with the connection, which is still open."""
+    connected = _connect(pid)
+    try:
+        send(connected, content)
+        return connected, receive(connected, LONGEST_ANSWER, seconds)
+    except (OSError, Malformed) as error:
+        connected.close()
+        late = f" in {seconds:g} s" if isinstance(error, TimeoutError) else f": {str(error) or 'it hung up'}"
+        raise Unreachable(f"process {pid} did not answer{late}") from None
 
 
 def _connect(pid: int) -> socket.socket:

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle.status import PoolStatus, Postponed, State, Status
+    from modelguard.lifecycle.status import State
 
 
 # What takes commands in a process: its guards, pools and isolated functions, and their figures as JSON.
@@ -66,83 +66,39 @@ def state_of(target: Target) -> State:
     """In which state it is. A pool is ready while it has models, idle if all were released until their next use."""
     if not isinstance(target, ModelPool):
         return target.status().state
-    return _state_of_pool(target, target.status())
-
-
-def _state_of_pool(pool: ModelPool[Any, Any], status: PoolStatus[Any]) -> State:
-    if pool.closed:
+    status = target.status()
+    if target.closed:
         return "closed"
-    if status.models:
-        return "ready"
-    return "idle" if status.idle else "new"
+    return "ready" if status.models else "idle" if status.idle else "new"
+
+
+#: What is told of the status as it is: of a pool, of a guard and an isolated function, and of each of these alone.
+_OF_POOL = ("paused", "in_flight", "used", "max_memory", "loads", "evictions", "unloads")
+_OF_BOTH = ("state", "paused", "generation", "age", "in_flight", "reloads", "failures", "last_error")
+_OF_GUARD = ("uses", "model_bytes", "load_seconds")
+_OF_ISOLATED = ("mold", "queued", "recycled", "crashed", "timed_out", "broker")
 
 
 def figures(target: Target) -> dict[str, Any]:
-    if isinstance(target, ModelGuard):
-        return _of_guard(target, target.status())
+    status: Any = target.status()
     if isinstance(target, ModelPool):
-        return _of_pool(target, target.status())
-    return _of_isolated(target, target.status())
-
-
-def _of_guard(guard: ModelGuard[Any], status: Status) -> dict[str, Any]:
-    return _common(guard, status) | {
-        "uses": status.uses,
-        "model_bytes": status.model_bytes,
-        "load_seconds": status.load_seconds,
-        "reload_on": None if guard.reload_on is None else repr(guard.reload_on),
-    }
-
-
-def _of_pool(pool: ModelPool[Any, Any], status: PoolStatus[Any]) -> dict[str, Any]:
-    return {
-        "state": _state_of_pool(pool, status),
-        "ready": not pool.closed,
-        "paused": status.paused,
-        "in_flight": status.in_flight,
         # Keys are what the application says, and no JSON.
-        "models": {repr(key): size for key, size in status.models.items()},
-        "idle": [repr(key) for key in status.idle],
-        "used": status.used,
-        "max_memory": status.max_memory,
-        "loads": status.loads,
-        "evictions": status.evictions,
-        "unloads": status.unloads,
-    }
+        models = {repr(key): size for key, size in status.models.items()}
+        kept = {"models": models, "idle": [repr(key) for key in status.idle]}
+        return _told(status, _OF_POOL) | {"state": state_of(target), "ready": not target.closed} | kept
+    found = _told(status, _OF_BOTH) | {"ready": target.ready, "postponed": None}
+    if (waits := status.postponed) is not None:
+        reasons = [str(reason) for reason in waits.reasons]
+        found["postponed"] = {"reasons": reasons, "cause": waits.cause, "seconds": waits.seconds}
+    if isinstance(target, ModelGuard):
+        reload_on = None if target.reload_on is None else repr(target.reload_on)
+        return found | _told(status, _OF_GUARD) | {"reload_on": reload_on}
+    workers = [asdict(worker) for worker in status.workers]
+    return found | _told(status, _OF_ISOLATED) | {"workers": workers, "clients": list(status.clients)}
 
 
-def _of_isolated(function: status.Registered, status: IsolationStatus) -> dict[str, Any]:
-    return _common(function, status) | {
-        "mold": status.mold,
-        "workers": [asdict(worker) for worker in status.workers],
-        "queued": status.queued,
-        "recycled": status.recycled,
-        "crashed": status.crashed,
-        "timed_out": status.timed_out,
-        "broker": status.broker,
-        "clients": list(status.clients),
-    }
-
-
-def _common(target: ModelGuard[Any] | status.Registered, status: Status | IsolationStatus) -> dict[str, Any]:
-    return {
-        "state": status.state,
-        "ready": target.ready,
-        "paused": status.paused,
-        "postponed": _postponed(status.postponed),
-        "generation": status.generation,
-        "age": status.age,
-        "in_flight": status.in_flight,
-        "reloads": status.reloads,
-        "failures": status.failures,
-        "last_error": status.last_error,
-    }
-
-
-def _postponed(waits: Postponed | None) -> dict[str, Any] | None:
-    if waits is None:
-        return None
-    return {"reasons": [str(reason) for reason in waits.reasons], "cause": waits.cause, "seconds": waits.seconds}
+def _told(status: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(status, name) for name in names}
 
 
 # What can be asked of the guards, pools and isolated functions of a process, whichever way the command comes.
@@ -212,24 +168,15 @@ def _do(command: Command, target: Target, limit: Timeout, *, wait: bool) -> str 
     if command == "reload" and state_of(target) == "new":
         return "was never loaded in this process, so there is nothing to replace"
     try:
-        if command == "reload":
-            _reload(target, limit, wait=wait)
+        if command == "reload" and not isinstance(target, ModelPool):
+            target.reload(wait=wait, timeout=limit.left())
         elif command == "unload":
             target.unload(timeout=limit.left())
-        elif command == "pause":
-            target.pause()
-        elif command == "resume":
-            target.resume()
+        else:  # a pool reloads each model at its next use, so there is nothing to wait for
+            getattr(target, command)()
     except ModelGuardError as refusal:
         return str(refusal)
     return None
-
-
-def _reload(target: Target, limit: Timeout, *, wait: bool) -> None:
-    if isinstance(target, ModelPool):
-        target.reload()  # each model at its next use, so there is nothing to wait for
-    else:
-        target.reload(wait=wait, timeout=limit.left())
 
 
 #: Connections that are served at the same time: those that wait for a reload.

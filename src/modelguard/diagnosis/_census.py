@@ -21,11 +21,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = [
-    "LIBRARIES", "Chain", "Grown", "Moment", "cache_sizes", "caches", "count", "grown", "guard_uses", "look", "moment",
-    "owners", "pipelines", "pools", "switch_off_caches",
-]  # fmt: skip
-
 LIBRARIES = ("onnxruntime", "paddle", "pyarrow", "spacy", "tensorflow", "tokenizers", "torch")
 
 #: Entries that a cache gets by the way. Containers with fewer entries are not compared: they are most of all, and a
@@ -172,17 +167,12 @@ def _inner(module: str, label: str) -> Callable[[Any], tuple[str, int]] | None:
     if (module, label) == ("torch", "Tensor"):
         return lambda one: ("tensors with a graph", int(getattr(one, "grad_fn", None) is not None))
     if label == "_lru_cache_wrapper":
-        return _cached
+        return lambda one: ("cached results", info.currsize if (info := one.cache_info()).maxsize is None else 0)
     if label == "Function" and module.startswith("tensorflow.python.eager"):
         return lambda one: ("tensorflow traces", one.experimental_get_tracing_count())
     if label.endswith("Queue") and module in _QUEUES:
         return lambda one: ("queued items", _QUEUES[module](one))
     return None
-
-
-def _cached(cache: Any) -> tuple[str, int]:
-    info = cache.cache_info()
-    return "cached results", info.currsize if info.maxsize is None else 0
 
 
 def count() -> dict[str, int]:
@@ -206,8 +196,8 @@ def look() -> tuple[dict[str, int], dict[str, int]]:
                 for one in (one for one, its in zip(chunk, keys, strict=True) if its == key):
                     name, inside = kind.inner(one)
                     found[name] += inside
-    found["spacy strings"] = sum(len(strings) for strings in _spacy_stores())
-    found["metric series"] = _series()
+    found["spacy strings"] = sum(map(len, {id(nlp.vocab.strings): nlp.vocab.strings for nlp in pipelines()}.values()))
+    found["metric series"] = sum(len(getattr(collector, "_metrics", ())) for collector in _collectors())
     found["sqlite bytes"] = _sqlite_bytes()
     known = walk.kinds  # a walk in a closure is among its own objects: they would stay
     many = ((known[key].of, number) for key, number in numbers.items() if number > _MANY and key not in _IMPORTED)
@@ -286,15 +276,12 @@ def grown(before: Moment, calls: int) -> Grown:
         found.update((id(one), (length, one)) for one, length in walk.containers(chunk, keys))
     for own in before:
         found.pop(id(own), None)
-    more = {key: number - before.numbers.get(key, 0) for key, number in numbers.items()}
     kinds: dict[int, int] = {}
-    for key in sorted(more, key=lambda key: numbers[key]):
-        if (
-            key not in _PROGRAM
-            and more[key] >= least
-            and sum(numbers[each] for each in kinds) + numbers[key] <= _OBJECTS
-        ):
-            kinds[key] = more[key]
+    left = _OBJECTS
+    for number, key in sorted((number, key) for key, number in numbers.items() if key not in _PROGRAM):
+        if (more := number - before.numbers.get(key, 0)) >= least and number <= left:
+            kinds[key] = more
+            left -= number
     containers = _longer(before.lengths, found, least)
     known = walk.kinds  # not the walk: in a closure it is among its own objects
     connections = sum(number for key, number in numbers.items() if known[key].name == "connections")
@@ -402,6 +389,10 @@ class _Chains:
 # Libraries
 
 
+def loaded() -> list[str]:
+    return [name for name in LIBRARIES if name in sys.modules]
+
+
 def guard_uses() -> list[tuple[str, int, int]]:
     """The guards of this process: name, generation, and calls that have ended on it."""
     module = sys.modules.get("modelguard.lifecycle.guard")
@@ -421,11 +412,14 @@ def caches(before: Mapping[int, int]) -> Iterator[tuple[str, Callable[[], object
             if info.currsize > before.get(id(cache), 0) + _FEW:
                 name = f"{getattr(cache, '__module__', '?')}.{getattr(cache, '__qualname__', '?')}"
                 yield f"lru_cache:{name} ({info.currsize:,} entries)", cache.cache_clear
-    prometheus = sys.modules.get("prometheus_client.registry")
-    if prometheus is not None:
-        for collector in list(getattr(prometheus.REGISTRY, "_collector_to_names", {})):
-            if getattr(collector, "_labelnames", ()):
-                yield f"metric:{getattr(collector, '_name', '?')}", collector.clear
+    for collector in _collectors():
+        if getattr(collector, "_labelnames", ()):
+            yield f"metric:{getattr(collector, '_name', '?')}", collector.clear
+
+
+def _collectors() -> list[Any]:
+    registry = getattr(sys.modules.get("prometheus_client.registry"), "REGISTRY", None)
+    return list(getattr(registry, "_collector_to_names", ()))
 
 
 def pools() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -457,11 +451,10 @@ def _smallest(given: Any) -> tuple[list[int], str]:
 
 def switch_off_caches() -> bool:
     """Switch off the caches of tokenizers; returns whether there are any. Emptying them gives nothing back (0.23)."""
-    found = [thing.model for thing in _of_type("tokenizers", "Tokenizer")]
-    caches = [model for model in found if hasattr(model, "_resize_cache")]
-    for model in caches:
+    models = [thing.model for thing in _of_type("tokenizers", "Tokenizer") if hasattr(thing.model, "_resize_cache")]
+    for model in models:
         model._resize_cache(0)  # noqa: SLF001 - there is no other way
-    return bool(caches)
+    return bool(models)
 
 
 def _of_type(library: str, name: str) -> list[Any]:
@@ -496,10 +489,8 @@ def _referred_graphs() -> list[Any]:
     """Tensors of torch with a graph to which something in Python refers: to the others their graph does."""
     found = {id(one): one for one in _of_type("torch", "Tensor") if getattr(one, "grad_fn", None) is not None}
     parents = [one for one in gc.get_referrers(*found.values()) if one is not found] if found else []
-    own = {id(one) for one in parents if type(one) is program.FrameType}
-    return [
-        found[id(one)] for each in parents if id(each) not in own for one in gc.get_referents(each) if id(one) in found
-    ]
+    others = [one for one in parents if type(one) is not program.FrameType]
+    return [found[id(one)] for one in gc.get_referents(*others) if id(one) in found]
 
 
 def _unbounded() -> list[Any]:
@@ -511,26 +502,7 @@ def pipelines() -> list[Any]:
     if kind is None:
         return []
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
-    return found or list(_referred(kind))  # those that were frozen
-
-
-def _spacy_stores() -> list[Any]:
-    return list({id(nlp.vocab.strings): nlp.vocab.strings for nlp in pipelines()}.values())
-
-
-def _referred(kind: type) -> Iterator[Any]:
-    """Objects of a type that the collector does not list, but to which others refer."""
-    seen = set()
-    for thing in gc.get_objects():
-        for each in gc.get_referents(thing):
-            if issubclass(type(each), kind) and id(each) not in seen:
-                seen.add(id(each))
-                yield each
-
-
-def _series() -> int:
-    prometheus = sys.modules.get("prometheus_client.registry")
-    if prometheus is None:
-        return 0
-    collectors = list(getattr(prometheus.REGISTRY, "_collector_to_names", {}))
-    return sum(len(getattr(collector, "_metrics", ())) for collector in collectors)
+    if not found:  # they were frozen: not listed, and others refer to them
+        every = (each for thing in gc.get_objects() for each in gc.get_referents(thing))
+        found = list({id(each): each for each in every if issubclass(type(each), kind)}.values())
+    return found

@@ -12,7 +12,7 @@ import struct
 import tempfile
 import threading
 import tracemalloc
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -35,8 +35,6 @@ _SHOWN, _KEPT = 3, 20
 #: Growth by fewer in a run is not accused.
 _LEAST = 8
 _SPARE = 16
-
-Kinds = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +61,17 @@ FIXES = {
 
 def numbers(pid: int | None = None) -> dict[str, int]:
     """How many a process has, without a process id this one."""
-    folder = _proc.folder(pid)
-    return {
-        "open files": len(os.listdir(folder / "fd")),  # noqa: PTH208 - only the number is needed
-        "threads": len(os.listdir(folder / "task")),  # noqa: PTH208 - as above
-        "child processes": len(_proc.children(pid or os.getpid())),
-    }
+    files, threads = (len(os.listdir(_proc.folder(pid) / name)) for name in ("fd", "task"))  # noqa: PTH208 - only numbers
+    return {"open files": files, "threads": threads, "child processes": len(_proc.children(pid or os.getpid()))}
 
 
 def kinds(pid: int | None = None) -> dict[str, dict[str, int]]:
     found = {"open files": _files(pid), "threads": _threads(pid), "child processes": _processes(pid)}
     return {name: dict(Counter(each).most_common(_KEPT)) for name, each in found.items()}
+
+
+class Exhausted(BaseException):
+    """The function has used up what a process may have: no call is to catch it."""
 
 
 class Counts:
@@ -96,18 +94,19 @@ class Counts:
         self.calls.append(calls)
         self._read.append(numbers(self._pid))
 
-    def too_many(self) -> bool:
-        now = numbers()
-        return any(now[name] - self._first[name] > MOST[name] for name in NAMES)
+    def require_few(self) -> None:
+        if any(number > MOST[name] for name, number in self._more().items()):
+            raise Exhausted
+
+    def _more(self) -> dict[str, int]:
+        return {name: number - self._first[name] for name, number in numbers(self._pid).items()}
 
     def growing(self, since: int) -> list[dict[str, Any]]:
         self.judged = True
-        calls = self.calls[since:]
-        found = []
+        calls, found = self.calls[since:], []
         for name in NAMES:
             counts = [each[name] for each in self._read[since:]]
-            judged = judge(calls, counts, least=_LEAST)
-            if judged.verdict == "grows":
+            if judge(calls, counts, least=_LEAST).verdict == "grows":
                 found.append(self._grown(name, counts[-1] - counts[0], calls[-1] - calls[0]))
         return found
 
@@ -115,19 +114,16 @@ class Counts:
         for number in self._spare:
             os.close(number)
         self._spare.clear()
-        now = numbers()
-        more = {name: now[name] - self._first[name] + (_SPARE if name == "open files" else 0) for name in NAMES}
+        more = self._more()
+        more["open files"] += _SPARE
         most = max(NAMES, key=lambda name: more[name] / MOST[name])
         return [self._grown(most, more[most], calls)]
 
     def _grown(self, name: str, more: int, calls: int) -> dict[str, Any]:
-        return asdict(Growing(name, more, calls, _most(self._kinds, kinds(self._pid), name), FIXES[name]))
-
-
-def _most(before: Kinds, after: Kinds, name: str) -> str:
-    more = Counter(dict(after.get(name, {})))
-    more.subtract(before.get(name, {}))
-    return ", ".join(f"{count:,} {kind}" for kind, count in more.most_common(_SHOWN) if count > 0)
+        now = Counter(kinds(self._pid)[name])
+        now.subtract(self._kinds[name])
+        seen = ", ".join(f"{count:,} {kind}" for kind, count in now.most_common(_SHOWN) if count > 0)
+        return asdict(Growing(name, more, calls, seen, FIXES[name]))
 
 
 def _files(pid: int | None) -> Iterator[str]:
@@ -154,22 +150,19 @@ def _sockets(folder: Path) -> dict[str, str]:
         for line in _table(folder / "net" / table):
             words = line.split()
             host, _, port = words[2].partition(":")
-            to = f"sockets to {_address(host)}:{int(port, 16)}"
-            closed = words[3] == "08"  # TCP_CLOSE_WAIT
-            found[words[9]] = (
-                f"{to}, closed by the other side" if closed else to if int(port, 16) else f"{table} sockets"
-            )
+            to = f"sockets to {_address(host)}:{int(port, 16)}" if int(port, 16) else f"{table} sockets"
+            closed = ", closed by the other side" if words[3] == "08" else ""  # TCP_CLOSE_WAIT
+            found[words[9]] = to + closed
     for line in _table(folder / "net/unix"):
         words = line.split(maxsplit=7)
-        found[words[6]] = f"Unix sockets {words[7]}" if len(words) > 7 else "Unix sockets"  # noqa: PLR2004
+        found[words[6]] = " ".join(["Unix sockets", *words[7:]])
     return found
 
 
 def _table(file: Path) -> list[str]:
-    try:
+    with suppress(OSError):
         return file.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
-    except OSError:
-        return []
+    return []
 
 
 def _address(text: str) -> str:
@@ -201,15 +194,42 @@ _SMALL = 512
 _OFTEN = 0.02
 
 
+class _Kept:
+    """What was allocated and not freed, by the line: by Python, by libraries, and in blocks of malloc's for Python."""
+
+    def __init__(self) -> None:
+        self.python: Counter[str] = Counter()
+        self.native: Counter[str] = Counter()
+        self._large: Counter[str] = Counter()
+        self._blocks: Counter[str] = Counter()
+
+    def add(self, file: str, number: int, size: int, count: int = 1, *, of_python: bool = True) -> None:
+        if file in (__file__, tracemalloc.__file__):
+            return
+        line = f"{file}:{number}"
+        (self.python if of_python else self.native)[line] += size
+        if of_python and size > _SMALL * count:
+            self._large[line] += size
+            self._blocks[line] += count
+
+    def said(self, calls: int, tool: str) -> dict[str, Any]:
+        often = sum(size for line, size in self._large.items() if self._blocks[line] >= _OFTEN * calls)
+        traced, native = (
+            {line: size / max(1, calls) for line, size in sizes.most_common(_MOST)}
+            for sizes in (self.python, self.native)
+        )
+        large = often / max(1, calls)
+        return {"traced": traced, "native": native, "large": large, "traced_calls": calls, "traced_by": tool}
+
+
 def kept_by_line(run: Callable[[], int]) -> dict[str, Any]:
     """Run calls, and find what they have allocated and not freed. Calls become slower meanwhile."""
     gc.collect()
-    if importlib.util.find_spec("memray") is None:
-        return _by_tracemalloc(run)
-    try:
-        return _by_memray(run)
-    except (AttributeError, ImportError, OSError, RuntimeError):  # a folder of that name, or a profiler that is active
-        return _by_tracemalloc(run)
+    if importlib.util.find_spec("memray") is not None:
+        # A folder of that name, or a profiler that is active.
+        with suppress(AttributeError, ImportError, OSError, RuntimeError):
+            return _by_memray(run)
+    return _by_tracemalloc(run)
 
 
 def _by_tracemalloc(run: Callable[[], int]) -> dict[str, Any]:
@@ -217,67 +237,28 @@ def _by_tracemalloc(run: Callable[[], int]) -> dict[str, Any]:
     try:
         calls = run()
         gc.collect()
-        kept = tracemalloc.take_snapshot().traces  # nothing from before is traced
+        traces = tracemalloc.take_snapshot().traces  # nothing from before is traced
     finally:
         tracemalloc.stop()
-    grown: Counter[str] = Counter()
-    large: dict[str, _Blocks] = defaultdict(_Blocks)
-    for each in kept:
-        place = each.traceback[0]
-        if place.filename not in (__file__, tracemalloc.__file__):
-            line = f"{place.filename}:{place.lineno}"
-            grown[line] += each.size
-            if each.size > _SMALL:
-                large[line].add(1, each.size)
-    return _found(grown, {}, large, calls, "tracemalloc")
+    kept = _Kept()
+    for each in traces:
+        kept.add(each.traceback[0].filename, each.traceback[0].lineno, each.size)
+    return kept.said(calls, "tracemalloc")
 
 
 def _by_memray(run: Callable[[], int]) -> dict[str, Any]:
     memray = importlib.import_module("memray")
-    python: Counter[str] = Counter()
-    native: Counter[str] = Counter()
-    large: dict[str, _Blocks] = defaultdict(_Blocks)
+    kept = _Kept()
     with tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
         file = Path(folder, "allocations")
         with memray.Tracker(file, trace_python_allocators=True):
             calls = run()
             gc.collect()
         for record in memray.FileReader(file).get_leaked_allocation_records(merge_threads=True):
-            stack = record.stack_trace(max_stacks=_FRAMES)
-            if stack and stack[0][1] != __file__:
-                line = f"{stack[0][1]}:{stack[0][2]}"
-                of_python = memray.AllocatorType(record.allocator).name.startswith("PYMALLOC")
-                (python if of_python else native)[line] += record.size
-                if of_python and record.size > _SMALL * record.n_allocations:
-                    large[line].add(record.n_allocations, record.size)
-    return _found(python, native, large, calls, "memray")
-
-
-class _Blocks:
-    def __init__(self) -> None:
-        self.count = self.size = 0
-
-    def add(self, count: int, size: int) -> None:
-        self.count += count
-        self.size += size
-
-
-def _found(
-    python: Mapping[str, int], native: Mapping[str, int], large: Mapping[str, _Blocks], calls: int, tool: str
-) -> dict[str, Any]:
-    often = [blocks.size for blocks in large.values() if blocks.count >= _OFTEN * calls]
-    return {
-        "traced": _per_call(python, calls),
-        "native": _per_call(native, calls),
-        "large": sum(often) / max(1, calls),
-        "traced_calls": calls,
-        "traced_by": tool,
-    }
-
-
-def _per_call(sizes: Mapping[str, int], calls: int) -> dict[str, float]:
-    most = sorted(sizes.items(), key=lambda item: -item[1])[:_MOST]
-    return {line: size / max(1, calls) for line, size in most}
+            of_python = memray.AllocatorType(record.allocator).name.startswith("PYMALLOC")
+            for _, place, number in record.stack_trace(max_stacks=_FRAMES):
+                kept.add(place, number, record.size, record.n_allocations, of_python=of_python)
+    return kept.said(calls, "memray")
 
 
 # Machine code that libraries have compiled at run time, as oneDNN does for each input shape.
@@ -325,26 +306,21 @@ def _held(mapping: MemoryMapping) -> int:
 
 def _kind(before: MemoryMapping | None, one: MemoryMapping, after: MemoryMapping | None) -> str:
     """What a mapping is for. Ranges without access, before and after it, tell stacks and arenas."""
+    barred, gap = (
+        each if each and each.access.startswith("---") and not each.name else None for each in (before, after)
+    )
+    guarded = barred is not None and barred.end - barred.start == _PAGE and barred.end == one.start
     if one.name.startswith(_SHARED):
         return "shared memory"
     if compiled_in([one]):
         return "machine code compiled at run time"
     if one.is_file or one.name == "[heap]":
         return "changed pages of files" if one.is_file else "the heap of malloc"
-    return _anonymous(before, one, after)
-
-
-def _anonymous(before: MemoryMapping | None, one: MemoryMapping, after: MemoryMapping | None) -> str:
-    if after is not None and _is_barred(after) and one.start % _ARENA == 0 and after.end % _ARENA == 0:
+    if gap is not None and one.start % _ARENA == 0 and gap.end % _ARENA == 0:
         return "malloc's arenas of threads"
-    guarded = before is not None and _is_barred(before) and before.end - before.start == _PAGE
-    if one.name.startswith("[stack") or (guarded and before is not None and before.end == one.start):
+    if guarded or one.name.startswith("[stack"):
         return "stacks of threads"
     return "anonymous memory (Python's objects, large blocks, other allocators)"
-
-
-def _is_barred(mapping: MemoryMapping) -> bool:
-    return mapping.access.startswith("---") and not mapping.name
 
 
 def moved(first: Mapping[str, int], last: Mapping[str, int]) -> str:

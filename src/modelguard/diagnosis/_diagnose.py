@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -91,26 +92,18 @@ def diagnose(
             raise InvalidOption(option, name, why="must be module:function", fix="Write for example app:predict.")
     if inputs is not None and generate is not None:
         raise InvalidOption("--inputs", inputs, why="must be given alone", fix="Remove --generate.")
-    if not 1 <= seconds <= _DAY:
-        raise InvalidOption("--time", seconds, why="must be between 1 s and 1 day", fix="Write --time 30s.")
-    if not 0 <= trial_seconds <= _DAY:
-        raise InvalidOption("--try", trial_seconds, why="must be between 0 s and 1 day", fix="Write --try 2m.")
-    if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < _FEWEST_CALLS):
-        why = f"must be a whole number of at least {_FEWEST_CALLS}"
-        raise InvalidOption("--calls", calls, why=why, fix="Write --calls 1000.")
+    within_a_day(seconds, "--time", least=1, example="30s")
+    within_a_day(trial_seconds, "--try", least=0, example="2m")
+    if calls is not None:
+        _units.whole_number(calls, "--calls", at_least=_FEWEST_CALLS)
     if not Path("/proc/self/smaps").exists():
         raise NotSupported("modelguard diagnose", reason="there is no /proc")
     config = {"target": target, "generate": generate, "inputs": read_inputs(inputs), "load": load}
     where, variables = cwd or Path.cwd(), dict(environ)
     patience = min(silence, _MOST_TIMES * seconds)
-    said = follow(
-        command(),
-        {**config, "seconds": seconds, "calls": calls, "patience": patience, "loading": max(silence, patience)},
-        variables,
-        where,
-        progress=progress,
-        silence=silence + max(silence, patience),
-    )
+    loading = max(silence, patience)
+    drive = {**config, "seconds": seconds, "calls": calls, "patience": patience, "loading": loading}
+    said = follow(drive, variables, where, progress=progress, silence=silence + loading)
     report = _report(target, said, _Asked(seconds, calls, patience, inputs, generate))
     measured = dataclasses.replace(report.measured, inputs=len(config["inputs"] or ()))
     report = dataclasses.replace(report, measured=measured)
@@ -119,7 +112,7 @@ def diagnose(
     trials = try_remedies(
         config,
         report.causes,
-        report.measured,
+        measured,
         Declared(tuple(bucketed), load),
         seconds=trial_seconds,
         environ=variables,
@@ -130,24 +123,29 @@ def diagnose(
     return dataclasses.replace(report, trials=trials)
 
 
+def within_a_day(seconds: float, option: str, *, least: int, example: str) -> None:
+    if not least <= seconds <= _DAY:
+        why = f"must be between {least} s and 1 day"
+        raise InvalidOption(option, seconds, why=why, fix=f"Write {option} {example}.")
+
+
 def read_inputs(file: str | None) -> list[Any] | None:
     if file is None:
         return None
-    fix = 'Write one input in JSON per line, such as ["a text"] or {"text": "a text"}.'
+    found, number, why = [], 0, "must not be empty"
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption("--inputs", file, why=f"cannot be read ({type(error).__name__})", fix=fix) from None
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
+        for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):  # noqa: B007
+            if line.strip():
                 found.append(json.loads(line))
-            except ValueError:
-                raise InvalidOption("--inputs", file, why=f"line {number} is not JSON", fix=fix) from None
-    if not found:
-        raise InvalidOption("--inputs", file, why="must not be empty", fix=fix)
-    return found
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"cannot be read ({type(error).__name__})"
+    except ValueError:
+        why = f"line {number} is not JSON"
+    else:
+        if found:
+            return found
+    fix = 'Write one input in JSON per line, such as ["a text"] or {"text": "a text"}.'
+    raise InvalidOption("--inputs", file, why=why, fix=fix)
 
 
 class _Asked(NamedTuple):
@@ -164,46 +162,38 @@ class _Asked(NamedTuple):
 
 
 def _report(target: str, said: Said, asked: _Asked) -> GrowthReport:
-    if (error := said.last("error")) is not None:
-        message = _redact.redact(said.last("message"), os.environ)
-        why = f"could not be driven: {error}" + (f": {message}" if message else "")
-        raise InvalidOption("MODULE:FUNCTION", target, why=why, fix=_fix(said))
-    if said.end not in ("done", "interrupted") and not _was_imported(said):
-        raise InvalidOption("MODULE:FUNCTION", target, why=f"could not be driven: {_importing(said)}", fix=_fix(said))
+    _require_driven(target, said)
     measured = _measured(said)
-    judged = measured.judged
-    verdict, unknown = judged.verdict, _ended(said, asked)
-    unknown += notes_on(judged)
-    if verdict == "undecided" and not measured.growing:
+    judged, verdict = measured.judged, measured.judged.verdict
+    unknown = [*_ended(said, asked), *notes_on(judged)]
+    none_succeeded = bool(measured.failures) and measured.failures == measured.calls[-1] and verdict != "grows"
+    if verdict == "undecided" and not measured.growing and not none_succeeded:
         unknown.append(f"{judged.reason}; it needs {_needed(said, judged, len(measured.private), asked)}")
     if measured.failures:
         errors = ", ".join(measured.errors)
         unknown.append(f"{measured.failures:,} of {measured.calls[-1]:,} calls failed ({errors})")
         unknown.append(_to_see(target, measured, asked))
-        if measured.failures == measured.calls[-1] and verdict != "grows":
-            verdict = "undecided"
-            unknown = [one for one in unknown if not one.startswith(judged.reason or "\n")]
-            unknown.append("no call succeeded, so nothing is known about those that do")
+    if none_succeeded:
+        verdict = "undecided"
+        unknown.append("no call succeeded, so nothing is known about those that do")
     causes, rest = attribute(measured) if verdict == "grows" else ((), 0.0)
-    if measured.growing:
-        verdict = "grows"
-    return GrowthReport(target, verdict, causes, rest, measured, tuple(unknown))
+    return GrowthReport(target, "grows" if measured.growing else verdict, causes, rest, measured, tuple(unknown))
 
 
-def _fix(said: Said) -> str:
-    if _was_imported(said):
-        return "Check --inputs or --generate."
-    return "Check the name and the inputs, and that python -c 'import MODULE' works in this folder."
-
-
-def _was_imported(said: Said) -> bool:
-    return any(line.get("phase") == "warm-up" for line in said.lines)
-
-
-def _importing(said: Said) -> str:
-    if said.end == "silent":
-        return f"its import has not returned for {said.seconds:.0f} seconds{_where(said)}"
-    return f"its process ended with status {said.status} while it was imported"
+def _require_driven(target: str, said: Said) -> None:
+    imported = any(line.get("phase") == "warm-up" for line in said.lines)
+    if (error := said.last("error")) is not None:
+        message = _redact.redact(said.last("message"), os.environ)
+        why = error + (f": {message}" if message else "")
+    elif imported or said.end in ("done", "interrupted"):
+        return
+    elif said.end == "silent":
+        why = f"its import has not returned for {said.seconds:.0f} seconds{_where(said)}"
+    else:
+        why = f"its process ended with status {said.status} while it was imported"
+    name = "Check the name and the inputs, and that python -c 'import MODULE' works in this folder."
+    fix = "Check --inputs or --generate." if imported else name
+    raise InvalidOption("MODULE:FUNCTION", target, why=f"could not be driven: {why}", fix=fix)
 
 
 def _where(said: Said) -> str:
@@ -228,8 +218,7 @@ def _measured(said: Said) -> Measured:
     found: dict[str, Any] | None = said.last("measured")
     if found is None:
         drive = [line for line in said.lines if line.get("phase") == "drive"]
-        found = {"calls": [line["calls"] for line in drive]}
-        found["private"] = [line["private"] for line in drive]
+        found = {name: [line[name] for line in drive] for name in ("calls", "private")}
         found["judged_from"] = drive[-1]["judged_from"] if drive else 0
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
     fields["growing"] = tuple(Growing(**each) for each in fields.get("growing", ()))
@@ -238,13 +227,12 @@ def _measured(said: Said) -> Measured:
 
 
 def _ended(said: Said, asked: _Asked) -> list[str]:
-    if said.end == "silent":
-        return [f"a call has not returned for {asked.patience:g} seconds, and was ended{_where(said)}"]
-    if said.end == "exited":
-        return [f"the process ended with status {said.status} before the diagnosis did{_where(said)}"]
-    if said.end == "interrupted":
-        return [f"it was interrupted after {said.seconds:.0f} seconds{_where(said)}"]
-    return []
+    how = {
+        "silent": f"a call has not returned for {asked.patience:g} seconds, and was ended",
+        "exited": f"the process ended with status {said.status} before the diagnosis did",
+        "interrupted": f"it was interrupted after {said.seconds:.0f} seconds",
+    }
+    return [f"{how[said.end]}{_where(said)}"] if said.end in how else []
 
 
 def _needed(said: Said, judged: Judgement, count: int, asked: _Asked) -> str:
@@ -262,13 +250,9 @@ def _needed(said: Said, judged: Judgement, count: int, asked: _Asked) -> str:
 
 # The remedies that may help against a cause, each tried in fresh processes with the same inputs, in rounds.
 
-# The remedies that may help against a cause, each with how it is tried and what to write to have it.
-
-
 #: What is changed: variables alone; freed memory is returned; spaCy's memory zones; the model is reloaded; the function
 #: runs in worker processes that are replaced; inputs are padded.
 Act = Literal["variables", "trim", "zones", "reload", "isolate", "bucketed"]
-
 Kind = Literal["low-memory", "torch-cpu-dynamic", "allocators", "trim", "zones", "bucketed", "reload", "isolate"]
 
 #: Which remedies can help against which cause, the simplest first. All others are mended in the program, and only
@@ -291,13 +275,13 @@ _TRIM = "10 MB"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A remedy to try."""
+    """A remedy to try: what to write to have it, and how it is tried."""
 
     name: str
     act: Act
     lines: tuple[str, ...]
-    environ: Mapping[str, str]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    environ: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,90 +297,66 @@ def candidates(
 ) -> tuple[list[Candidate], list[str]]:
     main = [cause for cause in causes if cause.share >= _MAIN] or causes[:1]
     kinds: dict[Kind, None] = dict.fromkeys(kind for cause in main for kind in AGAINST.get(cause.name, _ALWAYS))
+    missing = _missing(measured, declared, environ)
+    left_out = [f"{kind}: {missing[kind]}" for kind in kinds if missing.get(kind)]
+    in_process = _in_process(measured, declared, uses)
     found: list[Candidate] = []
-    left_out: list[str] = []
     for kind in kinds:
-        if why := _why_not(kind, measured, declared, environ):
-            left_out.append(f"{kind}: {why}")
-        else:
-            found += _of_kind(kind, measured, declared, environ, uses)
+        if not missing.get(kind):
+            found += [in_process[kind]] if kind in in_process else _variables(kind, environ)
     return found, left_out
 
 
-def _why_not(kind: Kind, measured: Measured, declared: Declared, environ: Mapping[str, str]) -> str:
-    if kind == "bucketed" and not declared.bucketed:
-        return "--bucketed NAME declares a parameter that may be padded"
-    if kind == "zones" and not measured.zones:
-        return "no spaCy pipeline with memory zones was found"
-    if kind == "reload" and not (measured.guarded or declared.load):
-        return "the function has no guard; --load MODULE:FUNCTION names what makes its model, which it takes first"
-    if kind == "isolate" and not measured.importable:
-        return "a worker process cannot import the function by its name"
-    if kind == "allocators" and "LD_PRELOAD" in environ:
-        return "LD_PRELOAD is set"
-    return ""
+def _missing(measured: Measured, declared: Declared, environ: Mapping[str, str]) -> dict[Kind, str]:
+    """Why a remedy cannot be tried; empty if it can."""
+    no_guard = "the function has no guard; --load MODULE:FUNCTION names what makes its model, which it takes first"
+    return {
+        "bucketed": "" if declared.bucketed else "--bucketed NAME declares a parameter that may be padded",
+        "zones": "" if measured.zones else "no spaCy pipeline with memory zones was found",
+        "reload": "" if measured.guarded or declared.load else no_guard,
+        "isolate": "" if measured.importable else "a worker process cannot import the function by its name",
+        "allocators": "LD_PRELOAD is set" if "LD_PRELOAD" in environ else "",
+    }
 
 
-def _of_kind(
-    kind: Kind, measured: Measured, declared: Declared, environ: Mapping[str, str], uses: int
-) -> Iterator[Candidate]:
+def _variables(kind: Kind, environ: Mapping[str, str]) -> Iterator[Candidate]:
+    """Remedies that are nothing but variables; none where the environment has them already."""
+    allocators: list[Any] = []
+    pairs: list[tuple[str | None, Any]]
+    if _allocator.detect().how != "preloaded" and "LD_PRELOAD" not in environ:
+        allocators = list(dict.fromkeys(file.kind for file in _allocator_files.find(None, environ=os.environ)))
     if kind == "allocators":
-        for allocator in _installed():
-            yield from _variables(environ, allocator=allocator)
-    elif kind == "low-memory":
-        yield from _variables(environ, "low-memory")
-    elif kind == "torch-cpu-dynamic":
-        yield from _variables(environ, "torch-cpu-dynamic")
-        if "LD_PRELOAD" not in environ:
-            for allocator in _installed()[:1]:  # caps bound what oneDNN holds, and glibc keeps the holes between
-                yield from _variables(environ, "torch-cpu-dynamic", allocator)
-    else:
-        yield _in_process(kind, measured, declared, environ, uses)
+        pairs = [(None, allocator) for allocator in allocators]
+    else:  # caps bound what oneDNN holds, and glibc keeps the holes between
+        also = allocators[:1] if kind == "torch-cpu-dynamic" else []
+        pairs = [(kind, allocator) for allocator in ("none", *also)]
+    for preset, allocator in pairs:
+        options = [] if preset is None else ["--preset", preset]
+        options += [] if allocator == "none" else ["--allocator", allocator]
+        chosen = None if preset is None else _presets.get(preset)
+        with suppress(ModelGuardError):
+            plan = _launcher.plan(command(), preset=chosen, allocator=allocator, environ=dict(environ))
+            if plan.added:
+                line = f"modelguard run {' '.join(options)} -- COMMAND"
+                yield Candidate(" + ".join(options[1::2]), "variables", (line,), environ=plan.environ)
 
 
-def _installed() -> list[Any]:
-    if _allocator.detect().how == "preloaded":
-        return []
-    return list(dict.fromkeys(file.kind for file in _allocator_files.find(None, environ=os.environ)))
-
-
-def _variables(environ: Mapping[str, str], preset: str | None = None, allocator: Any = "none") -> Iterator[Candidate]:
-    """A remedy that is nothing but variables; none if the environment has them already."""
-    options = [] if preset is None else ["--preset", preset]
-    options += [] if allocator == "none" else ["--allocator", allocator]
-    chosen = None if preset is None else _presets.get(preset)
-    try:
-        plan = _launcher.plan(command(), preset=chosen, allocator=allocator, environ=dict(environ))
-    except ModelGuardError:
-        return
-    if plan.added:
-        name = " + ".join(options[1::2])
-        line = f"modelguard run {' '.join(options)} -- COMMAND"
-        yield Candidate(name, "variables", (line,), plan.environ, {})
-
-
-def _in_process(kind: Kind, measured: Measured, declared: Declared, environ: Mapping[str, str], uses: int) -> Candidate:
-    if kind == "trim":
-        lines = ("from modelguard import memory", f'memory.trim_every("{_TRIM}")')
-        return Candidate("trim_every", "trim", lines, environ, {"trim_every": _TRIM})
-    if kind == "zones":
-        line = '@zoned(guard(load, reload_on=IndexGrowth("16 MB")))'
-        lines = ("from modelguard.adapters.spacy import IndexGrowth, zoned", line)
-        return Candidate("zoned", "zones", lines, environ, {})
-    if kind == "bucketed":
-        names = ", ".join(f'"{name}"' for name in declared.bucketed)
-        lines = ("from modelguard.adapters.torch import bucketed", f"@bucketed({names}, cut=None)")
-        return Candidate("bucketed", "bucketed", lines, environ, {"bucketed": list(declared.bucketed)})
+def _in_process(measured: Measured, declared: Declared, uses: int) -> dict[str, Candidate]:
+    names = ", ".join(f'"{name}"' for name in declared.bucketed)
     replaced = f"guard(load, reload_on=Uses({uses:_}))"
-    if kind == "reload":
-        return Candidate(
-            "reload_on", "reload", ("from modelguard import Uses, guard", replaced), environ, {"uses": uses}
-        )
-    owned = measured.guarded or declared.load is not None
-    own = (
-        ("@isolate()  # above the guard's decorator", replaced) if owned else (f"@isolate(recycle_on=Uses({uses:_}))",)
+    owned = ("@isolate()  # above the guard's decorator", replaced)
+    own = owned if measured.guarded or declared.load is not None else (f"@isolate(recycle_on=Uses({uses:_}))",)
+    zoned = "from modelguard.adapters.spacy import IndexGrowth, zoned"
+    bucketed = "from modelguard.adapters.torch import bucketed", f"@bucketed({names}, cut=None)"
+    trimmed = "from modelguard import memory", f'memory.trim_every("{_TRIM}")'
+    found = (
+        Candidate("trim_every", "trim", trimmed, {"trim_every": _TRIM}),
+        Candidate("zoned", "zones", (zoned, '@zoned(guard(load, reload_on=IndexGrowth("16 MB")))')),
+        Candidate("bucketed", "bucketed", bucketed, {"bucketed": list(declared.bucketed)}),
+        Candidate("reload_on", "reload", ("from modelguard import Uses, guard", replaced), {"uses": uses}),
+        Candidate("isolate", "isolate", ("from modelguard import Uses, isolate", *own), {"uses": uses}),
     )
-    return Candidate("isolate", "isolate", ("from modelguard import Uses, isolate", *own), environ, {"uses": uses})
+    return {one.act: one for one in found}
 
 
 _ROUNDS = 3
@@ -424,9 +384,6 @@ _FAILURES = 0.01
 
 _NOTHING = "nothing"
 
-Clock = Callable[[], float]
-Follow = Callable[..., Said]
-
 
 def try_remedies(
     config: Mapping[str, Any],
@@ -439,22 +396,24 @@ def try_remedies(
     cwd: Path,
     progress: Progress,
     silence: float,
-    follow: Follow = follow,
-    clock: Clock = time.monotonic,
+    follow: Callable[..., Said] = follow,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Trials | None:
     began = clock()
     calls = calls_of_a_run(measured, seconds)
     found, left_out = candidates(causes, measured, declared, environ, max(1, calls // _REPLACED))
     given = {**config, "calls": calls, "warm": int(_WARM * calls), "load": declared.load}
 
-    def run(own: Mapping[str, Any], variables: Mapping[str, str], limit: float | None) -> Said:
-        return follow(
-            command(), {**given, **own}, variables, cwd, progress=lambda _: None, silence=silence, limit=limit
-        )
+    def run(candidate: Candidate, limit: float | None) -> Said:
+        longest = _LONGEST * _MOST_SLOWER if limit is None else limit
+        own = {"act": candidate.act, "options": dict(candidate.options), "limit": longest}
+        variables = environ if candidate.environ is None else candidate.environ
+        most = math.inf if limit is None else limit + _START
+        return follow({**given, **own}, variables, cwd, progress=lambda _: None, silence=silence, limit=most)
 
     rounds = _Rounds(run, progress, clock)
     if found:
-        rounds.run(Candidate(_NOTHING, "variables", (), environ, {}), found, seconds)
+        rounds.run(found, seconds)
     trials = rounds.results(calls, found, left_out, mends=any(cause.name in AGAINST for cause in causes))
     if trials is None or not any(one.undecided for one in trials.tried):
         return trials
@@ -490,7 +449,9 @@ class _Tried:
 class _Rounds:
     """Runs rounds: doing nothing first, then each remedy, in another order each time."""
 
-    def __init__(self, run: Callable[..., Said], progress: Progress, clock: Clock) -> None:
+    def __init__(
+        self, run: Callable[[Candidate, float | None], Said], progress: Progress, clock: Callable[[], float]
+    ) -> None:
         self._run = run
         self._progress = progress
         self._clock = clock
@@ -498,7 +459,7 @@ class _Rounds:
         self._tried: dict[str, _Tried] = {}
         self._over = self._interrupted = False
 
-    def run(self, nothing: Candidate, found: Sequence[Candidate], seconds: float) -> None:
+    def run(self, found: Sequence[Candidate], seconds: float) -> None:
         self._tried = {candidate.name: _Tried() for candidate in found}
         began = self._clock()
         for number in range(_ROUNDS):
@@ -506,11 +467,11 @@ class _Rounds:
             order = left[number:] + left[:number] if number < len(left) else left
             if not order or self._over or (number and (self._clock() - began) * (1 + 1 / number) > seconds):
                 return
-            self._one_round(number, nothing, order)
+            self._one_round(number, order)
 
-    def _one_round(self, number: int, nothing: Candidate, order: Sequence[Candidate]) -> None:
+    def _one_round(self, number: int, order: Sequence[Candidate]) -> None:
         began = self._clock()
-        said = self._one(number, nothing, None)
+        said = self._one(number, Candidate(_NOTHING, "variables", ()), None)
         if said.last("readings") is None:
             self._over = True
             return
@@ -521,18 +482,16 @@ class _Rounds:
         limit = _MOST_SLOWER * (self._clock() - began) + _START
         for candidate in order:
             if not self._over:
-                self._add(candidate, self._one(number, candidate, limit), said, base)
+                self._add(self._tried[candidate.name], self._one(number, candidate, limit), said, base)
 
     def _one(self, number: int, candidate: Candidate, limit: float | None) -> Said:
         self._progress({"phase": f"round {number + 1} of {_ROUNDS}: {candidate.name}"})
-        config: dict[str, Any] = {"act": candidate.act, "options": dict(candidate.options)}
-        config["limit"] = _LONGEST * _MOST_SLOWER if limit is None else limit
-        said = self._run(config, candidate.environ, limit=None if limit is None else limit + _START)
+        said = self._run(candidate, limit)
         self._over = self._interrupted = said.end == "interrupted"
         return said
 
-    def _add(self, candidate: Candidate, said: Said, nothing: Said, base: Round) -> None:
-        tried = self._tried[candidate.name]
+    @staticmethod
+    def _add(tried: _Tried, said: Said, nothing: Said, base: Round) -> None:
         if said.end == "interrupted":
             return
         tried.stopped = _failure(said, nothing)
@@ -551,22 +510,19 @@ class _Rounds:
         if not self._nothing:
             return None if not left_out or found else Trials(calls, None, left_out=tuple(left_out))
         nothing = _growth_causes.trial(_NOTHING, (), [(each, each) for each in self._nothing])
-        failed = [
-            f"{candidate.name}: {tried.stopped}"
-            for candidate in found
-            if not (tried := self._tried[candidate.name]).rounds and tried.stopped
-        ]
-        made = [
-            _growth_causes.trial(candidate.name, candidate.lines, tried.rounds, tried.stopped)
-            for candidate in found
-            if (tried := self._tried[candidate.name]).rounds
-        ]
+        made, missing = [], list(left_out)
+        for candidate in found:
+            tried = self._tried[candidate.name]
+            if tried.rounds:
+                made.append(_growth_causes.trial(candidate.name, candidate.lines, tried.rounds, tried.stopped))
+            elif tried.stopped:
+                missing.append(f"{candidate.name}: {tried.stopped}")
         if self._interrupted:
-            failed.append("the other rounds: they were interrupted")
+            missing.append("the other rounds: they were interrupted")
         names = _growth_causes.front(nothing, made)
         made = [dataclasses.replace(one, front=one.name in names) for one in made]
         best = _growth_causes.recommend(nothing, made)
-        return Trials(calls, nothing, tuple(made), best, (*left_out, *failed), contains=not mends)
+        return Trials(calls, nothing, tuple(made), best, tuple(missing), contains=not mends)
 
 
 def _round(said: Said, least: float) -> Round:

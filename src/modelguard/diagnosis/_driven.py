@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelguard import memory
 from modelguard.diagnosis import _census, _holders, _target
-from modelguard.diagnosis._counts import Counts, compiled, kept_by_line
+from modelguard.diagnosis._counts import Counts, Exhausted, compiled, kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
 from modelguard.environment import _allocator, _allocator_problems
 from modelguard.errors import ModelGuardError
@@ -101,20 +101,19 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     if config["load"]:
         function = guard(_target.load(config["load"]), reload_on=None)(function)
     counts = Counts()
-    target = Target(function, _target.inputs(config, function), patience=patience, look=lambda: _look(counts))
+
+    def look() -> None:  # a closure of this package, by which the census knows what it holds
+        counts.require_few()
+
+    target = Target(function, _target.inputs(config, function), patience=patience, look=look)
     patience.end()
     try:
         _measure(config | {"imported": time.monotonic() - began}, say, function, target, counts)
-    except _target.Exhausted:
+    except Exhausted:
         if counts.judged:  # only the tests are missing
             say(done=True)
         else:
             say(measured=_alone(target) | {"growing": counts.exhausted(target.calls)}, done=True)
-
-
-def _look(counts: Counts) -> None:
-    if counts.too_many():
-        raise _target.Exhausted
 
 
 def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, counts: Counts) -> None:
@@ -137,24 +136,26 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     counts.begin()
     code = compiled()
     _in_use()  # what it imports is no growth
-    moment = _moment()
+    moment = None
+    with suppress(Exception):
+        moment = _census.moment()
     _trim()  # what this look has left
     in_use = _in_use()
     measured = _readings(target, pace, size, say, counts)
     grown = measured["private"][-1] - measured["private"][0]
     pace = pace._replace(most=max(_FEWEST_CALLS, _calls_for(_TESTED, target.calls, grown)))
     measured["trimmed"] = max(0, _fallen(lambda: None) - free)
-    measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
-    measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
+    measured |= {"before": before, "after": _census.count()}
+    measured |= {"compiled": compiled() - code, "libraries": _census.loaded()}
     measured |= {"imported": config["imported"], "guarded": isinstance(owner_of(function), ModelGuard)}
     measured["zones"] = any(hasattr(type(nlp), "memory_zone") for nlp in _census.pipelines())
-    measured["importable"] = _is_importable(function)
+    name = getattr(function, "__qualname__", None)
+    measured["importable"] = isinstance(name, str) and "." not in name and not hasattr(function, "aio")
     say(measured=measured)
     say(phase="tests")
     measured |= _given_back(pools, sizes)
     measured |= {name: size - in_use[name] for name, size in _in_use().items() if name in in_use}
-    measured |= {"held": _held(moment, target.calls)}  # after the collection: what is no garbage
-    measured["owners"] = _owners()
+    measured |= _named(moment, target.calls)  # after the collection: what is no garbage
     measured |= _rates(target, pace)
     traced = pace.part(_TRACING, at_most=min(_TRACED, max(_FEWEST_CALLS, target.calls)))
     # It slows calls down, so it comes last.
@@ -166,36 +167,26 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
 
 def _alone(target: Target) -> dict[str, Any]:
     """What is known of a function where memory says nothing: no call has succeeded, or it was ended before."""
-    errors = list(target.errors)[:_MOST_ERRORS]
-    return {
-        "calls": [target.calls],
-        "private": [0],
-        "failures": target.failures,
-        "errors": errors,
-        "failed": target.failed,
-    }
+    return {"calls": [target.calls], "private": [0], **_failed(target)}
 
 
-def _moment() -> _census.Moment | None:
+def _failed(target: Target) -> dict[str, Any]:
+    return {"failures": target.failures, "failed": target.failed, "errors": list(target.errors)[:_MOST_ERRORS]}
+
+
+def _named(before: _census.Moment | None, calls: int) -> dict[str, Any]:
+    """What holds what has grown, and what the memory of libraries belongs to."""
+    found: dict[str, Any] = {"held": [], "owners": {}}
     with suppress(Exception):  # foreign objects can raise anything; what holds them is an extra
-        return _census.moment()
-    return None
-
-
-def _held(before: _census.Moment | None, calls: int) -> list[dict[str, Any]]:
+        if before is not None:
+            found["held"] = [each._asdict() for each in _holders.named(_census.grown(before, calls))]
     with suppress(Exception):
-        return [] if before is None else [each._asdict() for each in _holders.named(_census.grown(before, calls))]
-    return []
-
-
-def _owners() -> dict[str, list[str]]:
-    with suppress(Exception):
-        return {
+        owners = _census.owners()
+        found["owners"] = {
             cause: sorted({way for one in some if (way := _holders.path(one, {id(owners), id(some)}))})
-            for owners in [_census.owners()]
             for cause, some in owners.items()
         }
-    return {}
+    return found
 
 
 class _Readings:
@@ -266,16 +257,10 @@ def _readings(target: Target, pace: _Pace, size: int, say: Say, counts: Counts) 
         "private": readings.private,
         "judged_from": readings.judged_from,
         "in_workers": readings.workers[-1] - readings.workers[0],
-        "failures": target.failures,
-        "failed": target.failed,
+        **_failed(target),
         "growing": counts.growing(readings.judged_from),
         "seconds": time.monotonic() - began,
     }
-
-
-def _is_importable(function: Any) -> bool:
-    name = getattr(function, "__qualname__", None)
-    return isinstance(name, str) and "." not in name and not hasattr(function, "aio")
 
 
 def _warm_up(target: Target, pace: _Pace) -> int:
@@ -450,21 +435,18 @@ _Around = Callable[[], contextlib.AbstractContextManager[object]]
 
 def _with_remedy(plain: Callable[..., Any], config: dict[str, Any]) -> tuple[Callable[..., Any], _Around]:
     act, options = config["act"], config["options"]
-    function = _guarded(plain, config, None) if config["load"] else plain
-    if act == "trim":
-        memory.trim_every(options["trim_every"])
-        return function, contextlib.nullcontext
-    if act == "zones":
-        return function, _Zones()
     if act == "reload":
         return _guarded(plain, config, Uses(options["uses"])), contextlib.nullcontext
     if act == "isolate":
         return _isolated(config), contextlib.nullcontext
+    function = _guarded(plain, config, None) if config["load"] else plain
+    if act == "trim":
+        memory.trim_every(options["trim_every"])
     if act == "bucketed":
         from modelguard.adapters.torch import bucketed
 
-        return bucketed(*options["bucketed"], cut=None)(function), contextlib.nullcontext
-    return function, contextlib.nullcontext
+        function = bucketed(*options["bucketed"], cut=None)(function)
+    return function, _Zones() if act == "zones" else contextlib.nullcontext
 
 
 class _Zones:
@@ -512,7 +494,7 @@ def isolated_function(config: dict[str, Any], module: str) -> Isolated[..., Any]
     plain = _target.load(config["target"])
     policy = Uses(config["options"]["uses"])
     if config["load"] or isinstance(owner_of(plain), ModelGuard):
-        return isolate(workers=1, timeout=None)(_named(_guarded(plain, config, policy), module))
+        return isolate(workers=1, timeout=None)(_as_call(_guarded(plain, config, policy), module))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs)
@@ -521,10 +503,10 @@ def isolated_function(config: dict[str, Any], module: str) -> Isolated[..., Any]
         return await plain(*args, **kwargs)
 
     chosen = acall if _target.is_async(plain) else call
-    return isolate(workers=1, timeout=None, recycle_on=policy)(_named(chosen, module))
+    return isolate(workers=1, timeout=None, recycle_on=policy)(_as_call(chosen, module))
 
 
-def _named(function: Any, module: str) -> Any:
+def _as_call(function: Any, module: str) -> Any:
     function.__module__, function.__qualname__ = module, "call"
     return function
 
@@ -532,16 +514,12 @@ def _named(function: Any, module: str) -> Any:
 # What a run costs
 
 
-def _processes() -> list[int]:
-    return [each.pid for each in _proc.tree(os.getpid())]
-
-
 def _private() -> int:
-    return _target.private_of(_processes())
+    return sum(_memory.private_of(each.pid) for each in _proc.tree(os.getpid()))
 
 
 def _cpu() -> float:
-    return sum(_proc.if_readable(_proc.cpu_seconds, pid) or 0.0 for pid in _processes())
+    return sum(_proc.if_readable(_proc.cpu_seconds, each.pid) or 0.0 for each in _proc.tree(os.getpid()))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ is guessed from a command line or a source. What could not be seen is left out a
 contain secrets: only the environment variables that modelguard knows are kept, and command lines are redacted.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,7 +86,7 @@ class Interpreter:
 class Guarded:
     """A guard in a process."""
 
-    name: str
+    name: str = "?"
     policy: str | None = None
     load_seconds: float = 0.0
     unshared: bool = False
@@ -161,6 +161,11 @@ class ServiceProcess:
     grown: int | None = None
     inside: Inside | None = None
 
+    @property
+    def said(self) -> Inside:
+        """What it says of itself; of one that was not asked, what is known of any process."""
+        return self.inside or Inside()
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -182,7 +187,7 @@ class Server:
         grace: Seconds that a worker gets to finish its requests when it is stopped; 0 if unknown.
     """
 
-    kind: str
+    kind: str = ""
     workers: int = 1
     forks: bool = False
     preload: bool | None = None
@@ -250,6 +255,33 @@ class Facts:
         """The processes that answer requests: the workers, or the main process if there are none."""
         workers = (*self.running("forked"), *self.running("spawned"))
         return workers or self.running("main")
+
+    @property
+    def main(self) -> ServiceProcess:
+        return next(iter(self.running("main")), ServiceProcess(0))
+
+    @property
+    def runs_on(self) -> Server:
+        """Its server; one without a name and without workers if there is none."""
+        return self.server or Server()
+
+    @property
+    def answers(self) -> list[Inside]:
+        """What the processes that answer requests say of themselves, as far as they do."""
+        return [process.inside for process in self.serving if process.inside]
+
+    @property
+    def allocators(self) -> list[str]:
+        """The files that serve ``malloc`` where requests are answered."""
+        return [said.malloc for said in self.answers if said.malloc]
+
+    @property
+    def pools(self) -> list[tuple[str, int]]:
+        return [pool for said in self.answers for pool in said.pools]
+
+    @property
+    def guards(self) -> list[Guarded]:
+        return [guard for said in self.answers for guard in said.guards]
 
 
 # The environment variables that are kept of any service. No other variable's value is looked at or shown.
@@ -383,9 +415,9 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a check found."""
+    """What a check found: nothing if nothing was seen."""
 
-    seen: tuple[str, ...]
+    seen: Sequence[str]
     fix: str
     level: Level = "fault"
     remedy: Remedy | None = None
@@ -434,15 +466,14 @@ class Check:
 
     def __call__(self, facts: Facts) -> Finding | None:
         """Run the check."""
-        evidence = self.find(facts)
-        if evidence is None:
+        found = self.find(facts)
+        if found is None or not found.seen:
             return None
         page = f"modelguard docs doctor#{self.number.lower()}"
-        return Finding(
-            self.number, self.title, evidence.level, evidence.seen, self.why, evidence.fix, page, evidence.remedy
-        )
+        return Finding(self.number, self.title, found.level, tuple(found.seen), self.why, found.fix, page, found.remedy)
 
 
-def check(number: str, title: str, why: str) -> Callable[[Callable[[Facts], Evidence | None]], Check]:
-    """Make the function below it the ``find`` of a check."""
+def check(text: str, why: str) -> Callable[[Callable[[Facts], Evidence | None]], Check]:
+    """Make the function below it the ``find`` of a check, whose text is its number and its title."""
+    number, _, title = text.partition(" ")
     return lambda find: Check(number, title, why, find)

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from modelguard.diagnosis import _redact
-from modelguard.diagnosis._facts import KNOWN, Facts, ServiceProcess
-from modelguard.diagnosis._facts_process import Answers, facts_of_tree
+from modelguard.diagnosis._facts import KNOWN, Facts
+from modelguard.diagnosis._facts_process import Answers, facts_of_tree, require_proc
 from modelguard.environment._launcher import locate
-from modelguard.errors import InvalidOption, NotSupported
+from modelguard.errors import InvalidOption
 from modelguard.facts import _memory, _proc
 from modelguard.facts._memory import Strain
 from modelguard.isolation._processes import ENDING, die_with_parent, ending_signals
@@ -76,7 +76,8 @@ class Session:
         looks: list[bool] = []
         while time.monotonic() < began + patience and self.killed() < _KILLED:
             self.require_running()
-            looks = [*looks, any(self._busy())][-_LOOKS:]
+            busy = [found.busy for pid in self.pids() if (found := _proc.if_readable(_proc.activity, pid))]
+            looks = [*looks, any(busy)][-_LOOKS:]
             if self.listening() and len(looks) == _LOOKS and sum(looks) <= _BUSY:
                 if self._has_loaded():
                     return time.monotonic() - began
@@ -109,9 +110,9 @@ class Session:
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         if killed := self.killed():
             how += f" (by the kernel's OOM killer, probably: {killed} process(es) of its cgroup were killed)"
+        command = _redact.redact_command(self._words, os.environ)
         why = f"ended {how} before it served{self._last_error()}"
-        fix = "Start it by itself to see what it prints."
-        raise InvalidOption("command", _redact.redact_command(self._words, os.environ), why=why, fix=fix)
+        raise InvalidOption("command", command, why=why, fix="Start it by itself to see what it prints.")
 
     def answers(self) -> dict[int, Mapping[str, Any]]:
         for old in self.folder.glob("*.json"):
@@ -133,41 +134,31 @@ class Session:
     def stop(self) -> None:
         """End it and everything that it has started, also what has left it and its session, as a daemon does."""
         pids = {*self.pids(), *filter(self._is_ours, _proc.processes())}
-        with suppress(ProcessLookupError):
-            self.process.terminate()
+        self.process.terminate()  # nothing is sent to one that has ended
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_STOP)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in pids:
-            self._kill(pid)
-        self.process.wait()
-        deadline = time.monotonic() + _STOP
-        while any(self._is_ours(pid) for pid in pids) and time.monotonic() < deadline:
-            time.sleep(_PAUSE / 2)
-
-    def _kill(self, pid: int) -> None:
-        if self._is_ours(pid):
+        for pid in filter(self._is_ours, pids):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        deadline = time.monotonic() + _STOP
+        while any(map(self._is_ours, pids)) and time.monotonic() < deadline:
+            time.sleep(_PAUSE / 2)
 
     def _is_ours(self, pid: int) -> bool:
         """Whether a process was started in this session. Its id may have been given to another one meanwhile."""
         environ = _proc.if_readable(_proc.environment, pid) or {}
         return environ.get("MODELGUARD_PROBE") == str(self.folder)
 
-    def _busy(self) -> Iterator[bool]:
-        for pid in self.pids():
-            found = _proc.if_readable(_proc.activity, pid)
-            yield found is not None and found.busy
-
     def _last_error(self) -> str:
         """The error that it has printed last, without a message that may hold a secret."""
         text = (self.folder / "output").read_text(encoding="utf-8", errors="replace")
-        found = [match for line in text.splitlines() if (match := _ERROR.fullmatch(line.strip()))]
+        found = [match.groups() for line in text.splitlines() if (match := _ERROR.fullmatch(line.strip()))]
         if not found:
             return ""
-        name, message = found[-1].groups()
+        name, message = found[-1]
         return f"; its last error is {name}" + (f": {_redact.redact(message, os.environ)}" if name in _HARMLESS else "")
 
 
@@ -177,13 +168,12 @@ def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iter
 
     Where this process is killed, the kernel sends SIGTERM to the command.
     """
-    program = locate(words[0], environ)
     with ending_signals(), _folder() as folder:
         # From the start until it is in reach of the clean-up, no signal may come between.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         session = None
         try:
-            session = Session(_popen(words, program, _with_probe(environ, folder), cwd, mask), folder, words)
+            session = Session(_popen(words, environ, cwd, mask, folder), folder, words)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             yield session
         finally:
@@ -207,7 +197,7 @@ def _folder() -> Iterator[Path]:
 
 
 def _popen(
-    words: Sequence[str], program: str, environ: Mapping[str, str], cwd: Path, mask: set[signal.Signals | int]
+    words: Sequence[str], environ: Mapping[str, str], cwd: Path, mask: set[signal.Signals | int], folder: Path
 ) -> subprocess.Popen[bytes]:
     parent = os.getpid()
 
@@ -215,11 +205,12 @@ def _popen(
         die_with_parent(parent, signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    with (Path(environ["MODELGUARD_PROBE"]) / "output").open("wb") as output:
+    path = os.pathsep.join([str(folder), *filter(None, [environ.get("PYTHONPATH")])])
+    with (folder / "output").open("wb") as output:
         return subprocess.Popen(  # noqa: S603 - the command that the user has given
             [*words],
-            executable=program,
-            env=environ,
+            executable=locate(words[0], environ),
+            env={**environ, "PYTHONPATH": path, "MODELGUARD_PROBE": str(folder)},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -227,11 +218,6 @@ def _popen(
             start_new_session=True,
             preexec_fn=prepare,  # noqa: PLW1509 - it takes no lock
         )
-
-
-def _with_probe(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    path = [str(folder), *filter(None, [environ.get("PYTHONPATH")])]
-    return {**environ, "PYTHONPATH": os.pathsep.join(path), "MODELGUARD_PROBE": str(folder)}
 
 
 def _signal() -> int:
@@ -245,6 +231,9 @@ def _signal() -> int:
 _TIMEOUT = 30.0
 
 _ERRORS = 500
+
+#: Seconds to wait before the next request where nobody takes one.
+_REFUSED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,41 +255,28 @@ def check_url(url: str) -> None:
 
 def drive(url: str, count: int, listening: Iterable[int | str]) -> Driven:
     parts = urllib.parse.urlsplit(url)
-    ports = sorted(port for port in listening if isinstance(port, int))
-    if parts.hostname:
-        host, port = parts.hostname, parts.port or 80
-    elif ports:
-        host, port = "127.0.0.1", ports[0]
-    else:
+    port = parts.port or (80 if parts.hostname else min((one for one in listening if isinstance(one, int)), default=0))
+    if not port:
         return Driven(failed=count, last="the service listens on no TCP port")
     path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
     answered, last = 0, ""
     for _ in range(count):
+        connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", port, timeout=_TIMEOUT)
         try:
-            status = _get(host, port, path)
-        except OSError as error:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            response.read()
+        except (OSError, http.client.HTTPException) as error:
             last = type(error).__name__
-            time.sleep(0.05)
+            time.sleep(_REFUSED if isinstance(error, OSError) else 0)
             continue
-        except http.client.HTTPException as error:
-            last = type(error).__name__
-            continue
-        if status < _ERRORS:
+        finally:
+            connection.close()
+        if response.status < _ERRORS:
             answered += 1
         else:
-            last = f"status {status}"
+            last = f"status {response.status}"
     return Driven(answered, count - answered, last)
-
-
-def _get(host: str, port: int, path: str) -> int:
-    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        response.read()
-        return response.status
-    finally:
-        connection.close()
 
 
 #: Seconds to wait until a service serves: longer than most models take to load.
@@ -338,8 +314,7 @@ def facts_of_command(
         raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
     if request is not None:
         check_url(request)
-    if not _proc.is_mounted():
-        raise NotSupported("modelguard doctor -- COMMAND", reason="there is no /proc")
+    require_proc()
     with started(words, environ, cwd or Path.cwd()) as session:
         began = time.monotonic()
         took = session.wait(patience)
@@ -350,16 +325,18 @@ def facts_of_command(
         answers = session.answers()
         facts = _examine(session, answers, f"the command: {_redact.redact_command(words, environ)}")
         strain = replace(facts.machine.strain or Strain(), killed=session.killed())
-    if driven is not None:
-        facts = replace(facts, processes=tuple(_with_growth(process, before) for process in facts.processes))
-    unknown = (*_unknown(took, waited, driven, answers, facts), *facts.unknown)
-    shown = tuple(_redact.redacted_words(words, environ))
-    machine = replace(facts.machine, strain=strain)
-    return replace(facts, machine=machine, unknown=unknown, words=shown, served=took is not None)
-
-
-def _with_growth(process: ServiceProcess, before: Mapping[int, int]) -> ServiceProcess:
-    return replace(process, grown=process.private - before[process.pid]) if process.pid in before else process
+    processes = [
+        replace(each, grown=each.private - before[each.pid]) if driven is not None and each.pid in before else each
+        for each in facts.processes
+    ]
+    return replace(
+        facts,
+        machine=replace(facts.machine, strain=strain),
+        processes=tuple(processes),
+        unknown=(*_unknown(took, waited, driven, answers, facts), *facts.unknown),
+        words=tuple(_redact.redacted_words(words, environ)),
+        served=took is not None,
+    )
 
 
 def _examine(session: Session, answers: Answers, subject: str) -> Facts:

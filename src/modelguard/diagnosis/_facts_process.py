@@ -13,10 +13,10 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from modelguard.control import _client
 from modelguard.diagnosis import _redact
@@ -65,19 +65,20 @@ def facts_of_machine(environ: Mapping[str, str] = os.environ, *, root: Path = _p
 def machine(root: Path, pid: int | None = None) -> Machine:
     if not _proc.is_mounted(root):
         return Machine(cpus=_memory.available_cpus(root=root))
-    limit = _memory.memory_limit(pid, root=root)
+    limit, figures = _memory.memory_limit(pid, root=root), _proc.if_readable(_proc.meminfo, root) or {}
+    swap = {"SwapTotal", "SwapFree"} <= figures.keys()
     return Machine(
         cpus=_memory.available_cpus(pid, root=root),
         limit=limit,
-        swapped=_swapped(root),
+        swapped=figures["SwapTotal"] - figures["SwapFree"] if swap else None,
         strain=_memory.strain(limit, pid, root=root),
     )
 
 
 def this_interpreter() -> Interpreter:
     free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-    version = sys.version_info
-    return Interpreter((version[0], version[1]), platform.python_implementation(), free_threaded, version[2])
+    major, minor, micro, *_ = sys.version_info
+    return Interpreter((major, minor), platform.python_implementation(), free_threaded, micro)
 
 
 def _problems() -> tuple[Problem, ...]:
@@ -86,45 +87,28 @@ def _problems() -> tuple[Problem, ...]:
     return ()
 
 
-def _swapped(root: Path) -> int | None:
-    figures = _proc.if_readable(_proc.meminfo, root) or {}
-    if "SwapTotal" not in figures or "SwapFree" not in figures:
-        return None
-    return figures["SwapTotal"] - figures["SwapFree"]
-
-
-# Which patch of a Python a file holds, where only the minor version is in its name.
-
-
-def patch_level(file: Path, version: tuple[int, int]) -> int | None:
-    """The last number of an interpreter's version, from the text of it in its program or library; None if unknown."""
-    text = "\\.".join(map(str, version)).encode()
-    try:
-        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found = re.search(rb"(?<![\d.])" + text + rb"\.(\d{1,3})\+?\x00", content)
-            return int(found[1]) if found else None
-    except (OSError, ValueError):  # not there, not readable, or empty
-        return None
-
-
 # The answers of the probe, as facts. They come from another program, so nothing in them is taken for granted.
 
 
+T = TypeVar("T")
+
+
+def _read(kind: type[T], given: Mapping[str, Any]) -> T:
+    """What is given of these fields, each made into the type of its default."""
+    found = {}
+    for field in fields(kind):  # type: ignore[arg-type] # a dataclass
+        default: Any = field.default
+        if (value := given.get(field.name)) is not None:
+            found[field.name] = value if default is None else type(default)(value)
+    return kind(**found)
+
+
 def inside(answer: Mapping[str, Any]) -> Inside:
-    version = (*(int(each) for each in answer.get("version", ())), 0, 0, 0)[:3]
-    return Inside(
-        version=(version[0], version[1], version[2]),
-        free_threaded=bool(answer.get("free_threaded")),
+    return replace(
+        _read(Inside, {**answer, "pools": dict(answer.get("pools", {})).items()}),
         gil_for=None if (gil_for := answer.get("gil_for")) is None else tuple(map(str, gil_for)),
-        huge_pages=bool(answer.get("huge_pages")),
-        malloc=answer.get("malloc"),
-        frozen=int(answer.get("frozen", 0)),
-        tracked=int(answer.get("tracked", 0)),
-        pools=tuple((str(name), int(count)) for name, count in dict(answer.get("pools", {})).items()),
-        cuda=bool(answer.get("cuda")),
-        guards=tuple(_guard(each) for each in answer.get("guards", ())),
+        guards=tuple(_read(Guarded, each) for each in answer.get("guards", ())),
         variables=tuple(_variable(*each) for each in answer.get("variables", ())),
-        asgi=answer.get("asgi"),
     )
 
 
@@ -133,34 +117,11 @@ def server_answer(answer: Mapping[str, Any]) -> Server | None:
     found = answer.get("server")
     if not isinstance(found, dict):
         return None
-    return Server(
-        str(found["kind"]),
-        workers=int(found.get("workers") or 1),
-        forks=found["kind"] == "gunicorn",
-        preload=found.get("preload_app", False if found["kind"] != "gunicorn" else None),
-        config=_config(found.get("config")),
-        worker_class=str(found.get("worker_class_str", "")),
-        asgi_worker=str(found.get("asgi_worker", "")),
-        threads=int(found.get("threads") or 1),
-        max_requests=int(found.get("max_requests") or found.get("limit_max_requests") or 0),
-        jitter=int(found.get("max_requests_jitter") or found.get("limit_max_requests_jitter") or 0),
-        reload=bool(found.get("reload") or found.get("should_reload")),
-        timeout=float(found.get("timeout") or 0),
-        grace=float(found.get("graceful_timeout") or 0),
-    )
-
-
-def _config(name: object) -> str:
-    """The configuration's name: gunicorn gives that of its default file whether or not it exists."""
-    text = str(name or "")
-    return "" if text == "./gunicorn.conf.py" else _redact.redact(text, {})
-
-
-def _guard(given: Mapping[str, Any]) -> Guarded:
-    policy = given.get("policy")
-    loaded = float(given.get("load_seconds") or 0)
-    unshared = bool(given.get("unshared"))
-    return Guarded(str(given.get("name", "?")), None if policy is None else str(policy), loaded, unshared)
+    forks = found["kind"] == "gunicorn"
+    # gunicorn gives the name of its default file whether or not that exists.
+    config = "" if found.get("config") == "./gunicorn.conf.py" else _redact.redact(str(found.get("config") or ""), {})
+    given = {"preload": None if forks else False, **found, "forks": forks, "config": config}
+    return _read(Server, {"max_requests": 0, **{name: value for name, value in given.items() if value is not None}})
 
 
 def _variable(name: str, value: str, moment: str, where: str) -> Variable:
@@ -168,8 +129,8 @@ def _variable(name: str, value: str, moment: str, where: str) -> Variable:
     return Variable(name, value, kind, _redact.redact(where, {}))
 
 
-_ARGUMENT = "--pid"
 _FIX = "Give the id of a running process of yours, as pgrep prints it."
+_AS_OWNER = "Run modelguard as its owner, or as root."
 
 #: Compiled parts of the standard library have the interpreter's version in their names: ``.cpython-313t-``.
 _VERSION = re.compile(r"\.(cpython|pypy)-?(\d)(\d+)(t?)[-.]|libpython(\d)\.(\d+)(t?)\.so")
@@ -198,7 +159,10 @@ def facts_of_process(pid: str | int, *, root: Path = _proc.ROOT) -> Facts:
     """
     number = process_number(pid)
     with readable(number, root):
-        return _facts(number, root)
+        require_proc(root)
+        facts = facts_of_tree(number, named_process(number, root), root=root)
+        outside = "what it has set for itself since it started, and its server's settings, cannot be seen from outside"
+        return replace(facts, unknown=(outside, *facts.unknown, *above(number, root)))
 
 
 @contextmanager
@@ -206,10 +170,13 @@ def readable(pid: int, root: Path = _proc.ROOT) -> Iterator[None]:
     try:
         yield
     except ProcessLookupError:
-        raise InvalidOption(_ARGUMENT, pid, why=_proc.absence(pid, root), fix=_FIX) from None
+        raise _refused(pid, _proc.absence(pid, root)) from None
     except PermissionError:
-        why = "belongs to another user, or /proc is hidden from this user"
-        raise InvalidOption(_ARGUMENT, pid, why=why, fix="Run this command as its owner, or as root.") from None
+        raise _refused(pid, "belongs to another user, or /proc is hidden from this user", _AS_OWNER) from None
+
+
+def _refused(pid: object, why: str, fix: str = _FIX) -> InvalidOption:
+    return InvalidOption("--pid", pid, why=why, fix=fix)
 
 
 def named_process(pid: int, root: Path = _proc.ROOT) -> str:
@@ -222,12 +189,9 @@ def interpreter_of(pid: int, root: Path = _proc.ROOT) -> Interpreter | None:
     return _interpreter(_proc.if_readable(_proc.maps, pid, root) or ())
 
 
-def _facts(pid: int, root: Path) -> Facts:
+def require_proc(root: Path = _proc.ROOT) -> None:
     if not _proc.is_mounted(root):
-        raise NotSupported("modelguard doctor --pid", reason="there is no /proc to read it from")
-    facts = facts_of_tree(pid, named_process(pid, root), root=root)
-    outside = "what it has set for itself since it started, and its server's settings, cannot be seen from outside"
-    return replace(facts, unknown=(outside, *facts.unknown, *above(pid, root)))
+        raise NotSupported("looking at a process", reason="there is no /proc to read it from")
 
 
 def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}), *, root: Path = _proc.ROOT) -> Facts:
@@ -239,7 +203,7 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
     return Facts(
         subject,
         machine(root, pid),
-        (*known_variables(environ, where), *_set_later(processes)),
+        (*known_variables(environ, where), *dict.fromkeys(_set_later(processes))),
         _with_patch(_interpreter(_proc.maps(pid, root)), pid, root),
         seen.problems,
         _server(_words(pid, root), processes, answers),
@@ -263,34 +227,30 @@ def _stale_metrics(environ: Mapping[str, str], root: Path) -> Iterator[str]:
 def process_number(pid: str | int) -> int:
     text = str(pid)
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) < 1:
-        raise InvalidOption(_ARGUMENT, pid, why="must be a process id", fix=_FIX)
+        raise _refused(pid, "must be a process id")
     return int(text)
 
 
-def _set_later(processes: Iterable[ServiceProcess]) -> Iterator[Variable]:
-    processes = tuple(processes)
-    workers = [process for process in processes if process.role in ("forked", "spawned")]
-    seen: dict[Variable, None] = {}
-    for process in workers or processes:
-        seen.update(dict.fromkeys(process.inside.variables if process.inside else ()))
-    yield from seen
+def _set_later(processes: Sequence[ServiceProcess]) -> Iterator[Variable]:
+    for process in _workers(processes) or processes:
+        yield from process.said.variables
+
+
+def _workers(processes: Iterable[ServiceProcess]) -> list[ServiceProcess]:
+    return [process for process in processes if process.role in ("forked", "spawned")]
 
 
 def _server(words: Sequence[str], processes: tuple[ServiceProcess, ...], answers: Answers) -> Server | None:
     """The server as it says itself, with the workers that really run; from outside only its kind is known."""
+    names = [Path(word).name for word in words[:_FIRST_WORDS]]
+    if words and words[0].startswith("gunicorn: master"):
+        names = ["gunicorn"]
+    known = (Server(name, forks=name == "gunicorn") for name in names if name in _SERVERS)
     said = (server_answer(answers[process.pid]) for process in processes if process.pid in answers)
-    server = next((each for each in said if each is not None), None) or _from_outside(words)
-    workers = [process for process in processes if process.role in ("forked", "spawned")]
+    server, workers = next(filter(None, (*said, *known)), None), _workers(processes)
     if server is None or not workers:
         return server
     return replace(server, workers=len(workers), forks=any(worker.role == "forked" for worker in workers))
-
-
-def _from_outside(words: Sequence[str]) -> Server | None:
-    first = [Path(word).name for word in words[:_FIRST_WORDS]]
-    if words and words[0].startswith("gunicorn: master"):
-        first = ["gunicorn"]
-    return next((Server(name, forks=name == "gunicorn") for name in first if name in _SERVERS), None)
 
 
 def _tree(pid: int, root: Path, answers: Answers) -> Iterator[ServiceProcess]:
@@ -316,16 +276,14 @@ def _is_gunicorn_worker(words: Sequence[str]) -> bool:
 
 
 def _process(pid: int, role: Role, root: Path, answers: Answers, owners: Container[int]) -> ServiceProcess:
-    usage = _memory.usage(pid, root=root)
     mappings = _proc.if_readable(_proc.smaps, pid, root) or _proc.if_readable(_proc.maps, pid, root) or []
     status = _proc.if_readable(_proc.status, pid, root) or {}
-    swap = int(status.get("VmSwap", "0 kB").split()[0]) * 1024
     return ServiceProcess(
         pid,
         role,
         private=_memory.private_of(pid, root),
-        shared=usage.shared_dirty or 0,
-        swap=swap,
+        shared=_memory.usage(pid, root=root).shared_dirty or 0,
+        swap=int(status.get("VmSwap", "0 kB").split()[0]) * 1024,
         threads=int(status.get("Threads", "1")),
         torch=any(_TORCH.search(mapping.name) for mapping in mappings),
         libraries=model_libraries(mappings),
@@ -351,11 +309,19 @@ def _interpreter(mappings: Iterable[MemoryMapping]) -> Interpreter | None:
 
 
 def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter | None:
+    """With the last number of its version, from the text of it in its program or library."""
     if python is None:
         return None
-    files = (mapping.name for mapping in _proc.maps(pid, root) if _PYTHON_FILE.search(mapping.name))
-    levels = (patch_level(root / f"proc/{pid}/root{name}", python.version) for name in dict.fromkeys(files))
-    return replace(python, micro=next((level for level in levels if level is not None), None))
+    whole = re.compile(rb"(?<![\d.])%d\.%d\.(\d{1,3})\+?\x00" % python.version)
+    for name in dict.fromkeys(mapping.name for mapping in _proc.maps(pid, root) if _PYTHON_FILE.search(mapping.name)):
+        with (
+            suppress(OSError, ValueError),  # not there, not readable, or empty
+            (root / f"proc/{pid}/root{name}").open("rb") as stream,
+            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            if found := whole.search(content):
+                return replace(python, micro=int(found[1]))
+    return python
 
 
 def above(pid: int, root: Path = _proc.ROOT) -> Iterator[str]:
@@ -386,15 +352,14 @@ class Connection:
         self._answers = answers
 
     def ask(self, question: str) -> dict[str, Any]:
-        try:
+        line = ""
+        with suppress(OSError):
             self._connection.sendall(f"{question}\n".encode())
             line = self._answers.readline()
-        except OSError:
-            line = ""
         if not line:
             alive = _proc.stat(self.pid) is not None
             why = f"has not answered for {_ANSWER:g} seconds" if alive else "has ended meanwhile"
-            raise InvalidOption(_ARGUMENT, self.pid, why=why, fix="Try again, or look from outside.")
+            raise _refused(self.pid, why, "Try again, or look from outside.")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -425,25 +390,23 @@ def require_attachable(
     root: Path = _proc.ROOT,
 ) -> None:
     mine, text = (os.geteuid() if user is None else user), ".".join(map(str, version))
+    owner, reason = _proc.if_readable(_proc.owner, pid, root), ""
     if version < _FIRST:
         reason = (
             f"process {pid} has not called modelguard.control.listen(), and without that it requires Python 3.14 "
             f"(this is {text})"
         )
-        raise NotSupported("looking inside a running process", reason=reason)
-    owner = _proc.if_readable(_proc.owner, pid, root)
-    if owner is None:
-        raise InvalidOption(_ARGUMENT, pid, why="does not exist", fix="Give the id of a running process of yours.")
-    if mine not in (0, owner):
-        why = "belongs to another user"
-        raise InvalidOption(_ARGUMENT, pid, why=why, fix="Run modelguard as its owner, or as root.")
-    if not _same_root(pid, root):
+    elif owner is None:
+        raise _refused(pid, "does not exist")
+    elif mine not in (0, owner):
+        raise _refused(pid, "belongs to another user", _AS_OWNER)
+    elif not _same_root(pid, root):
         reason = f"process {pid} runs in a container or a chroot; run modelguard inside of it"
-        raise NotSupported("looking inside a running process", reason=reason)
-    if interpreter is None or interpreter.name != "CPython":
-        raise InvalidOption(_ARGUMENT, pid, why="does not run CPython", fix="Give the id of the Python process itself.")
-    if interpreter.version != version:
+    elif interpreter is None or interpreter.name != "CPython":
+        raise _refused(pid, "does not run CPython", "Give the id of the Python process itself.")
+    elif interpreter.version != version:
         reason = f"process {pid} runs on {interpreter}, and this is Python {text}; run modelguard with its Python"
+    if reason:
         raise NotSupported("looking inside a running process", reason=reason)
 
 
@@ -456,13 +419,15 @@ def attached(pid: int, *, run: Callable[[int, str], None] | None = None) -> Iter
             listening.listen(1)
             listening.settimeout(_PATIENCE)
             script.write_text(_script(address), encoding="utf-8")
-            _give(pid, Path(folder), script, Path(address))
+            if (owner := _proc.owner(pid)) != os.geteuid():
+                for path in (folder, script, address):
+                    os.chown(path, owner, -1)
             _execute(pid, str(script), run)
             try:
                 connection = listening.accept()[0]
             except TimeoutError:
                 why = f"has run no Python code in its main thread for {_PATIENCE:g} seconds"
-                raise InvalidOption(_ARGUMENT, pid, why=why, fix="Send it a request, and try again.") from None
+                raise _refused(pid, why, "Send it a request, and try again.") from None
         with _talk(pid, connection) as inside:
             yield inside
 
@@ -483,31 +448,20 @@ def _script(address: str) -> str:
     )
 
 
-def _give(pid: int, *paths: Path) -> None:
-    owner = _proc.owner(pid)
-    if owner != os.geteuid():
-        for path in paths:
-            os.chown(path, owner, -1)
-
-
 def _execute(pid: int, script: str, run: Callable[[int, str], None] | None) -> None:
-    feature = f"looking inside process {pid}"
     execute = run or sys.remote_exec  # type: ignore[attr-defined] # checked by require_attachable
     try:
         execute(pid, script)
-    except PermissionError:
-        reason = (
-            "the kernel does not let this process trace it; run as root, give CAP_SYS_PTRACE to the container, or set "
-            "kernel.yama.ptrace_scope to 0"
-        )
-        raise NotSupported(feature, reason=reason) from None
     except ProcessLookupError:
-        raise InvalidOption(
-            _ARGUMENT, pid, why="has ended meanwhile", fix="Give the id of a running process."
-        ) from None
+        raise _refused(pid, "has ended meanwhile") from None
     except (RuntimeError, OSError) as error:
         reason = f"its Python does not allow that, or is another build ({error})"
-        raise NotSupported(feature, reason=reason) from None
+        if isinstance(error, PermissionError):
+            reason = (
+                "the kernel does not let this process trace it; run as root, give CAP_SYS_PTRACE to the container, or "
+                "set kernel.yama.ptrace_scope to 0"
+            )
+        raise NotSupported(f"looking inside process {pid}", reason=reason) from None
 
 
 def _same_root(pid: int, root: Path) -> bool:
@@ -536,23 +490,21 @@ def facts_from_inside(pid: str | int) -> Facts:
             a container, or this process has no right to trace it.
     """
     number = process_number(pid)
-    if not _proc.is_mounted():
-        raise NotSupported("modelguard doctor --pid", reason="there is no /proc to read it from")
+    require_proc()
     with readable(number):
         _proc.maps(number)  # so that of no process that does not exist it is said how it could be asked
-    answers: dict[int, Mapping[str, Any]] = {number: _describe(number)}
+    answers: dict[int, Mapping[str, Any]] = {}
     unknown: list[str] = ["which variables it has set for itself since it started, cannot be asked"]
-    for process in _proc.tree(number):
-        if process.pid != number and interpreter_of(process.pid) is not None:
-            try:
-                answers[process.pid] = _describe(process.pid)
-            except ModelGuardError as error:
-                unknown.append(f"no answer from inside of {process.pid}: {error}")
+    for each in dict.fromkeys([number, *(process.pid for process in _proc.tree(number))]):
+        if (python := interpreter_of(each)) is None and each != number:
+            continue
+        try:
+            with inside_of(each, python) as inside:
+                answers[each] = inside.ask("describe")
+        except ModelGuardError as error:
+            if each == number:
+                raise
+            unknown.append(f"no answer from inside of {each}: {error}")
     with readable(number):
         facts = facts_of_tree(number, named_process(number), answers)
     return replace(facts, unknown=(*unknown, *facts.unknown, *above(number)))
-
-
-def _describe(pid: int) -> dict[str, Any]:
-    with inside_of(pid, interpreter_of(pid)) as inside:
-        return inside.ask("describe")

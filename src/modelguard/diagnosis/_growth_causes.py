@@ -1,9 +1,10 @@
 """What was measured of a function's growth, and the report of it."""
 
 import math
+import operator
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from modelguard import _units
@@ -11,6 +12,12 @@ from modelguard._units import format_bytes
 from modelguard.diagnosis._counts import Growing
 from modelguard.diagnosis._holders import Held
 from modelguard.facts._growth_judge import LEAST, Judgement, Verdict, judge
+
+CauseName = Literal[
+    "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",
+    "metric labels", "autograd", "onednn plans", "spacy strings", "tokenizer caches", "arrow pool", "onnx runtime",
+    "tensorflow", "cuda cache", "mappings", "connections", "worker processes", "python objects", "native memory",
+]  # fmt: skip
 
 # What remedies have done to growth, CPU time and latency, and which of them to use.
 
@@ -106,18 +113,19 @@ class Trials:
 
 def trial(name: str, lines: Sequence[str], rounds: Sequence[tuple[Round, Round]], stopped: str = "") -> Trial:
     decided = [own for own, _ in rounds if not own.undecided]
+    every = [own for own, _ in rounds]
     return Trial(
         name,
         tuple(lines),
         len(rounds),
-        _spread(1000 * own.growth for own in decided or [own for own, _ in rounds]),
+        _spread(1000 * own.growth for own in decided or every),
         _spread(own.cpu / max(nothing.cpu, 1e-9) for own, nothing in rounds),
         _spread(own.p99 / max(nothing.p99, 1e-9) for own, nothing in rounds),
-        int(statistics.median(own.held for own, _ in rounds)),
-        statistics.median(own.cpu for own, _ in rounds),
-        statistics.median(own.p99 for own, _ in rounds),
+        int(statistics.median(own.held for own in every)),
+        statistics.median(own.cpu for own in every),
+        statistics.median(own.p99 for own in every),
         stopped,
-        "" if decided else rounds[-1][0].undecided,
+        "" if decided else every[-1].undecided,
     )
 
 
@@ -127,7 +135,11 @@ def front(nothing: Trial, trials: Sequence[Trial]) -> set[str]:
     What was stopped or is undecided is not on it, and keeps nothing off it.
     """
     figures = {one.name: _figures(nothing, one) for one in trials if not (one.stopped or one.undecided)}
-    return {name for name, own in figures.items() if not any(_dominates(other, own) for other in figures.values())}
+
+    def is_dominated(own: tuple[int, ...]) -> bool:
+        return any(other != own and all(map(operator.le, other, own)) for other in figures.values())
+
+    return {name for name, own in figures.items() if not is_dominated(own)}
 
 
 def recommend(nothing: Trial, trials: Sequence[Trial]) -> str:
@@ -150,10 +162,6 @@ def _figures(nothing: Trial, one: Trial) -> tuple[int, ...]:
     return tuple(round(figure / step) for figure, step in zip(figures, _STEPS, strict=True))
 
 
-def _dominates(better: tuple[int, ...], worse: tuple[int, ...]) -> bool:
-    return better != worse and all(one <= other for one, other in zip(better, worse, strict=True))
-
-
 def _spread(values: Iterable[float]) -> Spread:
     found = list(values)
     return Spread(statistics.median(found), min(found), max(found))
@@ -163,12 +171,6 @@ Unit = Literal["calls", "milliseconds"]
 
 #: Bytes in a run by which memory has risen for certain, so that it is said though it does not count.
 _SLIGHT = LEAST / 3
-
-CauseName = Literal[
-    "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",
-    "metric labels", "autograd", "onednn plans", "spacy strings", "tokenizer caches", "arrow pool", "onnx runtime",
-    "tensorflow", "cuda cache", "mappings", "connections", "worker processes", "python objects", "native memory",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,14 +268,18 @@ class Measured:
         judged = self.judged
         if judged.verdict == "grows":
             span = self.calls[-1] - self.calls[self.judged_from]
-            return round(judged.growth * (self.calls[-1] - self.calls[0]) / span)
+            return round(judged.growth * self.count / span)
         return self.private[-1] - self.private[0] if self.private else 0
+
+    @property
+    def count(self) -> int:
+        """The calls between the first reading and the last."""
+        return self.calls[-1] - self.calls[0] if self.calls else 0
 
     @property
     def per_call(self) -> float:
         """Bytes by which it has grown with each call."""
-        count = self.calls[-1] - self.calls[0] if self.calls else 0
-        return self.growth / count if count else 0.0
+        return self.growth / self.count if self.count else 0.0
 
     @property
     def judged(self) -> Judgement:
@@ -330,8 +336,6 @@ class GrowthReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""
-        from dataclasses import asdict
-
         return asdict(self)
 
 
@@ -401,22 +405,19 @@ def attribute(measured: Measured) -> tuple[tuple[Cause, ...], float]:
     growth = max(1, measured.growth)
     causes: list[Cause] = []
     rest = 1.0
-    for name, size, seen in (*_in_workers(measured), *_given_back(measured), *_kept(measured)):
+    for name, size, seen in (*_given_back(measured), *_kept(measured)):
         share = round(min(rest, size / growth), 2)
         if share >= _LEAST_SHARE:
             causes.append(Cause(name, share, seen, _fix(name, measured)))
             rest = round(rest - share, 2)
-    causes.sort(key=lambda cause: -cause.share)
-    return tuple(_merged(causes)), rest
-
-
-def _merged(causes: list[Cause]) -> Iterator[Cause]:
     by_name: dict[CauseName, list[Cause]] = {}
-    for cause in causes:
+    for cause in sorted(causes, key=lambda cause: -cause.share):
         by_name.setdefault(cause.name, []).append(cause)
-    for name, same in by_name.items():
-        seen = "; ".join(cause.seen for cause in same)
-        yield Cause(name, round(sum(cause.share for cause in same), 2), seen, same[0].fix)
+    merged = [
+        Cause(name, round(sum(each.share for each in same), 2), "; ".join(each.seen for each in same), same[0].fix)
+        for name, same in by_name.items()
+    ]
+    return tuple(merged), rest
 
 
 def _fix(name: CauseName, measured: Measured) -> str:
@@ -425,18 +426,8 @@ def _fix(name: CauseName, measured: Measured) -> str:
     if name == "python objects" and not measured.traced and not measured.held:
         return "modelguard diagnose MODULE:FUNCTION finds the lines that allocate them."
     first = measured.held[:1] if name in {"python objects", "native memory"} else ()
-    return next((held.fix for held in (*first, *_about(name, measured)) if held.fix), _FIXES[name])
-
-
-def _about(name: CauseName, measured: Measured) -> list[Held]:
-    """What holds the things that are a cause themselves, such as tasks."""
-    return [held for held in measured.held if held.about == name]
-
-
-def _kept_in(name: CauseName, more: int, measured: Measured) -> list[Held]:
-    """What holds the things that are a cause; or has as many more entries, as a dict of clients with a context each."""
-    alike = [held for held in measured.held if more / 2 <= held.more <= 2 * more]
-    return _about(name, measured) or alike
+    about = [held for held in measured.held if held.about == name]
+    return next((held.fix for held in (*first, *about) if held.fix), _FIXES[name])
 
 
 def _owned(name: CauseName, measured: Measured) -> str:
@@ -444,40 +435,36 @@ def _owned(name: CauseName, measured: Measured) -> str:
     return f", of {', '.join(ways)}" if ways else ""
 
 
-def _in_workers(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
-    if measured.in_workers > 0:
-        more = format_bytes(measured.in_workers)
-        yield "worker processes", measured.in_workers, f"the workers of the isolated function hold {more} more"
+_Found = Iterator[tuple[CauseName, float, str]]
+
+#: What is emptied at the end of a run: the cause that what it gives back has, and what that says.
+_EMPTIED: dict[str, tuple[CauseName, str]] = {
+    "lru_cache": ("unbounded cache", "emptying the lru_cache {name} gave {size} back"),
+    "metric": ("metric labels", "{series:,} new series; emptying {name} gave {size} back"),
+    "pyarrow": ("arrow pool", "Arrow's pool gave {size} back"),
+    "cuda": ("cuda cache", "torch.cuda.empty_cache() gave {size} of host memory back"),
+    "onnxruntime": ("onnx runtime", "its arena gave {size} back when it was made to shrink"),
+}
 
 
-def _given_back(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
-    """What was freed by an act that belongs to one cause: its size is measured."""
+def _given_back(measured: Measured) -> _Found:
+    """What is elsewhere, or was freed by an act that belongs to one cause: its size is measured."""
+    if (more := measured.in_workers) > 0:
+        yield "worker processes", more, f"the workers of the isolated function hold {format_bytes(more)} more"
     if measured.trimmed > LEAST:  # less stays behind any list that has grown
         risen = measured.private[-1] - measured.private[0] if measured.private else 0
         # Steps are no growth, as when a table doubles; what they left free is not blamed for more than its part.
         part = min(1.0, measured.growth / max(1, risen))
-        yield (
-            "retention",
-            part * measured.trimmed,
-            f"a trim of the allocator gave {format_bytes(measured.trimmed)} back",
-        )
+        seen = f"a trim of the allocator gave {format_bytes(measured.trimmed)} back"
+        yield "retention", part * measured.trimmed, seen
     if measured.garbage >= max(_FEWEST_MORE, _WITH_CALLS * _calls(measured)):
         most = f" ({_kinds(measured.freed)})" if measured.freed else ""
         garbage = f"{measured.garbage:,} objects{most}, which gave {format_bytes(measured.collected)} back"
         yield "cycles", measured.collected, f"a garbage collection freed {garbage}"
     for cache, size in measured.cleared.items():
         kind, _, name = cache.partition(":")
-        if kind == "lru_cache":
-            yield "unbounded cache", size, f"emptying the lru_cache {name} gave {format_bytes(size)} back"
-        elif kind == "metric":
-            series = measured.more("metric series")
-            yield "metric labels", size, f"{series:,} new series; emptying {name} gave {format_bytes(size)} back"
-        elif kind == "pyarrow":
-            yield "arrow pool", size, f"Arrow's pool gave {format_bytes(size)} back"
-        elif kind == "cuda":
-            yield "cuda cache", size, f"torch.cuda.empty_cache() gave {format_bytes(size)} of host memory back"
-        elif kind == "onnxruntime":
-            yield "onnx runtime", size, f"its arena gave {format_bytes(size)} back when it was made to shrink"
+        cause, text = _EMPTIED[kind]
+        yield cause, size, text.format(name=name, size=format_bytes(size), series=measured.more("metric series"))
 
 
 class _Counted(NamedTuple):
@@ -520,50 +507,48 @@ _COUNTED_LIVE: tuple[_Counted, ...] = (
 _BLOCKS = 0.5
 
 
-def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
+def _kept(measured: Measured) -> _Found:
     """What is still held: what is counted, then Python's objects with what they hold, then native memory."""
-    calls = _calls(measured)
-    if _only_failures(measured):
-        names = ", ".join(measured.errors[:_LINES])
-        seen = f"only calls that fail ({names}) let it grow; {_counted_errors(measured)}"
-        yield "tracebacks", _of_failures(measured), "; ".join([seen, *_holders(measured.held)])
+    calls, held = _calls(measured), measured.held
+    failing, succeeding = measured.failing or 0.0, measured.succeeding or 0.0
+    errors = measured.more("caught errors")
+    if failing > 0 and succeeding < _NONE * failing and errors > 0:
+        kept = max(sum(each.size for each in held if each.errors), failing * measured.failures)
+        counted = f"{measured.more('tracebacks'):,} more tracebacks, {errors:,} more exceptions are held"
+        seen = f"only calls that fail ({', '.join(measured.errors[:_LINES])}) let it grow; {counted}"
+        yield "tracebacks", kept, "; ".join([seen, *_holders(held)])
         return
     for each in _COUNTED_LIVE if measured.live else _COUNTED:
         more = measured.more(each.counted)
         if more >= max(_FEWEST_MORE, _WITH_CALLS * calls):
-            others = [
-                held
-                for held in measured.held
-                if held.about != each.cause and not any(mark in str(held) for mark in each.marks)
-            ]
-            if each.marks:
-                yield from _held(others)
-            size = measured.growth - sum(held.size for held in others)
-            seen = f"{more:,} more {each.counted} after {calls:,} {measured.per}"
-            seen = "; ".join([f"{seen}{_owned(each.cause, measured)}", *_holders(_kept_in(each.cause, more, measured))])
-            yield each.cause, min(size, more * each.most), seen
+            yield from _of_counted(each, more, measured)
             return
     if measured.live:
         yield from _live(measured, calls)
         return
-    python = _python(measured, calls)
+    python = max(_allocated(measured, calls), sum(each.size for each in held))
     if python > 0:
         places = [f"allocated at {where}"] if (where := _places(measured.traced)) else []
-        yield _named(measured.held), python, "; ".join([*_holders(measured.held), *places])
+        yield _holding(held), python, "; ".join([*_holders(held), *places])
     yield from _native(measured, calls, python)
 
 
+def _of_counted(each: _Counted, more: int, measured: Measured) -> _Found:
+    """What is proved by its number, with what holds it; or has as many more entries, as a dict of clients has."""
+    others = [
+        held for held in measured.held if held.about != each.cause and not any(mark in str(held) for mark in each.marks)
+    ]
+    if each.marks:
+        yield from _held(others)
+    size = measured.growth - sum(held.size for held in others)
+    about = [held for held in measured.held if held.about == each.cause]
+    alike = [held for held in measured.held if more / 2 <= held.more <= 2 * more]
+    seen = f"{more:,} more {each.counted} after {_calls(measured):,} {measured.per}{_owned(each.cause, measured)}"
+    yield each.cause, min(size, more * each.most), "; ".join([seen, *_holders(about or alike)])
+
+
 def _calls(measured: Measured) -> int:
-    return max(1, measured.calls[-1] - measured.calls[0]) if measured.calls else 1
-
-
-def _of_failures(measured: Measured) -> float:
-    kept = sum(held.size for held in measured.held if held.errors)
-    return max(kept, (measured.failing or 0.0) * measured.failures)
-
-
-def _python(measured: Measured, calls: int) -> float:
-    return max(_allocated(measured, calls), sum(each.size for each in measured.held))
+    return max(1, measured.count)
 
 
 def _allocated(measured: Measured, calls: int) -> float:
@@ -573,30 +558,28 @@ def _allocated(measured: Measured, calls: int) -> float:
     return measured.small + measured.large * calls + tables
 
 
-def _live(measured: Measured, calls: int) -> Iterator[tuple[CauseName, float, str]]:
+def _live(measured: Measured, calls: int) -> _Found:
     """Of a service that runs: Python's blocks tell which of the two it is."""
     more = measured.more("blocks")
+    blocks = f"{more:,} more blocks of Python's memory"
     if measured.compiled > _COMPILED and "torch" in measured.libraries:
-        yield "onednn plans", _PLAN * measured.compiled, _compiled(measured)
+        seen = f"{format_bytes(measured.compiled)} more machine code was compiled"
+        yield "onednn plans", _PLAN * measured.compiled, seen
     elif measured.held:
         yield from _held(measured.held)
     elif more >= _BLOCKS * calls:
         most = _kinds(measured.types) or "of types that the collector does not track"
-        yield "python objects", measured.growth, f"{more:,} more blocks of Python's memory; {most}"
+        yield "python objects", measured.growth, f"{blocks}; {most}"
     else:
-        yield (
-            "native memory",
-            measured.growth,
-            f"{more:,} more blocks of Python's memory after {calls:,} {measured.per}",
-        )
+        yield "native memory", measured.growth, f"{blocks} after {calls:,} {measured.per}"
 
 
-def _held(held: Sequence[Held]) -> Iterator[tuple[CauseName, float, str]]:
+def _held(held: Sequence[Held]) -> _Found:
     if held:
-        yield _named(held), sum(each.size for each in held), "; ".join(_holders(held))
+        yield _holding(held), sum(each.size for each in held), "; ".join(_holders(held))
 
 
-def _named(held: Sequence[Held]) -> CauseName:
+def _holding(held: Sequence[Held]) -> CauseName:
     return "tracebacks" if held and held[0].errors else "python objects"
 
 
@@ -617,35 +600,18 @@ def _places(lines: Mapping[str, float]) -> str:
     return ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in shown)
 
 
-def _counted_errors(measured: Measured) -> str:
-    return (
-        f"{measured.more('tracebacks'):,} more tracebacks, {measured.more('caught errors'):,} more exceptions are held"
-    )
-
-
-def _compiled(measured: Measured) -> str:
-    return f"{format_bytes(measured.compiled)} more machine code was compiled"
-
-
-def _only_failures(measured: Measured) -> bool:
-    failing, succeeding = measured.failing or 0.0, measured.succeeding or 0.0
-    return failing > 0 and succeeding < _NONE * failing and measured.more("caught errors") > 0
-
-
-def _native(measured: Measured, calls: int, python: float) -> Iterator[tuple[CauseName, float, str]]:
+def _native(measured: Measured, calls: int, python: float) -> _Found:
     rate, named = measured.per_call, 0.0
     by_shape = measured.repeats is not None and max(measured.repeats, measured.same_shape or 0.0) < _NONE * rate
     if "torch" in measured.libraries and measured.compiled > 0 and by_shape:
         named = min(measured.growth - python, _PLAN * measured.compiled)
-        seen = f"it grows with new shapes and not with repeated ones; {_compiled(measured)}"
-        yield "onednn plans", named, seen + _owned("onednn plans", measured)
+        code = f"{format_bytes(measured.compiled)} more machine code was compiled{_owned('onednn plans', measured)}"
+        yield "onednn plans", named, f"it grows with new shapes and not with repeated ones; {code}"
     elif measured.uncached is not None and measured.uncached < _NONE * rate:
         named = (rate - max(0.0, measured.uncached)) * calls - python
         seen = f"with the caches of tokenizers switched off, new inputs grow by {measured.uncached:,.0f} bytes per call"
         owned = _owned("tokenizer caches", measured)
         yield "tokenizer caches", named, f"{seen}, and not by {rate:,.0f}{owned}"
-    repeated = "" if measured.repeats is None else f"; a repeated input grows by {measured.repeats:,.0f} bytes per call"
-    traced = sum(measured.native.values())
     if measured.given_out is not None:
         size = (measured.small or 0) + measured.given_out - python - named
         if size < _BESIDE * (python - _allocated(measured, calls)):
@@ -653,6 +619,9 @@ def _native(measured: Measured, calls: int, python: float) -> Iterator[tuple[Cau
         seen = f"malloc has given out {format_bytes(max(0, measured.given_out))} more, of which Python's objects and "
         seen += f"what they hold are {format_bytes(round(max(0.0, python - (measured.small or 0))))}"
     else:
-        size, seen = traced * calls - named, "memray has traced it"
-    where = f"; allocated below {_places(measured.native)}" if measured.native else ""
-    yield "native memory", size, "; ".join([f"{seen}{repeated}{where}", *_holders(measured.held)])
+        size, seen = sum(measured.native.values()) * calls - named, "memray has traced it"
+    if measured.repeats is not None:
+        seen += f"; a repeated input grows by {measured.repeats:,.0f} bytes per call"
+    if measured.native:
+        seen += f"; allocated below {_places(measured.native)}"
+    yield "native memory", size, "; ".join([seen, *_holders(measured.held)])

@@ -23,25 +23,16 @@ def as_text(report: GrowthReport) -> Iterator[str]:
     measured = report.measured
     yield f"Diagnosed: {report.subject}"
     yield f"Verdict: {verdict(report)}"
-    for cause in report.causes:
-        yield ""
-        yield f"{cause.share:.0%} {cause.name}"
-        yield f"  seen  {printable(cause.seen)}"
-        yield f"  fix   {cause.fix}"
-    for each in measured.growing:
-        yield ""
-        yield each.told(measured.per)
-        yield f"  seen  {printable(each.seen)}"
-        yield f"  fix   {each.fix}"
+    causes = ((f"{one.share:.0%} {one.name}", one.seen, one.fix) for one in report.causes)
+    growing = ((one.told(measured.per), one.seen, one.fix) for one in measured.growing)
+    for head, seen, fix in (*causes, *growing):
+        yield from ("", head, f"  seen  {printable(seen)}", f"  fix   {fix}")
     if report.causes:
-        yield ""
-        yield f"{report.unexplained:.0%} is unexplained."
+        yield from ("", f"{report.unexplained:.0%} is unexplained.")
     if measured.libraries:
         yield f"Loaded: {', '.join(measured.libraries)}."
-    for sentence in report.seen:
-        yield f"{printable(sentence[0].upper() + sentence[1:])}."
-    for sentence in report.unknown:
-        yield f"Note: {printable(sentence)}"
+    yield from (f"{printable(sentence[0].upper() + sentence[1:])}." for sentence in report.seen)
+    yield from (f"Note: {printable(sentence)}" for sentence in report.unknown)
     if report.trials is not None:
         yield ""
         yield from _remedies_text(report.trials)
@@ -67,7 +58,7 @@ def verdict(report: GrowthReport) -> str:
 
 
 def advice(trials: Trials) -> str:
-    best = next((one for one in trials.tried if one.name == trials.recommended), None)
+    best = _recommended(trials)
     undecided = ", ".join(one.name for one in trials.tried if one.undecided)
     if best is None and undecided:
         return f"Undecided, as the runs were too short: {undecided}. --try {trials.needed} is likely to be enough."
@@ -79,9 +70,13 @@ def advice(trials: Trials) -> str:
     return f"Recommended: {best.name}, {costs}."
 
 
+def _recommended(trials: Trials) -> Trial | None:
+    return next((one for one in trials.tried if one.name == trials.recommended), None)
+
+
 def mega(spread: Spread) -> str:
     """Bytes as megabytes: the median, and the lowest and the highest."""
-    return _spread(Spread(*(value / 1e6 for value in spread)), "")
+    return times(Spread(*(value / 1e6 for value in spread)), "")
 
 
 def left(one: Trial) -> str:
@@ -89,9 +84,10 @@ def left(one: Trial) -> str:
     return "undecided" if one.undecided else mega(one.growth)
 
 
-def times(spread: Spread) -> str:
+def times(spread: Spread, unit: str = "x") -> str:
     """A multiple: the median, and the lowest and the highest."""
-    return _spread(spread, "x")
+    median, low, high = (f"{value:.2f}" for value in spread)
+    return f"{median}{unit}" if low == high else f"{median}{unit} ({low}-{high})"
 
 
 def costs(one: Trial) -> tuple[tuple[Spread, float], tuple[Spread, float]]:
@@ -103,22 +99,22 @@ def milliseconds(seconds: float) -> str:
     return f"{amount:,.0f} ms" if amount >= 100 else f"{amount:.2g} ms"  # noqa: PLR2004 - where digits say nothing more
 
 
-def _spread(spread: Spread, unit: str) -> str:
-    median, low, high = (f"{value:.2f}" for value in spread)
-    return f"{median}{unit}" if low == high else f"{median}{unit} ({low}-{high})"
-
-
 def _remedies_text(trials: Trials) -> Iterator[str]:
     if trials.nothing is not None:
         yield f"Remedies, in fresh processes with {trials.calls:,} calls each:"
         yield ""
         heads = ("", "MB per 1,000 calls", "CPU time", "p99", "held", "rounds")
-        yield from _table_text([heads, *(_row_text(one) for one in (trials.nothing, *trials.tried))])
+        rows = [heads]
+        for one in (trials.nothing, *trials.tried):
+            cpu, p99 = (f"{times(ratio)} {milliseconds(each)}" for ratio, each in costs(one))
+            name = f"{one.name}{' *' if one.front else ''}"
+            rows.append((name, left(one), cpu, p99, format_bytes(one.held), str(one.rounds)))
+        yield from _table_text(rows)
         yield ""
         yield "* No other remedy is better in one figure and as good in the others."
         yield advice(trials)
-        best = next((one for one in trials.tried if one.name == trials.recommended), None)
-        yield from (f"  {line}" for line in (best.lines if best else ()))
+        if (best := _recommended(trials)) is not None:
+            yield from (f"  {line}" for line in best.lines)
         for one in trials.tried:
             if one.stopped:
                 yield f"Stopped: {one.name}, because {printable(one.stopped)}"
@@ -126,12 +122,6 @@ def _remedies_text(trials: Trials) -> Iterator[str]:
                 yield f"Undecided: {one.name}, because {printable(one.undecided)}; --try {trials.needed} may decide it"
     for line in trials.left_out:
         yield f"Not tried: {printable(line)}"
-
-
-def _row_text(one: Trial) -> tuple[str, ...]:
-    name = f"{one.name}{' *' if one.front else ''}"
-    cpu, p99 = (f"{times(ratio)} {milliseconds(each)}" for ratio, each in costs(one))
-    return name, left(one), cpu, p99, format_bytes(one.held), str(one.rounds)
 
 
 def _table_text(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
@@ -144,7 +134,7 @@ def _table_text(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 # The figures of a report's page: HTML and CSS, so that words keep their size on each screen, and SVG for lines.
 
 STYLE = (
-    ".plot,.rows{margin:1rem 0 .5rem}.unit,.key{font-size:.8rem;color:var(--quiet)}.unit{margin:0}"
+    ".plot{margin:1rem 0 .5rem}.unit,.key{font-size:.8rem;color:var(--quiet)}.unit{margin:0}"
     ".area{position:relative;height:15rem;margin:.7rem 1.8rem 1.6rem 3.6rem;"
     "border:solid var(--quiet);border-width:0 0 1px 1px}"
     ".area svg{position:absolute;width:100%;height:100%;overflow:hidden}"
@@ -157,10 +147,7 @@ STYLE = (
     ".grid{position:absolute;background:var(--line)}.area .grid{left:0;right:0;height:1px}"
     ".swatch{display:inline-block;width:.8rem;height:.8rem;margin-right:.3rem;border-radius:.4rem;vertical-align:-.1rem;box-sizing:border-box}"
     ".key span{display:inline-block;margin-right:1rem}"
-    ".rows{display:grid;grid-template-columns:minmax(0,16rem) minmax(0,1fr) minmax(0,1fr);column-gap:2.2rem;"
-    "padding-right:1.2rem;align-items:center}"
-    ".rows .scale{height:1.4rem;position:relative}.scale .tick{top:.3rem;transform:translateX(-50%)}"
-    ".track{position:relative;align-self:stretch;min-height:1.9rem}.track .grid{top:0;bottom:0;width:1px}"
+    ".track{position:relative;height:1.2rem;margin:.2rem .4rem}.track .grid{top:0;bottom:0;width:1px}"
     ".track b,.track i{position:absolute;top:calc(50% - .35rem);height:.7rem}"
     ".track b{width:.7rem;margin-left:-.35rem;border-radius:.35rem;box-sizing:border-box}"
     ".track i{height:2px;top:calc(50% - 1px);min-width:1px}"
@@ -170,8 +157,7 @@ STYLE = (
     ".chain li{display:flex;align-items:center;max-width:100%}.chain li+li::before{content:'\\2192';padding:0 .5rem}"
     ".chain li>div{border:1px solid var(--quiet);border-radius:.4rem;padding:.2rem .6rem;min-width:0}"
     ".chain .more{border:2px solid var(--blue)}"
-    "@media(max-width:700px){.rows{grid-template-columns:minmax(0,1fr) minmax(0,1fr)}.rows .name{grid-column:1/3;"
-    "padding-top:.4rem}.rows .blank{display:none}.chain{flex-direction:column;align-items:flex-start}"
+    "@media(max-width:700px){.chain{flex-direction:column;align-items:flex-start}"
     ".chain li+li::before{padding:0 .5rem 0 0}}"
 )
 
@@ -329,26 +315,6 @@ def _links(way: str) -> list[str]:
 # Remedies
 
 
-def remedies(trials: Trials) -> str:
-    """What each remedy leaves of the growth, and its CPU time: a row for each, so that no name meets another."""
-    assert trials.nothing is not None  # noqa: S101 - the caller has looked
-    every = (trials.nothing, *trials.tried)
-    growth = _axis(itertools.chain([0.0, 1e3], *(one.growth for one in every)), _BYTES)
-    cpu = _axis(itertools.chain([0.0, 1.0], *(one.cpu for one in every)))
-    rows = "".join(
-        f'<div class="name">{words(one.name)}</div>{_track(growth, one.growth, colour)}{_track(cpu, one.cpu, colour)}'
-        for one, colour in ((one, _colour(one, trials)) for one in every)
-    )
-    key = _swatch("text", "without a remedy") + _swatch("green", "recommended")
-    key += _swatch("blue", "marked * below") + _swatch("grey", "another is better")
-    return (
-        '<div class="rows" role="img" aria-label="growth and CPU time with each remedy"><div class="blank"></div>'
-        f'<div class="unit">{growth.unit} per 1,000 calls</div><div class="unit">CPU time, multiple</div>'
-        f'{rows}<div class="blank"></div>{_scale(growth)}{_scale(cpu)}</div>'
-        f'<p class="key">{key}{_swatch("hollow", "stopped")}</p>'
-    )
-
-
 def _colour(one: Trial, trials: Trials) -> str:
     if one is trials.nothing:
         return "text"
@@ -362,11 +328,6 @@ def _track(axis: _Axis, spread: Spread, colour: str) -> str:
     grid = "".join(f'<span class="grid" style="left:{place}%"></span>' for place, _ in axis.ticks())
     line = f'<i class="grey" style="left:{low}%;width:{round(high - low, 2)}%"></i>'
     return f'<div class="track">{grid}{line}<b class="{colour}" style="left:{axis.at(spread.median)}%"></b></div>'
-
-
-def _scale(axis: _Axis) -> str:
-    labels = "".join(f'<span class="tick" style="left:{place}%">{label}</span>' for place, label in axis.ticks())
-    return f'<div class="scale">{labels}</div>'
 
 
 _STYLE = (
@@ -398,62 +359,72 @@ def as_html(report: GrowthReport) -> str:
     held = draw_chains(report.measured)
     chains = f"<h2>What holds it</h2>{held}" if held else ""
     found = [f"{each.told(report.measured.per)}: {each.seen}. {each.fix}" for each in report.measured.growing]
+    rows = "".join(f"<dt>{words(name)}</dt><dd>{words(value)}</dd>" for name, value in report.about.items())
+    about = f"<h2>This run</h2><dl>{rows}</dl>" if rows else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{subject}</title><style>{_STYLE}{STYLE}</style></head><body><h1>{subject}</h1>"
         f"<p>{words(verdict(report))}.</p>{readings(report.measured)}{_causes(report)}"
         f"{_list('More with the calls', found)}{_list('Notes', (*report.seen, *report.unknown))}{chains}"
-        f"{_remedies(report.trials)}{_about(report)}</body></html>\n"
+        f"{_remedies(report.trials)}{about}</body></html>\n"
     )
 
 
 def _causes(report: GrowthReport) -> str:
     heads = ("cause", "share", "seen", "fix")
     rows = [
-        _row(
-            heads,
-            (
-                words(cause.name),
-                f'{cause.share:.0%}<div class="bar" style="width:{cause.share * 100:.0f}%"></div>',
-                words(cause.seen),
-                words(cause.fix),
-            ),
-        )
+        _row(heads, (words(cause.name), _share(cause.share), words(cause.seen), words(cause.fix)))
         for cause in report.causes
     ]
-    return (
-        f"<h2>Causes</h2>{_table('causes', heads, rows)}<p>{report.unexplained:.0%} is unexplained.</p>" if rows else ""
-    )
+    rest = f"<p>{report.unexplained:.0%} is unexplained.</p>"
+    return f"<h2>Causes</h2>{_table('causes', heads, rows)}{rest}" if rows else ""
+
+
+def _share(share: float) -> str:
+    return f'{share:.0%}<div class="bar" style="width:{share * 100:.0f}%"></div>'
 
 
 def _remedies(trials: Trials | None) -> str:
+    """What each remedy leaves of the growth, and what it costs: each in a row, as a figure and as a dot on a line."""
     if trials is None:
         return ""
     missing = _list("Not tried", trials.left_out)
     if trials.nothing is None:
         return missing
-    best = next((one for one in trials.tried if one.name == trials.recommended), None)
+    every = (trials.nothing, *trials.tried)
+    growth = _axis(itertools.chain([0.0, 1e3], *(one.growth for one in every)), _BYTES)
+    cpu = _axis(itertools.chain([0.0, 1.0], *(one.cpu for one in every)))
+    best = _recommended(trials)
     lines = f"<pre>{'<br>'.join(map(words, best.lines))}</pre>" if best else ""
-    heads = ("remedy", "MB per 1,000 calls", "CPU time per call", "p99", "held at the end", "rounds")
-    rows = [_trial(heads, one, trials.recommended) for one in (trials.nothing, *trials.tried)]
+    rows = [_trial(one, _colour(one, trials), growth, cpu) for one in every]
+    key = "".join(_swatch(colour, text) for colour, text in _COLOURS)
     return (
-        f"<h2>Remedies</h2><p>{words(advice(trials))}</p>{lines}{remedies(trials)}"
-        f"{_table('remedies', heads, rows, numbers=True)}"
+        f"<h2>Remedies</h2><p>{words(advice(trials))}</p>{lines}"
+        f'{_table("remedies", _OF_TRIALS, rows, numbers=True)}<p class="key">{key}</p>'
         "<p><small>Medians, with the lowest and the highest, over rounds of fresh processes with "
         f"{trials.calls:,} calls each. CPU time and p99 are multiples of those of doing nothing in the same round. "
         f"* No other remedy is better in one figure and as good in the others.</small></p>{missing}"
     )
 
 
-def _trial(heads: Iterable[str], one: Trial, best: str) -> str:
-    mark = "*" if one.front else ""
+_OF_TRIALS = ("remedy", "MB per 1,000 calls", "CPU time per call", "p99", "held at the end", "rounds")
+_COLOURS = (
+    ("text", "without a remedy"),
+    ("green", "recommended"),
+    ("blue", "marked *"),
+    ("grey", "another is better"),
+    ("hollow", "stopped"),
+)
+
+
+def _trial(one: Trial, colour: str, growth: _Axis, cpu: _Axis) -> str:
     why = f"stopped: {one.stopped}" if one.stopped else f"undecided: {one.undecided}" if one.undecided else ""
-    stopped = f"<br> <small>{words(why)}</small>" if why else ""
-    cpu, p99 = (f"{_broken(times(ratio))}<br> <small>{milliseconds(each)}</small>" for ratio, each in costs(one))
-    growth = _broken(left(one))
-    cells = (words(one.name) + mark + stopped, growth, cpu, p99, format_bytes(one.held), str(one.rounds))
-    return _row(heads, cells, numbers=True, kind="best" if one.name == best else "")
+    name = words(one.name) + ("*" if one.front else "") + (f"<br> <small>{words(why)}</small>" if why else "")
+    time, p99 = (f"{_broken(times(ratio))}<br> <small>{milliseconds(each)}</small>" for ratio, each in costs(one))
+    left_over = _broken(left(one)) + _track(growth, one.growth, colour)
+    cells = (name, left_over, time + _track(cpu, one.cpu, colour), p99, format_bytes(one.held), str(one.rounds))
+    return _row(_OF_TRIALS, cells, numbers=True, kind="best" if colour == "green" else "")
 
 
 def _broken(spread: str) -> str:
@@ -461,10 +432,9 @@ def _broken(spread: str) -> str:
     return f"{median}<br> <small>({rest}</small>" if rest else median
 
 
-def _table(kind: str, heads: Iterable[str], rows: Iterable[str], *, numbers: bool = False) -> str:
-    cells = "".join(
-        f"<th{' class=number' if numbers and place else ''}>{head}</th>" for place, head in enumerate(heads)
-    )
+def _table(kind: str, heads: Sequence[str], rows: Iterable[str], *, numbers: bool = False) -> str:
+    first, *others = heads
+    cells = f"<th>{first}</th>" + "".join(f"<th{' class=number' if numbers else ''}>{head}</th>" for head in others)
     return f'<table class="{kind}"><tr class="head">{cells}</tr>{"".join(rows)}</table>'
 
 
@@ -481,8 +451,3 @@ def _row(heads: Iterable[str], cells: Iterable[str], *, numbers: bool = False, k
 def _list(title: str, lines: Iterable[str]) -> str:
     inside = "".join(f"<li>{words(line)}</li>" for line in lines)
     return f"<h2>{title}</h2><ul>{inside}</ul>" if inside else ""
-
-
-def _about(report: GrowthReport) -> str:
-    rows = "".join(f"<dt>{words(name)}</dt><dd>{words(value)}</dd>" for name, value in report.about.items())
-    return f"<h2>This run</h2><dl>{rows}</dl>" if rows else ""

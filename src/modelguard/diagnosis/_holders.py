@@ -9,6 +9,7 @@ The way is found backwards: one pass of the collector over all objects finds who
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
@@ -19,10 +20,8 @@ import time
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
-
-__all__ = ["Held", "name", "named", "path"]
 
 #: How many containers are named, and of how many entries their size is estimated.
 _NAMED, _SAMPLED = 4, 24
@@ -203,17 +202,18 @@ _SHOWN = {"torch.storage.UntypedStorage": "torch.Tensor"}
 
 def _newest(container: Any, count: int) -> list[tuple[Any, ...]]:
     """The entries that came last, each as key and value or as a value alone; of a set, any of them."""
-    try:
+    with contextlib.suppress(RuntimeError):  # changed meanwhile
         if _is(container, dict):
             return list(itertools.islice(reversed(dict.items(container)), count))
-        for kind in (list, deque):
+        for kind, entries in _ENTRIES:
             if _is(container, kind):
-                return [(one,) for one in itertools.islice(kind.__reversed__(container), count)]
-        if _is(container, set):
-            return [(one,) for one in itertools.islice(set.__iter__(container), count)]
-    except RuntimeError:  # changed meanwhile
-        pass
+                return [(one,) for one in itertools.islice(entries(container), count)]
     return []
+
+
+_ENTRIES: tuple[tuple[type, Callable[[Any], Iterator[Any]]], ...] = (
+    (list, list.__reversed__), (deque, deque.__reversed__), (set, set.__iter__),
+)  # fmt: skip
 
 
 def _below(entry: tuple[Any, ...], links: Iterable[int] = ()) -> dict[int, Any]:
@@ -233,12 +233,12 @@ def _below(entry: tuple[Any, ...], links: Iterable[int] = ()) -> dict[int, Any]:
 
 def _base_of(one: Any) -> Any:
     """The array that a view shows, or a tensor's storage, which the collector is not told; None of anything else."""
-    try:
+    with contextlib.suppress(Exception):  # a sparse tensor has none
         if type(one).__module__ == "numpy" and hasattr(type(one), "base"):
             return one.base
-        return one.untyped_storage() if name(type(one)) in {"torch.Tensor", "torch.nn.parameter.Parameter"} else None
-    except Exception:  # noqa: BLE001 - a sparse tensor has none
-        return None
+        if name(type(one)) in {"torch.Tensor", "torch.nn.parameter.Parameter"}:
+            return one.untyped_storage()
+    return None
 
 
 def _is(one: Any, kinds: type | tuple[type, ...]) -> bool:
@@ -256,16 +256,12 @@ def _is_program(one: Any) -> bool:
 
 
 def weight(one: Any) -> int:
-    try:
-        size = sys.getsizeof(one, 0)
+    with contextlib.suppress(Exception):  # a foreign object may raise anything
         kind = name(type(one))
         if kind == "torch.storage.UntypedStorage":
-            size = one.nbytes()
-        elif kind == "mmap.mmap":
-            size += len(one)
-    except Exception:  # noqa: BLE001 - a foreign object may raise anything
-        return 0
-    return size
+            return int(one.nbytes())
+        return sys.getsizeof(one, 0) + (len(one) if kind == "mmap.mmap" else 0)
+    return 0
 
 
 # What entries do
@@ -310,12 +306,10 @@ _CONNECTION = ("Connection", "Client", "ClientSession", "Session", "socket", "So
 def _about(objects: Iterable[Any]) -> tuple[str, str, str]:
     """The cause that an object is itself, as which type, and what it does; of some objects the first that is one."""
     for one in objects:
-        try:
+        with contextlib.suppress(Exception):  # a foreign object may raise anything
             cause, state = _cause(one)
-        except Exception:  # noqa: BLE001, S112 - a foreign object may raise anything
-            continue
-        if cause:
-            return cause, name(type(one)), state
+            if cause:
+                return cause, name(type(one)), state
     return "", "", ""
 
 
@@ -451,11 +445,6 @@ def _variables() -> Iterator[tuple[int, tuple[str, str]]]:
             running = running.f_back
 
 
-def _refers(parent: Any, child: Any) -> bool:
-    # Not of a module: that of _asyncio lists freed objects (CPython 3.12), which would then be freed once more.
-    return not _is(parent, types.ModuleType) and any(one is child for one in gc.get_referents(parent))
-
-
 def _root(parent: Any, node: _Node) -> str | None:
     if _is(parent, type):
         return name(parent) + (node.way if _is(node.one, dict) else f" -> {name(type(node.one))}{node.way}")
@@ -493,21 +482,25 @@ def _step(parent: Any, node: _Node) -> _Node:
         return _Node(parent, _PENDING + node.way, _key(parent, node.one))
     if _is(parent, (list, tuple, set, deque)):
         return _Node(parent, f"[...]{node.way}")
-    if node.one is _attributes(parent):
-        return _Node(parent, node.way)  # the way names the attribute already
-    return _Node(parent, f"{_dotted(_attribute(parent, node.one))}{node.way}")
+    # The way from a namespace on names the attribute already.
+    attribute = "" if node.one is _attributes(parent) else _attribute(parent, node.one)
+    return _Node(parent, f"{_dotted(attribute)}{node.way}")
+
+
+def _refers(parent: Any, child: Any) -> bool:
+    # Not of a module: that of _asyncio lists freed objects (CPython 3.12), which would then be freed once more.
+    return not _is(parent, types.ModuleType) and any(one is child for one in gc.get_referents(parent))
 
 
 def _attributes(one: Any) -> dict[Any, Any] | None:
     """The namespace of an object, without its own code; None if it has none."""
-    try:
+    with contextlib.suppress(Exception):  # a foreign object may raise anything
         if _is(one, types.ModuleType):
             found = vars(types.ModuleType)["__dict__"].__get__(one)
         else:
             found = object.__getattribute__(one, "__dict__")
-    except Exception:  # noqa: BLE001 - a foreign object may raise anything
-        return None
-    return found if type(found) is dict else None
+        return found if type(found) is dict else None
+    return None
 
 
 def _key(holder: dict[Any, Any], child: Any) -> str:
@@ -522,20 +515,13 @@ def _attribute(holder: Any, child: Any) -> str:
     """The name of the attribute by which an object holds another; empty if it has none."""
     if (key := _key(_attributes(holder) or {}, child)) != "":
         return key
-    slots = (
-        (slot, member)
-        for kind in type(holder).__mro__
-        for slot, member in list(vars(type)["__dict__"].__get__(kind).items())
-        if type(member) is types.MemberDescriptorType
-    )
-    return next((slot for slot, member in slots if _slot(member, holder) is child), "")
-
-
-def _slot(member: types.MemberDescriptorType, holder: Any) -> Any:
-    try:
-        return member.__get__(holder)
-    except Exception:  # noqa: BLE001 - it is empty
-        return None
+    for kind in type(holder).__mro__:
+        for slot, member in list(vars(type)["__dict__"].__get__(kind).items()):
+            if type(member) is types.MemberDescriptorType:
+                with contextlib.suppress(Exception):  # it is empty
+                    if member.__get__(holder) is child:
+                        return str(slot)
+    return ""
 
 
 def _dotted(attribute: str) -> str:

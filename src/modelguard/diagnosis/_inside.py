@@ -70,11 +70,10 @@ def _run(name: str, source: str) -> dict[str, Any]:
 
 def _look(scripts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     census = scripts["_census"]
-    loaded = [name for name in census["LIBRARIES"] if name in sys.modules]
     if "moment so far" not in census:
         census["moment so far"] = census["moment"]()
     counted, types = census["look"]()
-    return {"census": counted, "types": types, "libraries": loaded}
+    return {"census": counted, "types": types, "libraries": census["loaded"]()}
 
 
 def _held(scripts: dict[str, dict[str, Any]], calls: str) -> dict[str, Any]:
@@ -84,26 +83,12 @@ def _held(scripts: dict[str, dict[str, Any]], calls: str) -> dict[str, Any]:
     return {"held": [each._asdict() for each in holders["named"](grown)]}
 
 
-def _uses(scripts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {"uses": scripts["_census"]["guard_uses"]()}
-
-
-def _trim(_: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    import ctypes
-
-    program = ctypes.CDLL(None)
-    served = malloc_file() or ""
-    if "libc.so" in served and hasattr(program, "malloc_trim"):
-        program.malloc_trim(0)
-    return {}
-
-
 _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "describe": lambda _: describe(),
     "look": _look,
     "held": _held,
-    "uses": _uses,
-    "trim": _trim,
+    "uses": lambda scripts: {"uses": scripts["_census"]["guard_uses"]()},
+    "trim": lambda _: _trim(),
 }
 
 
@@ -112,12 +97,16 @@ _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
 #: Loading one of these loads a library that reads the thread variables.
 _NATIVE = ("jax", "numpy", "scipy", "sklearn", "spacy", "tensorflow", "torch", "transformers")
 
-#: What is asked of gunicorn's configuration. No other setting is looked at: some hold secrets.
-_GUNICORN = (
-    "config", "graceful_timeout", "max_requests", "max_requests_jitter", "preload_app", "reload", "threads", "timeout",
-    "worker_class_str", "workers",
-)  # fmt: skip
-_UVICORN = ("limit_max_requests", "limit_max_requests_jitter", "should_reload", "workers")
+#: What is asked of a server's settings, by what it is called here. No other one is looked at: some hold secrets.
+_GUNICORN = {
+    "config": "config", "grace": "graceful_timeout", "jitter": "max_requests_jitter", "max_requests": "max_requests",
+    "preload": "preload_app", "reload": "reload", "threads": "threads", "timeout": "timeout",
+    "worker_class": "worker_class_str",
+}  # fmt: skip
+_UVICORN = {
+    "jitter": "limit_max_requests_jitter", "max_requests": "limit_max_requests", "reload": "should_reload",
+    "workers": "workers",
+}  # fmt: skip
 
 #: Libraries of thread pools, each with the functions that return the number of threads.
 _POOLS = {
@@ -128,6 +117,15 @@ _POOLS = {
 }
 
 _COROUTINE = 0x80  # inspect.CO_COROUTINE, without the import
+
+
+def _trim() -> dict[str, Any]:
+    import ctypes
+
+    program = ctypes.CDLL(None)
+    if "libc.so" in (malloc_file() or "") and hasattr(program, "malloc_trim"):
+        program.malloc_trim(0)
+    return {}
 
 
 def describe() -> dict[str, Any]:
@@ -238,39 +236,27 @@ def _objects() -> dict[str, Any]:
 
 
 def _pools() -> dict[str, Any]:
+    import ctypes
+
     pools = {}
     torch = sys.modules.get("torch")
     if torch is not None:
         pools["torch"] = int(torch.get_num_threads())
-    for file in _libraries():
-        for library, functions in _POOLS.items():
-            if library in os.path.basename(file):  # noqa: PTH119
-                threads = _call(file, functions)
-                if threads is not None:
-                    pools[os.path.basename(file)] = threads  # noqa: PTH119
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as stream:  # noqa: PTH123
+        files = {line[line.index("/") :].rstrip("\n") for line in stream if "/" in line and ".so" in line}
+    for file in files:
+        name = os.path.basename(file)  # noqa: PTH119
+        functions = next((functions for library, functions in _POOLS.items() if library in name), ())
+        library = ctypes.CDLL(file, mode=os.RTLD_NOLOAD | os.RTLD_LAZY) if functions else None
+        for each in reversed(functions):
+            if hasattr(library, each):
+                pools[name] = int(getattr(library, each)())
     cuda = getattr(torch, "cuda", None)
     return {"pools": pools, "cuda": bool(cuda is not None and cuda.is_initialized())}
 
 
-def _libraries() -> set[str]:
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as stream:  # noqa: PTH123
-        return {line[line.index("/") :].rstrip("\n") for line in stream if "/" in line and ".so" in line}
-
-
-def _call(file: str, functions: tuple[str, ...]) -> int | None:
-    import ctypes
-
-    library = ctypes.CDLL(file, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    for name in functions:
-        if hasattr(library, name):
-            return int(getattr(library, name)())
-    return None
-
-
 def _guards() -> dict[str, Any]:
     module = sys.modules.get("modelguard.lifecycle.guard")
-    if module is None:
-        return {"guards": []}
     prepared = sys.modules.get("modelguard.sharing._prefork")
     shares = prepared is not None and prepared.current() is not None
     return {
@@ -281,7 +267,7 @@ def _guards() -> dict[str, Any]:
                 "policy": None if guard.reload_on is None else repr(guard.reload_on),
                 "load_seconds": guard.status().load_seconds,
             }
-            for guard in module.guards()
+            for guard in (module.guards() if module is not None else ())
         ]
     }
 
@@ -324,8 +310,8 @@ def _gunicorn(arbiter: Any) -> dict[str, Any]:
     return found
 
 
-def _settings(holder: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    found = {name: getattr(holder, name, None) for name in names}
+def _settings(holder: Any, names: dict[str, str]) -> dict[str, Any]:
+    found = {name: getattr(holder, theirs, None) for name, theirs in names.items()}
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
 
 

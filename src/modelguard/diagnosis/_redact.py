@@ -14,8 +14,6 @@ import shlex
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["HIDDEN", "is_secret", "redact", "redact_command", "redacted_words"]
-
 HIDDEN = "***"
 
 # AUTH also matches AUTHOR, and KEY matches MONKEY. Short words count only where they stand alone: DB_PW, sig.

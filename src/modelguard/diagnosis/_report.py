@@ -7,10 +7,10 @@ import re
 import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path, PurePath
 
-from modelguard.diagnosis import _checks_memory, _checks_servers
+from modelguard.diagnosis import _checks
 from modelguard.diagnosis._facts import Check, Facts, Finding, Remedy
 from modelguard.diagnosis._redact import HIDDEN
 from modelguard.errors import InvalidOption, printable
@@ -26,27 +26,22 @@ def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | No
     remedies = [finding.remedy for finding in findings if finding.remedy is not None]
     if not remedies or not words:
         return ""
-    settings = [each.partition("=") for each in _merged(remedies, "environ")]
-    environ = {name: value for name, _, value in settings}
-    unset = [name for name in _merged(remedies, "unset") if name not in environ]
-    command = _without(words, {*unset, *environ}, _merged(remedies, "drop"))
+    merged = {field.name: [word for each in remedies for word in getattr(each, field.name)] for field in fields(Remedy)}
+    environ = {name: value for name, _, value in (each.partition("=") for each in merged["environ"])}
+    unset = [name for name in dict.fromkeys(merged["unset"]) if name not in environ]
+    command = _without(words, {*unset, *environ}, merged["drop"])
     options = _options(remedies)
     if any(PurePath(word).name == server for word in command):
         command += options
     elif server == "gunicorn" and options:
         environ["GUNICORN_CMD_ARGS"] = shlex.join(options)
-    run = _pairs(_merged(remedies, "run", unique=False))
-    if run:
+    if run := _pairs(merged["run"]):
         command = ["modelguard", "run", *run, "--", *command]
     if unset or environ:
         removed = [part for name in unset for part in ("-u", name)]
         command = ["env", *removed, *(f"{name}={value}" for name, value in environ.items()), *command]
-    return " && ".join([*_merged(remedies, "before"), " ".join(map(_quoted, command))])
-
-
-def _merged(remedies: Iterable[Remedy], field: str, *, unique: bool = True) -> list[str]:
-    values = [value for remedy in remedies for value in getattr(remedy, field)]
-    return list(dict.fromkeys(values)) if unique else values
+    line = " ".join(word if HIDDEN in word else shlex.quote(word) for word in command)
+    return " && ".join([*dict.fromkeys(merged["before"]), line])
 
 
 def _options(remedies: Iterable[Remedy]) -> list[str]:
@@ -77,15 +72,10 @@ def _without(words: Sequence[str], names: set[str], drop: Iterable[str]) -> list
     return kept[1:] if len(kept) > 1 and kept[0] == "env" and not of_env else kept
 
 
-def _quoted(word: str) -> str:
-    return word if HIDDEN in word else shlex.quote(word)
-
-
 # All checks, by number: MG1xx the allocator, 2xx presets, 3xx memory, 4xx servers, 5xx the interpreter.
 
-_FOUND = (each for module in (_checks_memory, _checks_servers) for each in vars(module).values())
 CHECKS: tuple[Check, ...] = tuple(
-    sorted((each for each in _FOUND if isinstance(each, Check)), key=lambda each: each.number)
+    sorted((each for each in vars(_checks).values() if isinstance(each, Check)), key=lambda each: each.number)
 )
 
 #: The column at which the text of a detail begins.
@@ -184,31 +174,22 @@ def _lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
     for finding in report.findings:
         yield "detail", ""
         yield finding.level, f"{finding.number} {finding.level}: {finding.title}"
-        for seen in finding.seen:
-            yield "detail", f"  seen  {printable(seen)}"
-        yield "detail", f"  why   {finding.why}"
-        yield "detail", f"  fix   {printable(finding.fix)}"
-        yield "detail", f"  more  {finding.page}"
+        details = [*(("seen", each) for each in finding.seen), ("why", finding.why), ("fix", finding.fix)]
+        yield from (("detail", f"  {name:4}  {printable(text)}") for name, text in (*details, ("more", finding.page)))
     if report.unknown:
         yield "detail", ""
         yield "unknown", "Not known:"
-        for sentence in report.unknown:
-            yield "unknown", f"  {sentence}"
+        yield from (("unknown", f"  {sentence}") for sentence in report.unknown)
     if report.fix:
         yield "detail", ""
         yield "fix", f"All fixes that the command can contain: {report.fix}"
     yield "detail", ""
-    yield "verdict", _verdict(report)
-
-
-def _verdict(report: DoctorReport) -> str:
     faults, notes = len(report.faults), len(report.findings) - len(report.faults)
-    verdict = f"{_count(faults, 'fault')} and {_count(notes, 'note')} by {report.checks} checks."
-    return verdict if report.served else f"{verdict} It did not serve, so most of it could not be seen."
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number or 'no'} {word}{'' if number == 1 else 's'}"
+    counted = [
+        f"{number or 'no'} {word}{'' if number == 1 else 's'}" for number, word in ((faults, "fault"), (notes, "note"))
+    ]
+    unserved = "" if report.served else " It did not serve, so most of it could not be seen."
+    yield "verdict", f"{' and '.join(counted)} by {report.checks} checks.{unserved}"
 
 
 # A file with the findings that are accepted, so that only new ones fail a build.
@@ -218,8 +199,7 @@ _FIX = "Remove the file, and the next run writes it."
 
 def known_findings(file: str) -> frozenset[str] | None:
     try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-        numbers = content["accepted"]
+        numbers = json.loads(Path(file).read_text(encoding="utf-8"))["accepted"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

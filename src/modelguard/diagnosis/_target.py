@@ -21,12 +21,13 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from modelguard.diagnosis._counts import Exhausted
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.facts import _memory, _proc
 from modelguard.isolation._processes import die_with_parent, ending_signals
@@ -44,10 +45,6 @@ _LOOK = 0.25
 
 #: Positional arguments, and arguments by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class Exhausted(BaseException):
-    """The function has used up what a process may have: no call is to catch it."""
 
 
 class Patience:
@@ -109,7 +106,7 @@ class Target:
         function: Callable[..., Any],
         given: Iterator[Arguments],
         *,
-        asynchronous: bool | None = None,
+        asynchronous: bool = False,
         around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
         patience: Patience | None = None,
         look: Callable[[], object] = lambda: None,
@@ -121,9 +118,7 @@ class Target:
         self._around = around
         self._taken = 0
         self._pid = os.getpid()
-        self._loop = (
-            asyncio.new_event_loop() if (is_async(function) if asynchronous is None else asynchronous) else None
-        )
+        self._loop = asyncio.new_event_loop() if asynchronous or is_async(function) else None
         self.calls = 0
         self.failures = self.failed = 0
         self.errors: dict[str, None] = {}
@@ -143,44 +138,38 @@ class Target:
 
     def run(self, count: int, until: float, given: Callable[[], Arguments] | None = None) -> int:
         """Call it so many times, or until the time is up; returns how many calls were made."""
-        take = given or self.next_input
+        calls = self._run(count, until, given or self.next_input)
         try:
-            return self._run(count, until, take)
+            if self._loop is not None:
+                return self._loop.run_until_complete(calls)
+            calls.send(None)  # nothing is awaited, so it comes to its end
+        except StopIteration as end:
+            made: int = end.value
+            return made
         finally:
             self._patience.end()
+        raise AssertionError
 
-    def _run(self, count: int, until: float, take: Callable[[], Arguments]) -> int:
-        if self._loop is not None:
-            return self._loop.run_until_complete(self._run_async(count, until, take))
+    async def _run(self, count: int, until: float, take: Callable[[], Arguments]) -> int:
         for done in range(count):
-            self._call(take())
-            if time.monotonic() > until:
-                return done + 1
-        return count
-
-    async def _run_async(self, count: int, until: float, take: Callable[[], Arguments]) -> int:
-        for done in range(count):
-            item = take()
+            given, named = take()
             with self._counted(), self._around():
-                await self._awaited(self._function(*item[0], **item[1]))
+                result = self._function(*given, **named)
+                if self._loop is not None:
+                    await self._awaited(self._loop, result)
+                elif hasattr(type(result), "__next__"):
+                    deque(result, maxlen=0)
             if time.monotonic() > until:
                 return done + 1
         return count
 
-    async def _awaited(self, result: Awaitable[object]) -> None:
-        assert self._loop is not None  # noqa: S101 - it runs this
-        timer = self._patience.watch(self._loop, result)
+    async def _awaited(self, loop: asyncio.AbstractEventLoop, result: Awaitable[object]) -> None:
+        timer = self._patience.watch(loop, result)
         try:
             await result
         finally:
             if timer is not None:
                 timer.cancel()
-
-    def _call(self, item: Arguments) -> None:
-        with self._counted(), self._around():
-            result = self._function(*item[0], **item[1])
-            if hasattr(type(result), "__next__"):
-                deque(result, maxlen=0)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -204,21 +193,19 @@ class Target:
 
 def _described(error: Exception) -> str:
     """The type of an error and where it came from. Its message may hold personal data, and is not told."""
-    frames = traceback.extract_tb(error.__traceback__)
-    here = Path(__file__).parents[1]
-    own = [each for each in frames if not Path(each.filename).is_relative_to(here)]
-    near = [
-        each for each in own if Path(each.filename).is_relative_to(Path.cwd()) and "site-packages" not in each.filename
+    here = Path.cwd()
+    own = [
+        each for each in traceback.extract_tb(error.__traceback__) if not Path(each.filename).is_relative_to(_PACKAGE)
     ]
+    near = [each for each in own if Path(each.filename).is_relative_to(here) and "site-packages" not in each.filename]
     if not own:
         return type(error).__name__
     last = (near or own)[-1]
-    return f"{type(error).__name__} at {_relative(last.filename)}:{last.lineno}"
+    return f"{type(error).__name__} at {_relative(Path(last.filename), here)}:{last.lineno}"
 
 
-def _relative(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+def _relative(path: Path, folder: Path) -> Path:
+    return path.relative_to(folder) if path.is_relative_to(folder) else path
 
 
 def run_program(program: Callable[[dict[str, Any], Say], None]) -> None:
@@ -270,50 +257,40 @@ def held_by_workers() -> int:
         workers = [worker for function in functions for worker in function.status().workers]
         settled = all(worker.state in ("idle", "busy") and not worker.worn and worker.pid for worker in workers)
         if settled or time.monotonic() >= until:
-            return private_of(worker.pid for worker in workers if worker.pid)
+            return sum(_memory.private_of(worker.pid) for worker in workers if worker.pid)
         time.sleep(_PAUSE)
 
 
-def private_of(pids: Iterable[int]) -> int:
-    """Private memory of these processes; of those that have ended, nothing."""
-    return sum(map(_memory.private_of, pids))
-
-
 def is_async(function: Callable[..., Any]) -> bool:
-    if inspect.iscoroutinefunction(function):
-        return True
-    try:
-        return inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - an object's own
-    except InvalidOption:  # a batched function can be called, and shows nobody how
-        return False
+    with suppress(InvalidOption):  # a batched function can be called, and shows nobody how
+        called = getattr(function, "__call__", None)  # noqa: B004 - an object's own
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    return False
 
 
 def inputs(config: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[Arguments]:
     """The inputs of a configuration: generated, from a file and repeated, or none."""
     if config["generate"]:
         return (_as_arguments(each) for each in load(config["generate"])())
-    if config["inputs"]:
-        given = [_as_arguments(each) for each in config["inputs"]]
-        for number, each in enumerate(given, start=1):
-            _require_fit(function, each, f"input {number}")
-        return itertools.cycle(given)
-    _require_fit(function, ((), {}), "")
-    return itertools.repeat(((), {}))
+    given = [_as_arguments(each) for each in config["inputs"] or [()]]
+    for number, each in enumerate(given, start=1):
+        _require_fit(function, each, f"input {number}: " if config["inputs"] else "")
+    return itertools.cycle(given)
 
 
 def _require_fit(function: Callable[..., Any], given: Arguments, which: str) -> None:
-    with contextlib.suppress(ValueError):  # functions of C have no signature
+    with suppress(ValueError):  # functions of C have no signature
         signature = inspect.signature(function)
         try:
             signature.bind(*given[0], **given[1])
         except TypeError as error:
-            raise TypeError(f"{which}: {error}" if which else str(error)) from None
+            raise TypeError(f"{which}{error}") from None
 
 
 def _as_arguments(given: Any) -> Arguments:
     if isinstance(given, dict):
         return (), given
-    return (tuple(given), {}) if isinstance(given, list | tuple) else ((given,), {})
+    return (tuple(given) if isinstance(given, list | tuple) else (given,)), {}
 
 
 # The other end: the process that starts the program, and follows what it says.
@@ -325,7 +302,7 @@ _ANSWER = 1.0
 _STUCK = 5
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 #: Where the driven program enters the code of the user.
-_CALLED = re.compile(r'_target\.py", line \d+ in (?:_call|_awaited|next_input|load)\b')
+_CALLED = re.compile(r'_target\.py", line \d+ in (?:_run|_awaited|next_input|load)\b')
 _PACKAGE = Path(__file__).parents[1]
 
 Progress = Callable[[Mapping[str, Any]], None]
@@ -363,14 +340,13 @@ def command() -> list[str]:
 
 
 def follow(
-    words: Sequence[str],
     config: Mapping[str, Any],
     environ: Mapping[str, str],
     cwd: Path,
     *,
     progress: Progress,
     silence: float,
-    limit: float | None = None,
+    limit: float = math.inf,
 ) -> Said:
     """Run a program, and kill it with all that it has started as soon as it is done, or a signal ends this process.
 
@@ -385,7 +361,7 @@ def follow(
         # In a file: the words of a command are limited to 128 kB each.
         given.write_text(json.dumps({**config, "answer": str(answer), "stack": str(stack)}), encoding="utf-8")
         process = subprocess.Popen(  # noqa: S603 - this very Python, and a module of this package
-            [*words, str(given)],
+            [*command(), str(given)],
             env=dict(environ),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -407,8 +383,7 @@ def follow(
 
 def _ask(process: subprocess.Popen[bytes], stack: Path) -> None:
     """Let it write down where it stands; faulthandler's handler needs no lock of the interpreter."""
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGRTMIN + 9)
+    process.send_signal(signal.SIGRTMIN + 9)  # nothing is sent to one that has ended
     until = time.monotonic() + _ANSWER
     while not stack.stat().st_size and process.poll() is None and time.monotonic() < until:
         time.sleep(_LOOK_PAUSE / 2)
@@ -438,19 +413,17 @@ def _frames(text: str, cwd: Path) -> tuple[str, ...]:
             if found:
                 break
             continue
-        shown = path.relative_to(cwd) if path.is_relative_to(cwd) else path
-        found.append(f"{shown}:{line} in {name}")
+        found.append(f"{_relative(path, cwd)}:{line} in {name}")
     return tuple(found)
 
 
-def _follow(
-    process: subprocess.Popen[bytes], answer: Path, progress: Progress, silence: float, limit: float | None
-) -> Said:
+def _follow(process: subprocess.Popen[bytes], answer: Path, progress: Progress, silence: float, limit: float) -> Said:
     lines: list[Mapping[str, Any]] = []
     began = heard = time.monotonic()
     stuck, stack = 0, answer.with_name("stack")
+    end: End | None = None
     try:
-        while True:
+        while end is None:
             ended = process.poll() is not None
             text = answer.read_text(encoding="utf-8").splitlines(keepends=True)
             new = [json.loads(line) for line in text[len(lines) :] if line.endswith("\n")]
@@ -459,15 +432,17 @@ def _follow(
                 progress(line)
             now = time.monotonic()
             heard = now if new else heard
-            if lines and (lines[-1].get("done") or "error" in lines[-1]):
-                return Said(tuple(lines), "done", process.returncode)
-            if ended:
-                return Said(tuple(lines), "exited", process.returncode)
             stuck += bool(stack.stat().st_size)  # once: it may also be crashing
-            if now > heard + silence or stuck > _STUCK:
-                return Said(tuple(lines), "silent")
-            if limit is not None and now > began + limit:
-                return Said(tuple(lines), "late")
-            time.sleep(_LOOK_PAUSE)
+            if lines and (lines[-1].get("done") or "error" in lines[-1]):
+                end = "done"
+            elif ended:
+                end = "exited"
+            elif now > heard + silence or stuck > _STUCK:
+                end = "silent"
+            elif now > began + limit:
+                end = "late"
+            else:
+                time.sleep(_LOOK_PAUSE)
     except KeyboardInterrupt:
-        return Said(tuple(lines), "interrupted")
+        end = "interrupted"
+    return Said(tuple(lines), end, process.returncode if end in ("done", "exited") else None)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Self
 
 from modelguard import _units, telemetry
 from modelguard.diagnosis import _census, _counts, _holders
 from modelguard.diagnosis._census import Moment
 from modelguard.diagnosis._counts import Counts, Growing, compiled
+from modelguard.diagnosis._diagnose import within_a_day
 from modelguard.diagnosis._facts_process import (
     Connection,
     inside_of,
@@ -23,8 +23,9 @@ from modelguard.diagnosis._facts_process import (
     named_process,
     process_number,
     readable,
+    require_proc,
 )
-from modelguard.diagnosis._growth_causes import GrowthReport, Measured, Unit, attribute, notes_on
+from modelguard.diagnosis._growth_causes import Cause, GrowthReport, Measured, Unit, attribute, notes_on
 from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._target import Progress
 from modelguard.environment import _allocator
@@ -38,7 +39,6 @@ from modelguard.runtime.background import start_thread
 from modelguard.telemetry import GrowthFound
 
 # Readings of a service that runs: kept few however long they go on, and judged. Without clock or thread.
-
 
 #: Readings for a verdict. When there are twice as many, every second one is dropped, so that they cover the whole time.
 _READINGS = 24
@@ -57,20 +57,24 @@ class Look:
 
 
 class Calls:
-    """Counts the calls that have ended on guards, over all their generations."""
+    """Counts the calls that have ended: on guards, over all their generations; without guards, the time."""
 
     def __init__(self) -> None:
-        self.known = False
+        self.per: Unit = "milliseconds"
         self._seen: dict[str, tuple[int, int, int]] = {}
 
-    def total(self, uses: Iterable[tuple[str, int, int]]) -> int:
+    @property
+    def total(self) -> int:
+        return sum(latest + before for _, latest, before in self._seen.values())
+
+    def count(self, uses: Iterable[tuple[str, int, int]], seconds: float) -> int:
         for name, number, count in uses:
-            self.known = True
+            self.per = "calls"
             generation, latest, before = self._seen.get(name, (number, 0, 0))
             if number != generation:
                 before, latest = before + latest, 0
             self._seen[name] = (number, max(latest, count), before)
-        return sum(latest + before for _, latest, before in self._seen.values())
+        return self.total if self.per == "calls" else int(1000 * seconds)
 
 
 class Observed:
@@ -110,9 +114,8 @@ class Observed:
 
     def verdict(self) -> Verdict:
         """Whether memory grows; undecided with few readings, and without calls."""
-        if len(self._readings) < _READINGS or self._readings[-1][0] == self._readings[0][0]:
-            return "undecided"
-        return judge(*zip(*self._readings, strict=True)).verdict
+        enough = len(self._readings) >= _READINGS and self.calls > 0
+        return judge(*zip(*self._readings, strict=True)).verdict if enough else "undecided"
 
     def measured(self, first: Look, last: Look, trimmed: int, per: Unit, held: tuple[Held, ...] = ()) -> Measured:
         """What was measured between two looks.
@@ -150,17 +153,13 @@ _SHORTEST = 0.05
 
 
 def _look() -> Look:
-    libraries = tuple(name for name in _census.LIBRARIES if name in sys.modules)
-    return Look(*_census.look(), compiled(), libraries, _free(), _census.moment())
+    return Look(*_census.look(), compiled(), tuple(_census.loaded()), _free(), _census.moment())
 
 
 def _held(first: Look, calls: int) -> tuple[Held, ...]:
     """What holds what has become more. Nothing is collected here, so what has no way from a root may be garbage."""
-    return (
-        ()
-        if first.moment is None
-        else tuple(one for one in _holders.named(_census.grown(first.moment, calls)) if one.path)
-    )
+    found = () if first.moment is None else _holders.named(_census.grown(first.moment, calls))
+    return tuple(one for one in found if one.path)
 
 
 def _free() -> int | None:
@@ -255,16 +254,19 @@ class Watch:
             if verdict == "grows":
                 self._decide(self._first)
             elif verdict == "steady" and self.found is not None:
-                self._forget()
+                self.found = None
+                runtime.note(None)
         return max(self._every, (self._world.cpu() - began) / _SHARE)
 
     def _decide(self, first: Look) -> None:
         """Name the cause, and begin again: the next decision is about what comes then."""
-        unit = self._unit()
-        held = self._world.held(first, self._observed.calls if unit == "calls" else 0)
+        held = self._world.held(first, self._observed.calls if self._calls.per == "calls" else 0)
         last, trimmed = self._world.look(), self._world.trim()
-        measured = self._observed.measured(first, last, trimmed, unit, held)
-        event = self._event(measured)
+        measured = self._observed.measured(first, last, trimmed, self._calls.per, held)
+        causes, _ = attribute(measured)
+        cause, share, seen, fix = astuple(causes[0]) if causes else (None, 0.0, "", "")
+        growth, calls = measured.growth, measured.calls[-1]
+        event = GrowthFound(guard=self._name, cause=cause, share=share, seen=seen, fix=fix, growth=growth, calls=calls)
         if self.found is None or event.cause != self.found.cause:
             telemetry.emit(event)
         self.found = event
@@ -272,31 +274,11 @@ class Watch:
             runtime.note(event)
         self._observed, self._first = Observed(), last
 
-    def _event(self, measured: Measured) -> GrowthFound:
-        causes, _ = attribute(measured)
-        main = causes[0] if causes else None
-        return GrowthFound(
-            guard=self._name,
-            cause=None if main is None else main.name,
-            share=0.0 if main is None else main.share,
-            seen="" if main is None else main.seen,
-            fix="" if main is None else main.fix,
-            growth=measured.growth,
-            calls=measured.calls[-1],
-        )
-
-    def _forget(self) -> None:
-        self.found = None
-        runtime.note(None)
-
-    def _unit(self) -> Unit:
-        return "calls" if self._given is not None or self._calls.known else "milliseconds"
-
     def _count(self) -> int:
         if self._given is not None:
+            self._calls.per = "calls"
             return self._given()
-        total = self._calls.total(_census.guard_uses())
-        return total if self._calls.known else int(1000 * (self._world.clock() - self._began))
+        return self._calls.count(_census.guard_uses(), self._world.clock() - self._began)
 
     def after_fork_in_child(self) -> None:
         """Watch the child too: the parent's thread does not exist there."""
@@ -331,13 +313,9 @@ def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = N
         InvalidOption: ``every`` is not a duration, ``calls`` is not callable, or ``name`` is not text.
         NotSupported: Private memory cannot be read here.
     """
-    if calls is not None and not callable(calls):
-        why = f"must be a function that returns a number, not {_units.kind_of(calls)}"
-        raise InvalidOption("calls", calls, why=why, fix="Write calls=lambda: counter.value.")
-    if not isinstance(name, str) or not name.strip():
-        raise InvalidOption(
-            "name", name, why="must be text that is not empty", fix="Give a short name, or leave it out."
-        )
+    if calls is not None:
+        _units.function(calls, "calls", "no arguments", fix="Write calls=lambda: counter.value.")
+    name = _units.name(name)
     interval = _units.seconds(every, "every")
     if interval < _SHORTEST:
         raise InvalidOption("every", every, why=f"must be at least {_SHORTEST:g} s", fix="Write every='10s'.")
@@ -356,8 +334,6 @@ def _after_fork_in_child() -> None:
 
 # Watches a running process until its growth is decided: from outside, and from inside where it can be asked.
 
-#: Seconds that a process is watched at most.
-_DAY = 86_400
 _OUTSIDE = "from outside, private memory by kind, the allocator ({}), threads, child processes and open files"
 _INSIDE = "and from inside: its objects, what holds those that grow, and the calls on its guards"
 #: How to get what was not looked at.
@@ -395,10 +371,8 @@ def diagnose_process(
         NotSupported: There is no ``/proc``.
     """
     number = process_number(pid)
-    if not 1 <= seconds <= _DAY:
-        raise InvalidOption("--time", seconds, why="must be between 1 s and 1 day", fix="Write --time 5m.")
-    if not _proc.is_mounted():
-        raise NotSupported("modelguard diagnose --pid", reason="there is no /proc")
+    within_a_day(seconds, "--time", least=1, example="5m")
+    require_proc()
     with readable(number), ExitStack() as stack:
         _memory.usage(number)  # raises if there is no such process, or it belongs to another user
         subject, python = named_process(number), interpreter_of(number)
@@ -438,22 +412,21 @@ class Watched:
         free = self._trim()
         first, kinds = self._look(), _counts.kinds_of(self.pid)
         began = self.clock()
-        self._unknown.extend(self._children())
+        if (below := len(_proc.tree(self.pid)) - 1) > 0:
+            self._unknown.append(f"it has {below} processes below it, which were not watched")
         try:
             for number in range(_READINGS + 1):
                 self.sleep(max(0.0, began + number * seconds / _READINGS - self.clock()))
                 private = self._still_there()
-                total = calls.total(self._ask("uses").get("uses", ()))
-                made = total if calls.known else int(1000 * (self.clock() - began))
+                made = calls.count(self._ask("uses").get("uses", ()), self.clock() - began)
                 observed.add(made, private)
                 counts.read(made)
-                self.progress({"calls": total, "private": private, "first": observed.first, "phase": "drive"})
+                self.progress({"calls": calls.total, "private": private, "first": observed.first, "phase": "drive"})
         except KeyboardInterrupt:
             self._unknown.append("it was interrupted")
-        last, now = self._look(), _counts.kinds_of(self.pid)
-        held = self._held(calls)
-        trimmed = max(0, self._trim() - free)
-        measured = observed.measured(first, last, trimmed, "calls" if calls.known else "milliseconds", held)
+        last, moved = self._look(), _counts.moved(kinds, _counts.kinds_of(self.pid))
+        held = self._held(calls.total)
+        measured = observed.measured(first, last, max(0, self._trim() - free), calls.per, held)
         measured = replace(measured, growing=tuple(Growing(**each) for each in counts.growing(0)))
         judged = measured.judged
         self._unknown.extend(notes_on(judged, measured.per))
@@ -462,10 +435,11 @@ class Watched:
         elif judged.verdict == "undecided":
             longer = _units.format_seconds(math.ceil(judged.more * seconds))
             self._unknown.append(f"{judged.reason}; it needs --time {longer}")
-        causes, rest = ((), 1.0) if self.inside is None else attribute(measured)
-        if judged.verdict != "grows":
-            causes, rest = (), 0.0
-        seen = (*self._looked_at(), *self._where(kinds, now))
+        causes: tuple[Cause, ...] = ()
+        rest = 0.0
+        if judged.verdict == "grows":
+            causes, rest = ((), 1.0) if self.inside is None else attribute(measured)
+        seen = (*self._looked_at(), *([f"where private memory grew: {moved}"] if moved else ()))
         verdict = "grows" if measured.growing else judged.verdict
         return GrowthReport(subject, verdict, causes, rest, measured, tuple(self._unknown), seen=seen)
 
@@ -478,19 +452,9 @@ class Watched:
 
     def _looked_at(self) -> Iterator[str]:
         outside = _OUTSIDE.format(_counts.allocator_of(self.pid) or "unknown")
-        if self.inside is not None:
-            yield f"looked at: {outside}; {_INSIDE}"
-            return
-        yield f"looked at: {outside}"
-        yield f"not looked at: its Python objects, what holds them, and its calls, because {self.why}"
-
-    def _where(self, first: Mapping[str, int], last: Mapping[str, int]) -> Iterator[str]:
-        if moved := _counts.moved(first, last):
-            yield f"where private memory grew: {moved}"
-
-    def _children(self) -> list[str]:
-        count = len(_proc.tree(self.pid)) - 1
-        return [f"it has {count} processes below it, which were not watched"] if count > 0 else []
+        yield f"looked at: {outside}" if self.inside is None else f"looked at: {outside}; {_INSIDE}"
+        if self.inside is None:
+            yield f"not looked at: its Python objects, what holds them, and its calls, because {self.why}"
 
     def _ask(self, question: str) -> dict[str, Any]:
         return {} if self.inside is None else self.inside.ask(question)
@@ -499,10 +463,9 @@ class Watched:
         said = self._ask("look")
         return Look(said.get("census", {}), said.get("types", {}), compiled(self.pid), tuple(said.get("libraries", ())))
 
-    def _held(self, calls: Calls) -> tuple[Held, ...]:
+    def _held(self, calls: int) -> tuple[Held, ...]:
         """What holds what has become more. Where calls are not known, growth with them cannot be asked for."""
-        number = calls.total(()) if calls.known else 0
-        return tuple(Held(**each) for each in self._ask(f"held {number}").get("held", ()) if each["path"])
+        return tuple(Held(**each) for each in self._ask(f"held {calls}").get("held", ()) if each["path"])
 
     def _trim(self) -> int:
         before = self.private(self.pid)

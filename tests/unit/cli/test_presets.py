@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 from modelguard import presets
-from modelguard.cli import _run as command
+from modelguard.cli import main
 
 
 def run(*words: str) -> int:
     """Run the command as ``modelguard`` does."""
-    parser = argparse.ArgumentParser(prog="modelguard")
-    command.add_presets(parser.add_subparsers())
-    options = parser.parse_args(["presets", *words])
-    status: int = options.run(options)
-    return status
+    return main(["presets", *words])
 
 
 def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,10 +50,10 @@ def test_a_format_is_written_and_nothing_else(capsys: pytest.CaptureFixture[str]
             ["nothing-like-it"],
             "The presets are torch-cpu, torch-cpu-dynamic, torch-cuda-dynamic, ",
         ),
-        (["torch-cpu", "--workers", "0"], "--workers=0: must be a whole number of at least 1"),
+        (["torch-cpu", "--workers", "0"], "--workers='0': must be a whole number of at least 1"),
         (["torch-cpu", "--workers", "two"], "--workers='two': must be a whole number of at least 1"),
         (["torch-cpu", "--cpus", "nan"], "--cpus=nan: must be a number above 0"),
-        (["torch-cpu", "--distinct-shapes", "0"], "--distinct-shapes=0: must be a whole number of at least 1"),
+        (["torch-cpu", "--distinct-shapes", "0"], "--distinct-shapes='0': must be a whole number of at least 1"),
         (["torch-cpu", "--format", "toml"], "The formats are shell, env, gunicorn, dockerfile, systemd, kubernetes."),
         (["--format", "shell"], "--format='shell': requires the name of a preset. Add one"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import io
 import json
@@ -10,7 +9,7 @@ import os
 
 import pytest
 
-from modelguard.cli import _top
+from modelguard.cli import _top, main
 from modelguard.sharing import _reports
 from modelguard.sharing._reports import Places, ProcessReport, TreeReport, TreeWatch
 
@@ -54,11 +53,7 @@ def shown(trees: list[TreeReport]) -> str:
 
 
 def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    _top.add_to(parser.add_subparsers())
-    options = parser.parse_args(["top", *words])
-    status: int = options.run(options)
-    return status
+    return main(["top", *words])
 
 
 def test_one_line_per_process() -> None:

@@ -51,7 +51,7 @@ class Machine:
         self.now = 0.0
         self.interrupt_at = 10**6
 
-    def follow(self, words: Sequence[str], config: Mapping[str, Any], *_: object, **__: object) -> Said:
+    def follow(self, config: Mapping[str, Any], *_: object, **__: object) -> Said:
         self.now += 10
         self.acts.append(config["act"])
         if len(self.acts) > self.interrupt_at:

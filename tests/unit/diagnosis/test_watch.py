@@ -169,7 +169,7 @@ def test_few_readings_cover_any_time() -> None:
     [
         ({"every": "0.001s"}, "must be at least 0.05 s"),
         ({"every": "soon"}, "is not a valid duration"),
-        ({"calls": 7}, "must be a function that returns a number, not an int"),
+        ({"calls": 7}, "must be a function of no arguments, not an int"),
         ({"name": " "}, "must be text that is not empty"),
     ],
 )
