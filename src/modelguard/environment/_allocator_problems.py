@@ -3,7 +3,6 @@
 Such as a preload that is not in force, an allocator that is loaded but not used, or a setting that nothing reads.
 """
 
-import errno
 import os
 import re
 import sys
@@ -250,12 +249,11 @@ def _read(pid: int, root: Path) -> ProcessView:
     try:
         mappings, environ = _proc.maps(pid, root), _proc.environment(pid, root)
     except PermissionError:
-        fix = "inspect it as its owner or as root"
-        raise PermissionError(errno.EACCES, f"process {pid} belongs to another user; {fix}") from None
+        raise _proc.not_permitted(pid) from None
     except (FileNotFoundError, ProcessLookupError):
         mappings, environ = [], {}
     if not mappings:
-        raise ProcessLookupError(errno.ESRCH, f"process {pid} does not exist, or is a kernel thread")
+        raise _proc.not_found(pid)
     own_root = _proc.folder(pid, root) / "root"
     return ProcessView(mapped_files(mappings), environ, system_preloads(own_root), own_root)
 

@@ -5,7 +5,6 @@ one. PSS divides such a page among the processes that map it: added up over a tr
 actually uses. USS, private memory, is what one process would release if it ended.
 """
 
-import errno
 import os
 import re
 import time
@@ -311,7 +310,7 @@ class TreeWatch:
                 read = self._read(process, processes)
             except PermissionError:
                 if was_given:
-                    raise _no_permission(process.pid) from None
+                    raise _proc.not_permitted(process.pid) from None
                 unread.append(process.pid)
                 continue
             if read is not None:
@@ -324,7 +323,7 @@ class TreeWatch:
     def _chosen(self, processes: Mapping[int, ProcessStat]) -> list[ProcessStat]:
         for pid in self._pids:
             if pid not in processes:
-                raise _not_running(pid, self._root)
+                raise _no_process(pid, _proc.absence(pid, self._root))
             if self._started.setdefault(pid, processes[pid].started) != processes[pid].started:
                 raise _no_process(pid, "has exited, and another process now has its id")
         if self._whole:
@@ -408,18 +407,5 @@ def _pids(tree: int | Iterable[int]) -> tuple[int, ...]:
     return tuple(_units.process_id(pid, "tree") for pid in pids)
 
 
-def _not_running(pid: int, root: Path) -> ProcessLookupError:
-    known = _proc.stat(pid, root)
-    if known is None:
-        return _no_process(pid, "does not exist")
-    if known.kernel:
-        return _no_process(pid, "is a kernel thread, which has no memory of its own")
-    return _no_process(pid, "has exited; only its exit status is left")
-
-
 def _no_process(pid: int, why: str) -> ProcessLookupError:
-    return ProcessLookupError(errno.ESRCH, f"process {pid} {why}; give the id of a running process")
-
-
-def _no_permission(pid: int) -> PermissionError:
-    return PermissionError(errno.EACCES, f"process {pid} belongs to another user; inspect it as its owner or as root")
+    return _proc.not_found(pid, f"{why}; give the id of a running process")
