@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Literal, Protocol, get_args
 
-from modelguard._units import format_bytes
+from modelguard import _units
 from modelguard.errors import InvalidOption
 from modelguard.facts import _proc
 
@@ -84,7 +84,7 @@ class Figures:
 
     def __str__(self) -> str:
         known = ((name, getattr(self, name)) for name in self.__slots__)
-        return ", ".join(f"{name} {format_bytes(count)}" for name, count in known if count is not None)
+        return ", ".join(f"{name} {_units.format_bytes(count)}" for name, count in known if count is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,12 +326,8 @@ def find(
     Raises:
         InvalidOption: ``kind`` is not a known allocator.
     """
-    if kind not in (None, *get_args(Kind)):
-        import difflib
-
-        near = difflib.get_close_matches(str(kind), _KINDS, n=1)
-        fix = f"Did you mean {near[0]!r}?" if near else f"Write one of {', '.join(_KINDS)}."
-        raise InvalidOption("kind", kind, why="is not a known allocator", fix=fix)
+    if kind is not None:
+        _units.one_of(kind, "kind", get_args(Kind), what="allocator")
     wanted: list[tuple[str, Kind]] = [(name, each) for name, each in _FILES if kind in (None, each)]
     found: dict[Path, AllocatorFile] = {}
     for folder in _folders(root, environ):

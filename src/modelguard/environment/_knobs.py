@@ -19,6 +19,7 @@ from modelguard.errors import InvalidOption
 
 ONEDNN = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 IDEEP = "LRU_CACHE_CAPACITY"
+GLIBC = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 #: oneDNN reads the value into a buffer of this size, and ignores a value that does not fit (src/common/utils.cpp).
 _ONEDNN_BUFFER = 12
@@ -59,8 +60,7 @@ _SYNTAX = {
     "MKL_NUM_THREADS": (_NUMBER, "MKL takes a number"),
     "OPENBLAS_NUM_THREADS": (_NUMBER, "OpenBLAS takes a number"),
     "MALLOC_ARENA_MAX": (_SIZE, "glibc takes a number"),
-    "MALLOC_MMAP_THRESHOLD_": (_SIZE, "glibc takes a number of bytes, without a unit"),
-    "MALLOC_TRIM_THRESHOLD_": (_SIZE, "glibc takes a number of bytes, without a unit"),
+    **dict.fromkeys(GLIBC[1:], (_SIZE, "glibc takes a number of bytes, without a unit")),
 }
 
 
@@ -80,6 +80,19 @@ def why_unusable(name: str, value: str) -> str | None:
     if name == IDEEP and capacity(name, value) == 0:
         return "is read as 0, and torch crashes at its first convolution on CPU (SIGSEGV)"
     return None
+
+
+def require_usable(name: str, value: str, argument: str = "") -> None:
+    """Reject a value that a process must not start with.
+
+    Args:
+        name: The variable.
+        value: Its value.
+        argument: The name of the caller's argument, for the error. Default: the variable.
+    """
+    if (crash := why_unusable(name, value)) is not None:
+        fix = f"Remove it, or set it to 1 or more, such as {DEFAULT_ENTRIES}."
+        raise InvalidOption(argument or name, value, why=crash, fix=fix)
 
 
 def why_not_understood(name: str, value: str) -> str | None:
@@ -162,8 +175,7 @@ class Knob:
         if not self.value.isprintable() or self.value != self.value.strip():
             why = "must not contain control characters, or spaces at its ends: not every preset format can keep them"
             raise InvalidOption("value", self.value, why=why, fix="Use printable text without spaces at its ends.")
-        if (crash := why_unusable(self.name, self.value)) is not None:
-            raise InvalidOption("value", self.value, why=crash, fix="Use a whole number of at least 1.")
+        require_usable(self.name, self.value, "value")
 
 
 def onednn_caches(entries: int) -> tuple[Knob, Knob]:
@@ -202,8 +214,8 @@ def threads(count: int, why: str) -> tuple[Knob, Knob]:
             value=str(count),
             read_at="library load",
             reader="OpenMP (libgomp, libiomp5, libomp)",
-            does=f"runs an operation on {_threads(count)} ({why}); the default is one per CPU that the process may run "
-            "on, regardless of its quota and the number of workers",
+            does=f"runs an operation on {threads_text(count)} ({why}); the default is one per CPU that the process may "
+            "run on, regardless of its quota and the number of workers",
             costs=costs,
             source="OpenMP 5.2, section 21.1.2; PyTorch, 'CPU threading and TorchScript inference'",
         ),
@@ -226,7 +238,7 @@ def openblas_threads(count: int, why: str) -> Knob:
         value=str(count),
         read_at="library load",
         reader="OpenBLAS (inside numpy and scipy)",
-        does=f"multiplies on {_threads(count)} ({why}); the default is one per CPU, started when numpy is imported",
+        does=f"multiplies on {threads_text(count)} ({why}); the default is one per CPU, started when numpy is imported",
         costs="a large matrix product of numpy or scipy cannot use more CPUs",
         source="OpenBLAS user manual, 'Environment variables'",
     )
@@ -324,7 +336,7 @@ def jemalloc_memory() -> Knob:
     )
 
 
-def _threads(count: int) -> str:
+def threads_text(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
 
 
