@@ -14,8 +14,6 @@ from modelguard.sharing import _weights_formats
 if TYPE_CHECKING:
     from modelguard.sharing._weights_formats import Create
 
-__all__ = ["FORMAT"]
-
 
 class NumpyFormat:
     """One array, or a mapping of names to arrays."""

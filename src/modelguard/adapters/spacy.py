@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 from modelguard import _extras, _units
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported, Overloaded
+from modelguard.lifecycle._adapters import PlainAdapter
 from modelguard.lifecycle._misuse import plain_function
 from modelguard.lifecycle._policy import NextCheck, Policy, Snapshot
 from modelguard.lifecycle._wrappers import Guarded, is_lazy
@@ -51,13 +52,7 @@ try:
 except ModuleNotFoundError as error:
     raise _extras.not_installed(error, "modelguard.adapters.spacy") from error
 
-__all__ = [
-    "ADAPTER",
-    "IndexGrowth",
-    "Zoned",
-    "ZonedLease",
-    "zoned",
-]
+__all__ = ["ADAPTER", "IndexGrowth", "Zoned", "ZonedLease", "zoned"]
 
 
 # Find results that would outlive the memory that they point into.
@@ -67,20 +62,8 @@ __all__ = [
 MAX_OBJECTS = 10_000
 MAX_DEPTH = 20
 
-_POINTING = (
-    Doc,
-    Span,
-    SpanGroup,
-    SpanGroups,
-    Token,
-    Lexeme,
-    MorphAnalysis,
-    Underscore,
-    Example,
-    Vocab,
-    StringStore,
-    Language,
-)
+_POINTING: tuple[type, ...] = (Doc, Span, SpanGroup, SpanGroups, Token, Lexeme, MorphAnalysis, Underscore)
+_POINTING += (Example, Vocab, StringStore, Language)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 
 
@@ -93,9 +76,7 @@ def refuse_escaped(function: Any, result: Any) -> None:
     Raises:
         EscapedResult: An object in the result points into the zone, or would do its work later.
     """
-    if type(result) in _PLAIN:
-        return
-    found = _find(result)
+    found = None if type(result) in _PLAIN else _find(result)
     if found is None:
         return
     path, escaped = found
@@ -245,7 +226,7 @@ class ZoneLock:
             if not self._inside:
                 return False
             part = any(context.zone is self for context in _entered())
-            part = part or (waits and self._thread == threading.get_ident() and _on_event_loop())
+            part = part or (waits and self._thread == threading.get_ident() and waiting.on_event_loop())
             self._inside += part
             return part
 
@@ -404,14 +385,6 @@ def _entered() -> Iterator[ZoneContext]:
         context = context.outer
 
 
-def _on_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 def _zone_of(language: Language) -> ZoneLock:
     zone = _zones.get(language)
     return _zones.setdefault(language, ZoneLock()) if zone is None else zone
@@ -438,12 +411,8 @@ _BYTES_PER_CELL = 16 * 2
 _LEAST_NUMBER = 1_000_000
 
 
-class SpacyAdapter:
-    """Figures of a pipeline's vocabulary."""
-
-    def size(self, model: Any) -> int | None:  # noqa: ARG002 - its arrays are in many places
-        """Unknown: the guard measures the load."""
-        return None
+class SpacyAdapter(PlainAdapter):
+    """Figures of a pipeline's vocabulary. Its arrays are in many places: the guard measures the load."""
 
     def gauges(self, model: Any) -> Mapping[str, int]:
         """The numbers of lexemes and strings made so far, and the bytes of the two tables that index them.
@@ -457,9 +426,6 @@ class SpacyAdapter:
         if table is not None:
             figures["index_bytes"] = table.capacity * _BYTES_PER_CELL
         return MappingProxyType(figures)
-
-    def released(self) -> None:
-        """Do nothing: spaCy keeps no cache of its own."""
 
 
 ADAPTER = SpacyAdapter()
@@ -575,12 +541,9 @@ class Zoned(Generic[L]):
         """
         plain = plain_function(function)
         if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
-            raise InvalidOption(
-                "function",
-                plain,
-                why="is a generator function, and the memory zone would be closed before its results are read",
-                fix="Return a list, or use the zone as a block: with zoned.lease() as nlp: ...",
-            )
+            why = "is a generator function, and the memory zone would be closed before its results are read"
+            fix = "Return a list, or use the zone as a block: with zoned.lease() as nlp: ..."
+            raise InvalidOption("function", plain, why=why, fix=fix)
         self._guard(function)  # raises if this cannot be decorated
         inside = self._coroutine if inspect.iscoroutinefunction(plain) else self._function
         return Guarded(function, inside, self._guard)
@@ -638,10 +601,8 @@ def zoned(nlp: ModelGuard[L], *, wait_timeout: _units.Duration = 30.0) -> Zoned[
         InvalidOption: ``nlp`` is not a guard, or ``wait_timeout`` is not a duration.
         NotSupported: This spaCy has no memory zones.
     """
-    if not isinstance(nlp, ModelGuard):
-        raise InvalidOption(
-            "nlp", nlp, why="must be a guard", fix="Write zoned(guard(lambda: spacy.load(...), reload_on=...))."
-        )
+    fix = "Write zoned(guard(lambda: spacy.load(...), reload_on=...))."
+    _units.instance(nlp, "nlp", ModelGuard, "a guard", fix=fix)
     if not hasattr(Language, "memory_zone"):
         raise NotSupported("zoned", reason=f"spaCy {version('spacy')} has no memory zones; install spacy>=3.8")
     return Zoned(nlp, _units.seconds(wait_timeout, "wait_timeout", zero=True))

@@ -5,7 +5,6 @@ held stays locked forever, and waiting for either hangs. So every thread is a ha
 state about this process elsewhere: on a graphics card, or in an event loop.
 """
 
-import asyncio
 import functools
 import os
 import socket
@@ -21,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from modelguard.environment import _allocator, _effect
 from modelguard.facts import _proc
 from modelguard.lifecycle import _adapters
+from modelguard.runtime import waiting
 
 # Libraries whose threads and connections users did not start themselves, and what to do about each at a fork.
 #
@@ -217,11 +217,7 @@ class ThisProcess:
         return _effect.ThisProcess().grpc_forks() is False
 
     def runs_event_loop(self) -> bool:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return False
-        return True
+        return waiting.on_event_loop()
 
     def event_loops_elsewhere(self) -> Iterable[str]:
         """Every other thread with a frame of asyncio's on its stack."""
