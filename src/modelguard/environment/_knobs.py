@@ -6,6 +6,7 @@ after its reader has read it silently has no effect.
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from modelguard.errors import InvalidOption
@@ -139,8 +140,6 @@ _GLIBC_THRESHOLD = 128 * 1024
 #: How many arenas glibc may make. The default is up to 8 per CPU, and each keeps what was freed in it.
 _GLIBC_ARENAS = 2
 
-_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-
 
 @dataclass(frozen=True, slots=True)
 class Knob:
@@ -169,7 +168,7 @@ class Knob:
     source: str
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(_NAME, self.name):
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
             why = "is not a valid name for a variable"
             raise InvalidOption("name", self.name, why=why, fix="Use letters, digits and underscores, no digit first.")
         if not self.value.isprintable() or self.value != self.value.strip():
@@ -180,12 +179,11 @@ class Knob:
 
 def onednn_caches(entries: int) -> tuple[Knob, Knob]:
     """Limit the two caches that grow with every new input shape; either limit alone is not enough."""
+    cache = partial(Knob, value=str(entries), read_at="first use")
     measured = "400 lengths through 8 convolutions grew by 339 MB without a limit, 77 MB with this one alone"
     return (
-        Knob(
+        cache(
             name=ONEDNN,
-            value=str(entries),
-            read_at="first use",
             reader="oneDNN",
             does=f"keeps at most {entries} compiled operations; each convolution layer takes one per input shape, "
             "and the default is 1024",
@@ -193,10 +191,8 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
             "recur and do not fit",
             source=f"oneDNN developer guide, 'Primitive Cache'; {measured}",
         ),
-        Knob(
+        cache(
             name=IDEEP,
-            value=str(entries),
-            read_at="first use",
             reader="ideep (torch's layer over oneDNN), once in each thread",
             does=f"keeps at most {entries} descriptions of convolutions per thread; they keep alive what oneDNN's own "
             "cache drops, and the default is 1024",
@@ -208,24 +204,19 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
 
 def threads(count: int, why: str) -> tuple[Knob, Knob]:
     costs = "a single call in the process cannot use the other workers' CPUs"
+    of_library = partial(Knob, value=str(count), read_at="library load", costs=costs)
     return (
-        Knob(
+        of_library(
             name="OMP_NUM_THREADS",
-            value=str(count),
-            read_at="library load",
             reader="OpenMP (libgomp, libiomp5, libomp)",
             does=f"runs an operation on {threads_text(count)} ({why}); the default is one per CPU that the process may "
             "run on, regardless of its quota and the number of workers",
-            costs=costs,
             source="OpenMP 5.2, section 21.1.2; PyTorch, 'CPU threading and TorchScript inference'",
         ),
-        Knob(
+        of_library(
             name="MKL_NUM_THREADS",
-            value=str(count),
-            read_at="library load",
             reader="MKL (inside torch on x86)",
             does=f"the same for matrix products by MKL ({why}); torch takes its own number of threads from it",
-            costs=costs,
             source="Intel oneMKL developer guide, 'MKL_NUM_THREADS'; PyTorch, aten/src/ATen/ParallelOpenMP.cpp",
         ),
     )
@@ -285,38 +276,30 @@ def tokenizers_threads() -> Knob:
 
 
 def glibc_memory() -> tuple[Knob, Knob, Knob]:
-    source = "mallopt(3)"
+    of_malloc = partial(Knob, read_at="exec", reader="glibc's malloc", source="mallopt(3)")
     return (
-        Knob(
+        of_malloc(
             name="MALLOC_ARENA_MAX",
             value=str(_GLIBC_ARENAS),
-            read_at="exec",
-            reader="glibc's malloc",
             does=f"shares {_GLIBC_ARENAS} heaps among all threads; by default there are up to 8 per CPU, and each "
             "keeps what was freed in it",
             costs="threads that allocate at the same moment wait for each other",
-            source=source,
         ),
-        Knob(
+        of_malloc(
             name="MALLOC_TRIM_THRESHOLD_",
             value=str(_GLIBC_THRESHOLD),
-            read_at="exec",
-            reader="glibc's malloc",
             does="always returns the free end of the heap once it exceeds 128 KiB; by default the limit grows with "
             "the blocks that are freed, up to 64 MiB",
             costs="memory that is needed again is requested from the kernel again",
-            source=source,
         ),
-        Knob(
+        of_malloc(
             name="MALLOC_MMAP_THRESHOLD_",
             value=str(_GLIBC_THRESHOLD),
-            read_at="exec",
-            reader="glibc's malloc",
             does="maps every block of 128 KiB or more separately, so that freeing it returns it; by default the limit "
             "grows with the blocks that are freed, up to 32 MiB",
             costs="the kernel maps and zeroes each large block, such as a tensor, every time: 8 small convolutions "
             "(64 channels, 3000 long) took 1.15 s instead of 0.8 s of CPU time",
-            source=f"{source}; with both thresholds 400 lengths through 8 convolutions grew by 111 MB, "
+            source="mallopt(3); with both thresholds 400 lengths through 8 convolutions grew by 111 MB, "
             "without them by 339 MB",
         ),
     )
@@ -358,16 +341,14 @@ CUDNN_MOST_ENTRIES = 10_000
 #: (pytorch#58466: half a gigabyte each).
 _CONTEXTS = 0.1
 
-_READER = "torch's CUDA allocator"
+_CUDA_ALLOCATOR = partial(Knob, ALLOCATOR, read_at="first use", reader="torch's CUDA allocator")
+_CUDA_MODULES = partial(Knob, MODULES, read_at="first use", reader="the CUDA driver, when CUDA is initialised")
 
 
 def expandable_segments() -> Knob:
     """Let segments of the GPU's memory grow, so that inputs of new sizes do not leave holes."""
-    return Knob(
-        name=ALLOCATOR,
+    return _CUDA_ALLOCATOR(
         value="expandable_segments:True",
-        read_at="first use",
-        reader=_READER,
         does="maps memory into segments that grow, instead of one segment for each large block; sizes that change "
         "from call to call then leave fewer holes that nothing fits into",
         costs="no CUDA IPC where processes may not use pidfd_getfd, as in most containers: sharing a tensor on the "
@@ -379,11 +360,8 @@ def expandable_segments() -> Knob:
 
 def reclaiming() -> Knob:
     """Free old cached blocks early, so that no call waits until all of them are freed."""
-    return Knob(
-        name=ALLOCATOR,
+    return _CUDA_ALLOCATOR(
         value="garbage_collection_threshold:0.8",
-        read_at="first use",
-        reader=_READER,
         does="from 80 % of the process's part of the GPU on, frees the cached blocks that were not used for longest; "
         "otherwise the call that finds no memory waits for the GPU, and frees the whole cache",
         costs="blocks that are needed again are requested from the driver again; a torch without pytorch#161035 "
@@ -394,11 +372,8 @@ def reclaiming() -> Knob:
 
 def fraction(workers: int) -> Knob:
     part = int((1 - _CONTEXTS) / workers * 1000) / 1000
-    return Knob(
-        name=ALLOCATOR,
+    return _CUDA_ALLOCATOR(
         value=f"per_process_memory_fraction:{part:g},garbage_collection_threshold:0.8",
-        read_at="first use",
-        reader=_READER,
         does=f"a process that asks for more than {part:g} of the GPU gets an OutOfMemoryError, and not its neighbours; "
         f"from 80 % of that on, old cached blocks are freed. {_CONTEXTS:g} of the GPU is left for CUDA contexts, which "
         "the fraction does not count",
@@ -423,11 +398,8 @@ def cudnn_plans(entries: int) -> Knob:
 
 def eager_modules() -> Knob:
     """Load all GPU code when CUDA starts, and not in the first calls."""
-    return Knob(
-        name=MODULES,
+    return _CUDA_MODULES(
         value="EAGER",
-        read_at="first use",
-        reader="the CUDA driver, when CUDA is initialised",
         does="no call waits for the GPU code of an operation that none has used before; a warm-up with typical inputs "
         "does the same for the operations that it uses",
         costs="a longer start, and memory on the GPU for code that is never used: 667 MB instead of 287 MB with "
@@ -438,11 +410,8 @@ def eager_modules() -> Knob:
 
 def lazy_modules() -> Knob:
     """Load GPU code when it is first used, so that each process's context is small."""
-    return Knob(
-        name=MODULES,
+    return _CUDA_MODULES(
         value="LAZY",
-        read_at="first use",
-        reader="the CUDA driver, when CUDA is initialised",
         does="the context of each process holds only the GPU code that it has used; the default since CUDA 12.2, and "
         "set by torch",
         costs="the first call of each operation loads its code",
