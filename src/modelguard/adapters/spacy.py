@@ -36,8 +36,6 @@ from modelguard.runtime import fork, waiting
 from modelguard.telemetry.reasons import ReasonKind
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from modelguard.lifecycle._leases import Lease
 
 try:
@@ -111,36 +109,28 @@ def _escapes(value: Any) -> bool:
 def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The items of a container that are not plain values, with their paths."""
     if isinstance(value, dict):
-        yield from _items(f"list({path})", value)
-        yield from (
-            (f"{path}[{key!r}]", item) for key, item in islice(value.items(), MAX_OBJECTS) if _needs_check(item)
-        )
+        yield from _items(f"list({path})", enumerate(value))
+        yield from _items(path, value.items())
     elif isinstance(value, list | tuple | deque) and not hasattr(value, "_fields"):
-        yield from _items(path, value)
+        yield from _items(path, enumerate(value))
     elif isinstance(value, set | frozenset | KeysView | ValuesView | ItemsView):
-        yield from _items(f"list({path})", value)
+        yield from _items(f"list({path})", enumerate(value))
     else:
         yield from ((f"{path}.{name}", getattr(value, name, None)) for name in _fields(value))
 
 
-def _items(path: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    few = enumerate(islice(items, MAX_OBJECTS))
-    return ((f"{path}[{place}]", item) for place, item in few if _needs_check(item))
-
-
-def _needs_check(item: Any) -> bool:
-    return type(item) not in _PLAIN
+def _items(path: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
+    few = islice(items, MAX_OBJECTS)
+    return ((f"{path}[{place!r}]", item) for place, item in few if type(item) not in _PLAIN)
 
 
 def _fields(value: Any) -> Iterable[str]:
     """The field names of a record; empty for any other object."""
-    if isinstance(value, tuple):
-        return getattr(value, "_fields", ())
     if isinstance(value, SimpleNamespace):
         return vars(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return (field.name for field in dataclasses.fields(value))
-    return ()
+    return getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
 
 
 # Exclusive access to a pipeline's memory zone: one call at a time, each in its own zone.
@@ -334,19 +324,19 @@ class ZoneContext:
                 raise
         self._begin()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # The frames of a traceback refer to documents, and error reporters print the variables of frames. As long as
         # such a frame lives, so does this object, and with it the memory that the documents point into.
         if error is None:
             self._pool = None
-        self._end()
+        self.inside = False
+        with suppress(ValueError):  # it may end in another contextvars context than it began in (dependency injection)
+            _current.reset(self._token)
+        if self.epoch == self.zone.epoch:
+            self.zone.leave()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.__exit__(_kind, error, _trace)
 
     def _withdraw(self, waiter: Waiter, error: BaseException) -> None:
         self.zone.withdraw(waiter)
@@ -362,13 +352,6 @@ class ZoneContext:
         self.epoch = self.zone.epoch
         self.inside = True
         self._token: contextvars.Token[ZoneContext | None] = _current.set(self)
-
-    def _end(self) -> None:
-        self.inside = False
-        with suppress(ValueError):  # it may end in another contextvars context than it began in (dependency injection)
-            _current.reset(self._token)
-        if self.epoch == self.zone.epoch:
-            self.zone.leave()
 
 
 _current: ContextVar[ZoneContext | None] = ContextVar("modelguard zone", default=None)
@@ -486,10 +469,8 @@ class ZonedLease(Generic[L]):
             self._entered = stack.pop_all()
         return model
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.__exit__(kind, error, trace)
+    def __exit__(self, *exc_info: Any) -> None:  # noqa: PYI036 - passed on
+        self._entered.__exit__(*exc_info)
 
     async def __aenter__(self) -> L:
         async with AsyncExitStack() as stack:
@@ -498,10 +479,8 @@ class ZonedLease(Generic[L]):
             self._aentered = stack.pop_all()
         return model
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._aentered.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exc_info: Any) -> None:  # noqa: PYI036 - passed on
+        await self._aentered.__aexit__(*exc_info)
 
     def _zone(self, model: L) -> ZoneContext:
         if not isinstance(model, Language):

@@ -134,12 +134,7 @@ class ThisProcess:
 
 
 def _thread_count(path: str, functions: tuple[str, ...]) -> int | None:
-    import ctypes
-
-    try:
-        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
-    except OSError:
-        return None
+    library = _open(path)
     function = next((name for name in functions if hasattr(library, name)), None)
     if function is None:
         return None
@@ -319,7 +314,7 @@ def cap_openmp(count: int) -> None:
     """
     for path in loaded_openmp():
         runtime = _open(path)
-        if runtime is not None and runtime.omp_get_max_threads() > count:
+        if hasattr(runtime, "omp_set_num_threads") and runtime.omp_get_max_threads() > count:
             runtime.omp_set_num_threads(count)
 
 
@@ -334,7 +329,7 @@ def end_openmp_pool() -> None:
     """
     for path in loaded_openmp():
         runtime = _open(path) if "/libgomp" in path else None
-        if runtime is not None and hasattr(runtime, "omp_pause_resource_all"):
+        if hasattr(runtime, "omp_pause_resource_all"):
             runtime.omp_pause_resource_all(_SOFT)
 
 
@@ -345,10 +340,10 @@ def loaded_openmp() -> set[str]:
 
 
 def _open(path: str) -> Any:
+    """A library that is loaded; None if it was replaced on disk since."""
     import ctypes
 
     try:
-        runtime = ctypes.CDLL(path)
-        return runtime if hasattr(runtime, "omp_set_num_threads") and hasattr(runtime, "omp_get_max_threads") else None
-    except OSError:  # replaced on disk since it was loaded
+        return ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
+    except OSError:
         return None

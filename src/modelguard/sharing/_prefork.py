@@ -125,14 +125,11 @@ def in_child() -> None:
         Exception: The error that a guard's ``warmup`` raised.
     """
     if _current is None:
-        raise ForkOrder(
-            "in_child", why="the parent was not prepared", fix="Call prefork.prepare() in it before it forks."
-        )
+        fix = "Call prefork.prepare() in it before it forks."
+        raise ForkOrder("in_child", why="the parent was not prepared", fix=fix)
     if os.getpid() == _current.pid:
-        why = "this is the parent process"
-        raise ForkOrder(
-            "in_child", why=why, fix="Call it in the worker, as in gunicorn's post_fork or uWSGI's postfork."
-        )
+        fix = "Call it in the worker, as in gunicorn's post_fork or uWSGI's postfork."
+        raise ForkOrder("in_child", why="this is the parent process", fix=fix)
     _repair(_current)
     if _current.failure is not None:
         raise _current.failure
