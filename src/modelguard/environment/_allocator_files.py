@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
@@ -39,13 +39,39 @@ SmallObjects = Literal["pymalloc", "mimalloc", "malloc"]
 #: ``MALLOC_CONF`` without jemalloc.
 ProblemKind = Literal["placebo", "missing", "private copy", "two allocators", "background threads", "unused setting"]
 
-_FILE_NAMES: tuple[tuple[Kind, str], ...] = (
-    ("glibc", r"libc(?:\.so\.6|-2\.\d+\.so)"),
+_TCMALLOC = ("libtcmalloc_minimal", "libtcmalloc")
+
+
+class _Known(NamedTuple):
+    """What is known of an allocator's files.
+
+    Attributes:
+        kind: The allocator.
+        name: What a file of it is called.
+        normal: How the names of its normal builds begin: nobody should get a debugging or profiling build by accident.
+        package: The package that contains it, in Debian and Ubuntu.
+    """
+
+    kind: Kind
+    name: str
+    normal: tuple[str, ...] = ()
+    package: str = ""
+
+
+#: From best to worst. A guard that reloads 200 MB of 8 kB blocks, one in 200 of which survives, held 226, 244 and
+#: 424 MB after 8 reloads, and its releases returned 205, 181 - 195 and 0 - 1 MB (jemalloc 5.3.0, tcmalloc 2.10,
+#: mimalloc 2.0.9; glibc: 216 and 199 - 200 MB). With 200 lengths of input, eight small Conv1d layers and both oneDNN
+#: caches capped, a process grew by 9, 15 and 8 MB, and by 4, 10 and 8 MB after a trim, at the same CPU time.
+_KNOWN = (
     # Wheels that bundle a library put a hash into its name: libjemalloc-1a2b3c4d.so.2.
-    ("jemalloc", r"libjemalloc(?:_pic)?(?:-[0-9a-f]+)?\.so[.\d]*"),
-    ("mimalloc", r"libmimalloc(?:-(?:secure|debug|[0-9a-f]+))*\.so[.\d]*"),
-    ("tcmalloc", r"libtcmalloc(?:_[a-z_]+)?(?:-[0-9a-f]+)?\.so[.\d]*"),
+    _Known("jemalloc", r"libjemalloc(?:_pic)?(?:-[0-9a-f]+)?\.so[.\d]*", ("libjemalloc",), "libjemalloc2"),
+    _Known("tcmalloc", r"libtcmalloc(?:_[a-z_]+)?(?:-[0-9a-f]+)?\.so[.\d]*", _TCMALLOC, "libtcmalloc-minimal4"),
+    _Known("mimalloc", r"libmimalloc(?:-(?:secure|debug|[0-9a-f]+))*\.so[.\d]*", ("libmimalloc",), "libmimalloc2.0"),
+    _Known("glibc", r"libc(?:\.so\.6|-2\.\d+\.so)"),
 )
+
+#: The packages of those that can be installed, in Debian and Ubuntu.
+PACKAGES: Mapping[str, str] = {known.kind: known.package for known in _KNOWN if known.package}
 
 
 class Library(Protocol):
@@ -120,7 +146,7 @@ class AllocatorFile:
 
 def kind_of(path: str) -> Kind | None:
     name = PurePath(path).name
-    return next((kind for kind, pattern in _FILE_NAMES if re.fullmatch(pattern, name)), None)
+    return next((known.kind for known in _KNOWN if re.fullmatch(known.name, name)), None)
 
 
 # The little of ELF files (elf(5)) that tells whether a program can load a library, and where it keeps a variable.
@@ -264,20 +290,6 @@ def is_static(file: str) -> bool:
 
 # The libraries of this machine, and whether one may be preloaded.
 
-#: From best to worst. A guard that reloads 200 MB of 8 kB blocks, one in 200 of which survives, held 226, 244 and
-#: 424 MB after 8 reloads, and its releases returned 205, 181 - 195 and 0 - 1 MB (jemalloc 5.3.0, tcmalloc 2.10,
-#: mimalloc 2.0.9; glibc: 216 and 199 - 200 MB). With 200 lengths of input, eight small Conv1d layers and both oneDNN
-#: caches capped, a process grew by 9, 15 and 8 MB, and by 4, 10 and 8 MB after a trim, at the same CPU time.
-_KINDS: tuple[Kind, ...] = ("jemalloc", "tcmalloc", "mimalloc")
-
-# Normal builds only: nobody should get a debugging or profiling build by accident.
-_FILES: tuple[tuple[str, Kind], ...] = (
-    ("libjemalloc", "jemalloc"),
-    ("libtcmalloc_minimal", "tcmalloc"),
-    ("libtcmalloc", "tcmalloc"),
-    ("libmimalloc", "mimalloc"),
-)
-
 _SYSTEM = (
     "usr/local/lib",
     "usr/local/lib64",
@@ -328,15 +340,15 @@ def find(
     """
     if kind is not None:
         _units.one_of(kind, "kind", get_args(Kind), what="allocator")
-    wanted: list[tuple[str, Kind]] = [(name, each) for name, each in _FILES if kind in (None, each)]
     found: dict[Path, AllocatorFile] = {}
-    for folder in _folders(root, environ):
-        for name, each in wanted:
-            for file in _versions(folder, name):
-                if _why_unloadable(file, program) is None:
-                    path = str(PurePosixPath("/") / file.relative_to(root))
-                    found.setdefault(file.resolve(), AllocatorFile(each, path))
-    return tuple(sorted(found.values(), key=lambda file: _KINDS.index(file.kind)))
+    folders = [*_folders(root, environ)]
+    for known in _KNOWN:
+        files = (file for folder in folders for name in known.normal for file in _versions(folder, name))
+        for file in files if kind in (None, known.kind) else ():
+            if _why_unloadable(file, program) is None:
+                path = str(PurePosixPath("/") / file.relative_to(root))
+                found.setdefault(file.resolve(), AllocatorFile(known.kind, path))
+    return tuple(found.values())
 
 
 def check_preload(path: str | Path, *, argument: str = "preload", program: Path = RUNNING) -> None:

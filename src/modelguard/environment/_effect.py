@@ -328,7 +328,7 @@ def end_openmp_pool() -> None:
     threads).
     """
     for path in loaded_openmp():
-        runtime = _open(path) if "/libgomp" in path else None
+        runtime: Any = _open(path) if "/libgomp" in path else None
         if hasattr(runtime, "omp_pause_resource_all"):
             runtime.omp_pause_resource_all(_SOFT)
 

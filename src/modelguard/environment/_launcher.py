@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 from modelguard import _units
 from modelguard.environment import _allocator, _allocator_files, _knobs
-from modelguard.environment._allocator_files import RUNNING, Kind, is_static, kind_of
+from modelguard.environment._allocator_files import PACKAGES, RUNNING, Kind, is_static, kind_of
 from modelguard.errors import CannotRun, InvalidOption, NotSupported
 from modelguard.facts import _proc
 
@@ -135,18 +135,11 @@ PRELOAD = "LD_PRELOAD"
 
 _ARGUMENT = "allocator"
 
-#: The allocators' packages in Debian and Ubuntu.
-_PACKAGES: dict[Allocator, str] = {
-    "jemalloc": "libjemalloc2",
-    "mimalloc": "libmimalloc2.0",
-    "tcmalloc": "libtcmalloc-minimal4",
-}
-
 #: For reloads and CPU time see ``docs/environment.md``, "The allocator".
 _KEEPS = (
     "mimalloc keeps most of the memory that reloads free; MIMALLOC_RESET_DELAY=0 (from 2.1 on MIMALLOC_PURGE_DELAY=0) "
     "makes it return this memory, at up to 1.6 times the CPU time; jemalloc returns it without that: "
-    f"apt install {_PACKAGES['jemalloc']}"
+    f"apt install {PACKAGES['jemalloc']}"
 )
 
 #: The settings that make mimalloc return freed pages immediately: of 2.0 and earlier, and of 2.1 and later.
@@ -154,7 +147,7 @@ _RETURNING = ("MIMALLOC_RESET_DELAY", "MIMALLOC_DECOMMIT_DELAY", "MIMALLOC_PURGE
 
 _NONE_USABLE = (
     "no other allocator can be preloaded, so glibc stays and is set to return freed memory, at some cost of CPU time; "
-    f"to use jemalloc instead: apt install {_PACKAGES['jemalloc']}"
+    f"to use jemalloc instead: apt install {PACKAGES['jemalloc']}"
 )
 
 
@@ -196,7 +189,7 @@ def choose_preload(
 
 def _without(wanted: Allocator, reason: str) -> tuple[dict[str, str], list[str]]:
     """Continue without a preload, unless the user has named a library."""
-    if wanted in _PACKAGES:
+    if wanted in PACKAGES:
         raise NotSupported(f"preloading {wanted}", reason=reason)
     return {}, [f"the allocator is not changed: {reason}"]
 
@@ -217,7 +210,7 @@ def _preload(
         return variables, [*map(str, rejections), *([_KEEPS] if keeps else ())]
     if wanted == "auto":
         return _glibc(environ), [*map(str, rejections), _NONE_USABLE]
-    fix = f'Install it (Debian, Ubuntu: apt install {_PACKAGES[wanted]}), or write "auto".'
+    fix = f'Install it (Debian, Ubuntu: apt install {PACKAGES[wanted]}), or write "auto".'
     raise rejections[0] if rejections else InvalidOption(_ARGUMENT, wanted, why="is not installed", fix=fix)
 
 
