@@ -168,7 +168,7 @@ class Knob:
     source: str
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
+        if not (self.name.isascii() and self.name.isidentifier()):
             why = "is not a valid name for a variable"
             raise InvalidOption("name", self.name, why=why, fix="Use letters, digits and underscores, no digit first.")
         if not self.value.isprintable() or self.value != self.value.strip():
@@ -235,88 +235,79 @@ def openblas_threads(count: int, why: str) -> Knob:
     )
 
 
-def cuda_check() -> Knob:
-    """Check for CUDA without starting it, so that the process can still fork."""
-    return Knob(
-        name="PYTORCH_NVML_BASED_CUDA_CHECK",
-        value="1",
-        read_at="any time",
-        reader="torch.cuda.is_available()",
-        does="asks the driver's management library instead of starting CUDA, which forked workers could not use",
-        costs="a weaker check: a broken driver is detected only at the first use of CUDA",
-        source="PyTorch, torch.cuda.is_available and 'Poison fork in multiprocessing'",
-    )
+#: Check for CUDA without starting it, so that the process can still fork.
+CUDA_CHECK = Knob(
+    name="PYTORCH_NVML_BASED_CUDA_CHECK",
+    value="1",
+    read_at="any time",
+    reader="torch.cuda.is_available()",
+    does="asks the driver's management library instead of starting CUDA, which forked workers could not use",
+    costs="a weaker check: a broken driver is detected only at the first use of CUDA",
+    source="PyTorch, torch.cuda.is_available and 'Poison fork in multiprocessing'",
+)
 
+GRPC_FORK_SUPPORT = Knob(
+    name="GRPC_ENABLE_FORK_SUPPORT",
+    value="1",
+    read_at="library load",
+    reader="gRPC (grpcio)",
+    does="stops gRPC's threads for a fork and restarts them after it; without it workers may hang in their first "
+    "call. The default has changed several times between releases",
+    costs="a fork waits for running gRPC calls; works with the polling strategies epoll1 and poll only",
+    source="grpc/grpc, doc/fork_support.md and issues 41725 and 41768",
+)
 
-def grpc_fork_support() -> Knob:
-    return Knob(
-        name="GRPC_ENABLE_FORK_SUPPORT",
-        value="1",
-        read_at="library load",
-        reader="gRPC (grpcio)",
-        does="stops gRPC's threads for a fork and restarts them after it; without it workers may hang in their first "
-        "call. The default has changed several times between releases",
-        costs="a fork waits for running gRPC calls; works with the polling strategies epoll1 and poll only",
-        source="grpc/grpc, doc/fork_support.md and issues 41725 and 41768",
-    )
+#: Keep Hugging Face's tokenizers from starting threads, which do not survive a fork.
+TOKENIZERS_THREADS = Knob(
+    name="TOKENIZERS_PARALLELISM",
+    value="false",
+    read_at="any time",
+    reader="tokenizers (Hugging Face)",
+    does="encodes a batch on the calling thread, so that a fork loses no threads and no worker prints a warning "
+    "about it",
+    costs="a batch of many texts is encoded on one CPU",
+    source="huggingface/tokenizers, utils/parallelism.rs",
+)
 
+_OF_MALLOC = partial(Knob, read_at="exec", reader="glibc's malloc", source="mallopt(3)")
+GLIBC_MEMORY = (
+    _OF_MALLOC(
+        name="MALLOC_ARENA_MAX",
+        value=str(_GLIBC_ARENAS),
+        does=f"shares {_GLIBC_ARENAS} heaps among all threads; by default there are up to 8 per CPU, and each "
+        "keeps what was freed in it",
+        costs="threads that allocate at the same moment wait for each other",
+    ),
+    _OF_MALLOC(
+        name="MALLOC_TRIM_THRESHOLD_",
+        value=str(_GLIBC_THRESHOLD),
+        does="always returns the free end of the heap once it exceeds 128 KiB; by default the limit grows with "
+        "the blocks that are freed, up to 64 MiB",
+        costs="memory that is needed again is requested from the kernel again",
+    ),
+    _OF_MALLOC(
+        name="MALLOC_MMAP_THRESHOLD_",
+        value=str(_GLIBC_THRESHOLD),
+        does="maps every block of 128 KiB or more separately, so that freeing it returns it; by default the limit "
+        "grows with the blocks that are freed, up to 32 MiB",
+        costs="the kernel maps and zeroes each large block, such as a tensor, every time: 8 small convolutions "
+        "(64 channels, 3000 long) took 1.15 s instead of 0.8 s of CPU time",
+        source="mallopt(3); with both thresholds 400 lengths through 8 convolutions grew by 111 MB, "
+        "without them by 339 MB",
+    ),
+)
 
-def tokenizers_threads() -> Knob:
-    """Keep Hugging Face's tokenizers from starting threads, which do not survive a fork."""
-    return Knob(
-        name="TOKENIZERS_PARALLELISM",
-        value="false",
-        read_at="any time",
-        reader="tokenizers (Hugging Face)",
-        does="encodes a batch on the calling thread, so that a fork loses no threads and no worker prints a warning "
-        "about it",
-        costs="a batch of many texts is encoded on one CPU",
-        source="huggingface/tokenizers, utils/parallelism.rs",
-    )
-
-
-def glibc_memory() -> tuple[Knob, Knob, Knob]:
-    of_malloc = partial(Knob, read_at="exec", reader="glibc's malloc", source="mallopt(3)")
-    return (
-        of_malloc(
-            name="MALLOC_ARENA_MAX",
-            value=str(_GLIBC_ARENAS),
-            does=f"shares {_GLIBC_ARENAS} heaps among all threads; by default there are up to 8 per CPU, and each "
-            "keeps what was freed in it",
-            costs="threads that allocate at the same moment wait for each other",
-        ),
-        of_malloc(
-            name="MALLOC_TRIM_THRESHOLD_",
-            value=str(_GLIBC_THRESHOLD),
-            does="always returns the free end of the heap once it exceeds 128 KiB; by default the limit grows with "
-            "the blocks that are freed, up to 64 MiB",
-            costs="memory that is needed again is requested from the kernel again",
-        ),
-        of_malloc(
-            name="MALLOC_MMAP_THRESHOLD_",
-            value=str(_GLIBC_THRESHOLD),
-            does="maps every block of 128 KiB or more separately, so that freeing it returns it; by default the limit "
-            "grows with the blocks that are freed, up to 32 MiB",
-            costs="the kernel maps and zeroes each large block, such as a tensor, every time: 8 small convolutions "
-            "(64 channels, 3000 long) took 1.15 s instead of 0.8 s of CPU time",
-            source="mallopt(3); with both thresholds 400 lengths through 8 convolutions grew by 111 MB, "
-            "without them by 339 MB",
-        ),
-    )
-
-
-def jemalloc_memory() -> Knob:
-    return Knob(
-        name="MALLOC_CONF",
-        value="background_thread:false,dirty_decay_ms:1000,muzzy_decay_ms:0",
-        read_at="exec",
-        reader="jemalloc",
-        does="returns freed pages after one second instead of ten, and starts no threads of its own: a fork would "
-        "lose them, and a child would then keep freed memory",
-        costs="pages that are needed again are requested from the kernel again; without its own threads jemalloc "
-        "returns memory only while the process allocates",
-        source="jemalloc(3), TUNING.md",
-    )
+JEMALLOC_MEMORY = Knob(
+    name="MALLOC_CONF",
+    value="background_thread:false,dirty_decay_ms:1000,muzzy_decay_ms:0",
+    read_at="exec",
+    reader="jemalloc",
+    does="returns freed pages after one second instead of ten, and starts no threads of its own: a fork would "
+    "lose them, and a child would then keep freed memory",
+    costs="pages that are needed again are requested from the kernel again; without its own threads jemalloc "
+    "returns memory only while the process allocates",
+    source="jemalloc(3), TUNING.md",
+)
 
 
 def threads_text(count: int) -> str:
@@ -345,29 +336,26 @@ _CUDA_ALLOCATOR = partial(Knob, ALLOCATOR, read_at="first use", reader="torch's 
 _CUDA_MODULES = partial(Knob, MODULES, read_at="first use", reader="the CUDA driver, when CUDA is initialised")
 
 
-def expandable_segments() -> Knob:
-    """Let segments of the GPU's memory grow, so that inputs of new sizes do not leave holes."""
-    return _CUDA_ALLOCATOR(
-        value="expandable_segments:True",
-        does="maps memory into segments that grow, instead of one segment for each large block; sizes that change "
-        "from call to call then leave fewer holes that nothing fits into",
-        costs="no CUDA IPC where processes may not use pidfd_getfd, as in most containers: sharing a tensor on the "
-        "GPU between processes fails there (pytorch#165685); garbage_collection_threshold does not free such "
-        "segments (pytorch#134338). PYTORCH_CUDA_ALLOC_CONF, the older name, wins if it is set as well (torch 2.13)",
-        source="PyTorch, 'CUDA semantics', 'Optimizing memory usage with PYTORCH_ALLOC_CONF'",
-    )
+#: Let segments of the GPU's memory grow, so that inputs of new sizes do not leave holes.
+EXPANDABLE_SEGMENTS = _CUDA_ALLOCATOR(
+    value="expandable_segments:True",
+    does="maps memory into segments that grow, instead of one segment for each large block; sizes that change "
+    "from call to call then leave fewer holes that nothing fits into",
+    costs="no CUDA IPC where processes may not use pidfd_getfd, as in most containers: sharing a tensor on the "
+    "GPU between processes fails there (pytorch#165685); garbage_collection_threshold does not free such "
+    "segments (pytorch#134338). PYTORCH_CUDA_ALLOC_CONF, the older name, wins if it is set as well (torch 2.13)",
+    source="PyTorch, 'CUDA semantics', 'Optimizing memory usage with PYTORCH_ALLOC_CONF'",
+)
 
-
-def reclaiming() -> Knob:
-    """Free old cached blocks early, so that no call waits until all of them are freed."""
-    return _CUDA_ALLOCATOR(
-        value="garbage_collection_threshold:0.8",
-        does="from 80 % of the process's part of the GPU on, frees the cached blocks that were not used for longest; "
-        "otherwise the call that finds no memory waits for the GPU, and frees the whole cache",
-        costs="blocks that are needed again are requested from the driver again; a torch without pytorch#161035 "
-        "(2025) does it only after torch.cuda.set_per_process_memory_fraction()",
-        source="PyTorch, 'CUDA semantics', and c10/cuda/CUDACachingAllocator.cpp",
-    )
+#: Free old cached blocks early, so that no call waits until all of them are freed.
+RECLAIMING = _CUDA_ALLOCATOR(
+    value="garbage_collection_threshold:0.8",
+    does="from 80 % of the process's part of the GPU on, frees the cached blocks that were not used for longest; "
+    "otherwise the call that finds no memory waits for the GPU, and frees the whole cache",
+    costs="blocks that are needed again are requested from the driver again; a torch without pytorch#161035 "
+    "(2025) does it only after torch.cuda.set_per_process_memory_fraction()",
+    source="PyTorch, 'CUDA semantics', and c10/cuda/CUDACachingAllocator.cpp",
+)
 
 
 def fraction(workers: int) -> Knob:
@@ -396,24 +384,21 @@ def cudnn_plans(entries: int) -> Knob:
     )
 
 
-def eager_modules() -> Knob:
-    """Load all GPU code when CUDA starts, and not in the first calls."""
-    return _CUDA_MODULES(
-        value="EAGER",
-        does="no call waits for the GPU code of an operation that none has used before; a warm-up with typical inputs "
-        "does the same for the operations that it uses",
-        costs="a longer start, and memory on the GPU for code that is never used: 667 MB instead of 287 MB with "
-        "torch 1.13 (pytorch#86509)",
-        source="NVIDIA, CUDA programming guide, 'Lazy Loading'",
-    )
+#: Load all GPU code when CUDA starts, and not in the first calls.
+EAGER_MODULES = _CUDA_MODULES(
+    value="EAGER",
+    does="no call waits for the GPU code of an operation that none has used before; a warm-up with typical inputs "
+    "does the same for the operations that it uses",
+    costs="a longer start, and memory on the GPU for code that is never used: 667 MB instead of 287 MB with "
+    "torch 1.13 (pytorch#86509)",
+    source="NVIDIA, CUDA programming guide, 'Lazy Loading'",
+)
 
-
-def lazy_modules() -> Knob:
-    """Load GPU code when it is first used, so that each process's context is small."""
-    return _CUDA_MODULES(
-        value="LAZY",
-        does="the context of each process holds only the GPU code that it has used; the default since CUDA 12.2, and "
-        "set by torch",
-        costs="the first call of each operation loads its code",
-        source="NVIDIA, CUDA programming guide, 'Lazy Loading'; pytorch#86509",
-    )
+#: Load GPU code when it is first used, so that each process's context is small.
+LAZY_MODULES = _CUDA_MODULES(
+    value="LAZY",
+    does="the context of each process holds only the GPU code that it has used; the default since CUDA 12.2, and "
+    "set by torch",
+    costs="the first call of each operation loads its code",
+    source="NVIDIA, CUDA programming guide, 'Lazy Loading'; pytorch#86509",
+)

@@ -216,7 +216,7 @@ def _preload(
 
 def _glibc(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that make glibc return freed memory; the user's own values take precedence."""
-    return {knob.name: knob.value for knob in _knobs.glibc_memory() if knob.name not in environ}
+    return {knob.name: knob.value for knob in _knobs.GLIBC_MEMORY if knob.name not in environ}
 
 
 #: Python ignores both signals from its start (Py_InitializeFromConfig), and an exec would keep them ignored.

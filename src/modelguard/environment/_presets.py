@@ -287,6 +287,11 @@ class _Service:
     distinct_shapes: int | None
     cpus: float | None
 
+    def entries(self, default: int, most: int) -> int:
+        """How many entries a cache needs that has some for each shape."""
+        shapes = self.distinct_shapes
+        return default if shapes is None else min(most, shapes * _knobs.ENTRIES_PER_SHAPE)
+
     def threads_per_worker(self) -> tuple[int, str]:
         count, source = self.cpus, ""
         if count is None:
@@ -303,9 +308,7 @@ def _torch_cpu(service: _Service) -> tuple[Knob, ...]:
 
 
 def _torch_cpu_dynamic(service: _Service) -> tuple[Knob, ...]:
-    shapes = service.distinct_shapes
-    entries = _knobs.DEFAULT_ENTRIES if shapes is None else min(_MAX_ENTRIES, shapes * _knobs.ENTRIES_PER_SHAPE)
-    return (*_knobs.onednn_caches(entries), *_torch_cpu(service))
+    return (*_knobs.onednn_caches(service.entries(_knobs.DEFAULT_ENTRIES, _MAX_ENTRIES)), *_torch_cpu(service))
 
 
 def _prefork(service: _Service) -> tuple[Knob, ...]:
@@ -313,17 +316,16 @@ def _prefork(service: _Service) -> tuple[Knob, ...]:
     return (
         *_knobs.threads(count, why),
         _knobs.openblas_threads(1, "a process that forks should have only one thread"),
-        _knobs.cuda_check(),
-        _knobs.grpc_fork_support(),
-        _knobs.tokenizers_threads(),
-        _knobs.jemalloc_memory(),
+        _knobs.CUDA_CHECK,
+        _knobs.GRPC_FORK_SUPPORT,
+        _knobs.TOKENIZERS_THREADS,
+        _knobs.JEMALLOC_MEMORY,
     )
 
 
 def _torch_cuda_dynamic(service: _Service) -> tuple[Knob, ...]:
-    shapes, most = service.distinct_shapes, _knobs.CUDNN_MOST_ENTRIES
-    entries = _knobs.CUDNN_DEFAULT_ENTRIES if shapes is None else min(most, shapes * _knobs.ENTRIES_PER_SHAPE)
-    return _knobs.expandable_segments(), _knobs.cudnn_plans(entries)
+    entries = service.entries(_knobs.CUDNN_DEFAULT_ENTRIES, _knobs.CUDNN_MOST_ENTRIES)
+    return _knobs.EXPANDABLE_SEGMENTS, _knobs.cudnn_plans(entries)
 
 
 class _Recipe(NamedTuple):
@@ -342,16 +344,16 @@ _PRESETS = {
     ),
     "torch-cuda-latency": _Recipe(
         "torch on a GPU where no call may wait for the allocator or for GPU code to load.",
-        lambda _: (_knobs.reclaiming(), _knobs.eager_modules()),
+        lambda _: (_knobs.RECLAIMING, _knobs.EAGER_MODULES),
     ),
     "torch-cuda-shared": _Recipe(
         "torch in several processes on one GPU: each takes at most its part of the memory.",
-        lambda service: (_knobs.fraction(service.workers), _knobs.lazy_modules(), _knobs.cuda_check()),
+        lambda service: (_knobs.fraction(service.workers), _knobs.LAZY_MODULES, _knobs.CUDA_CHECK),
     ),
     "prefork": _Recipe("A server that loads the model and then forks its workers.", _prefork),
     "low-memory": _Recipe(
         "Freed memory is returned to the system, at the cost of some CPU time.",
-        lambda _: (*_knobs.glibc_memory(), _knobs.jemalloc_memory()),
+        lambda _: (*_knobs.GLIBC_MEMORY, _knobs.JEMALLOC_MEMORY),
     ),
 }
 
