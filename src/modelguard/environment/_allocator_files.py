@@ -178,9 +178,13 @@ class ElfFile:
             raise NotElf("the file does not begin with an ELF header")
         self._data = data
         self._wide, self._order = data[4] == 2, _BYTE_ORDERS[data[5]]  # noqa: PLR2004 - ELFCLASS64
-        kind, machine = self._unpack("HH", 16)
-        self.type = _TYPES.get(kind, "other")
-        self.machine = self._wide, self._order, machine
+        self._word = "Q" if self._wide else "I"
+        # Type, machine, version, entry, places of the two tables, flags, size of this header, and of the entries of the
+        # tables their size and number each.
+        header = self._unpack(f"HHI{self._word * 3}I5H", 16)
+        self.type = _TYPES.get(header[0], "other")
+        self.machine = self._wide, self._order, header[1]
+        self._segment_table, self._section_table = (header[4], *header[8:10]), (header[5], *header[10:12])
 
     @property
     def c_library(self) -> str | None:
@@ -205,7 +209,7 @@ class ElfFile:
 
         It need not be exported. None if there is none, or if the table of local names was stripped from the file.
         """
-        headers = [*self._headers(40 if self._wide else 32, "IIQQQQI" if self._wide else "IIIIIII")]
+        headers = [*self._entries(self._section_table, f"II{self._word * 4}I")]
         for _, kind, _, _, begin, size, link in headers:
             if kind == _SHT_SYMTAB:
                 names, length = headers[link][4:6]
@@ -221,16 +225,16 @@ class ElfFile:
         while at >= 0:
             if (at - begin) % entry == 0:
                 # Elf64_Sym: name, info, other, section, value, size. Elf32_Sym: name, value, ...
-                return self._unpack("Q", at + 8)[0] if self._wide else self._unpack("I", at + 4)[0]
+                return self._unpack(self._word, at + (8 if self._wide else 4))[0]
             at = self._data.find(needle, at + 1, begin + size)
         return None
 
     def _dynamic(self) -> Iterator[tuple[int, int]]:
         """The tags and values of the dynamic section; none in a statically linked program."""
-        code, entry = ("QQ", 16) if self._wide else ("II", 8)
+        entry = 16 if self._wide else 8
         for kind, offset, _, size in self._segments():
             for at in range(offset, offset + size, entry) if kind == _PT_DYNAMIC else ():
-                tag, value = self._unpack(code, at)
+                tag, value = self._unpack(self._word * 2, at)
                 if not tag:
                     return
                 yield tag, value
@@ -242,16 +246,13 @@ class ElfFile:
         raise NotElf(f"nothing is loaded at address {address:#x}")
 
     def _segments(self) -> Iterator[tuple[int, int, int, int]]:
+        """The kind, offset, address and size of each."""
         # Elf64_Phdr: type, flags, offset, address, physical, size, ... Elf32_Phdr: type, offset, address, ...
-        for fields in self._headers(32 if self._wide else 28, "IIQQQQ" if self._wide else "IIIII"):
-            kind, *_, offset, address, _, size = fields
+        for kind, *_, offset, address, _, size in self._entries(self._segment_table, "IIQQQQ" if self._wide else "5I"):
             yield kind, offset, address, size
 
-    def _headers(self, at: int, code: str) -> Iterator[tuple[int, ...]]:
-        """The entries of the table whose place is at an offset of the file's header: of segments, or of sections."""
-        (start,) = self._unpack("Q" if self._wide else "I", at)
-        size_at = {32: 54, 40: 58}[at] if self._wide else {28: 42, 32: 46}[at]
-        size, count = self._unpack("HH", size_at)
+    def _entries(self, table: tuple[int, ...], code: str) -> Iterator[tuple[int, ...]]:
+        start, size, count = table
         return (self._unpack(code, start + size * number) for number in range(count))
 
     def _unpack(self, code: str, at: int) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ actually uses. USS, private memory, is what one process would release if it ende
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from modelguard import _units
 from modelguard.environment import _allocator_problems
@@ -74,8 +74,11 @@ def places(mappings: Iterable[MemoryMapping], *, arenas: bool) -> Places:
         arenas: The result of :func:`has_arenas`.
     """
     sums = dict.fromkeys((field.name for field in fields(Places)), 0)
-    for name, private in _placed(mappings):
-        sums[name if arenas or name != "python" else "mixed"] += private
+    before = None
+    for mapping in mappings:
+        name = _place(mapping, before)
+        sums[name if arenas or name != "python" else "mixed"] += mapping.private
+        before = mapping
     python = sums.pop("python")
     return Places(python=python if arenas else None, **sums)
 
@@ -100,13 +103,6 @@ def has_arenas(mappings: Iterable[MemoryMapping], pythonmalloc: str) -> bool:
     if not is_python(mappings) or any(_FREE_THREADED.search(mapping.name) for mapping in mappings if mapping.is_file):
         return False
     return pythonmalloc in {"", "default", "debug", "pymalloc", "pymalloc_debug"}
-
-
-def _placed(mappings: Iterable[MemoryMapping]) -> Iterator[tuple[str, int]]:
-    before = None
-    for mapping in mappings:
-        yield _place(mapping, before), mapping.private
-        before = mapping
 
 
 def _place(mapping: MemoryMapping, before: MemoryMapping | None) -> str:
@@ -250,13 +246,6 @@ def report(
     return TreeWatch(tree, model_bytes=model_bytes, root=root).look()
 
 
-class _FirstReading(NamedTuple):
-    """The first reading of a process."""
-
-    private: int
-    time: float
-
-
 class TreeWatch:
     """Reads the memory of a process tree repeatedly, and remembers the first reading of each process.
 
@@ -285,7 +274,8 @@ class TreeWatch:
         self._root = root
         self._clock = clock
         self._started: dict[int, int] = {}
-        self._first: dict[tuple[object, ...], _FirstReading] = {}
+        # The first reading of each process: its private memory, and the time.
+        self._first: dict[tuple[object, ...], tuple[int, float]] = {}
         if not (_proc.folder(None, root) / "smaps").exists():
             reason = "there is no /proc that shows the mappings of processes"
             raise NotSupported("a report of a process tree", reason=reason)
@@ -317,7 +307,8 @@ class TreeWatch:
                 found.append(read)
             elif was_given:
                 raise _no_process(process.pid, "has exited, or executed another program, while it was being read")
-        self._forget_all_but({process.identity for process in chosen})
+        kept = {process.identity for process in chosen}
+        self._first = {identity: seen for identity, seen in self._first.items() if identity in kept}
         return TreeReport(tuple(found), tuple(unread), self._model_bytes)
 
     def _chosen(self, processes: Mapping[int, ProcessStat]) -> list[ProcessStat]:
@@ -345,8 +336,8 @@ class TreeWatch:
         arenas = has_arenas(mappings, environ.get("PYTHONMALLOC", ""))
         private = _memory.private_of(pid, root)
         now = self._clock()
-        first = self._first.get(process.identity)
-        seen = self._first.setdefault(process.identity, _FirstReading(private, now))
+        known = process.identity in self._first
+        first, since = self._first.setdefault(process.identity, (private, now))
         return ProcessReport(
             pid=pid,
             parent=process.parent,
@@ -358,8 +349,8 @@ class TreeWatch:
             uss=total(mappings, "Private_Clean", "Private_Dirty"),
             private=private,
             since_birth=private if _proc.is_fork(process, processes.values()) else None,
-            since_seen=None if first is None else private - first.private,
-            watched=now - seen.time,
+            since_seen=private - first if known else None,
+            watched=now - since,
             where=places(mappings, arenas=arenas),
             swap=total(mappings, "SwapPss"),
             rss=total(mappings, "Rss"),
@@ -367,9 +358,6 @@ class TreeWatch:
             paused=_proc.paused_in(mappings),
             libraries=model_libraries(mappings),
         )
-
-    def _forget_all_but(self, kept: set[tuple[int, int, _proc.MemoryLayout]]) -> None:
-        self._first = {identity: seen for identity, seen in self._first.items() if identity in kept}
 
 
 def python_trees(*, root: Path = _proc.ROOT, user: int | None = None, without: Iterable[int] = ()) -> list[int]:
@@ -389,15 +377,10 @@ def python_trees(*, root: Path = _proc.ROOT, user: int | None = None, without: I
     user = os.geteuid() if user is None else user
     left_out = set(without)
     processes = _proc.processes(root)
-    found = [pid for pid in processes if pid not in left_out and _is_python_of(user, pid, root)]
-    return [pid for pid in found if processes[pid].parent not in found]
-
-
-def _is_python_of(user: int, pid: int, root: Path) -> bool:
     # A process that cannot be read has ended, or belongs to another user.
-    if _proc.if_readable(_proc.owner, pid, root) != user:
-        return False
-    return is_python(_proc.if_readable(_proc.maps, pid, root) or ())
+    owned = (pid for pid in processes if pid not in left_out and _proc.if_readable(_proc.owner, pid, root) == user)
+    found = [pid for pid in owned if is_python(_proc.if_readable(_proc.maps, pid, root) or ())]
+    return [pid for pid in found if processes[pid].parent not in found]
 
 
 def _pids(tree: int | Iterable[int]) -> tuple[int, ...]:
