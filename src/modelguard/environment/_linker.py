@@ -395,9 +395,9 @@ def _figures(allocated: int | None, active: int | None, resident: int) -> Figure
     return Figures(allocated, active, resident, None if allocated is None else max(0, resident - allocated))
 
 
-#: Each allocator, after the functions that its file exports.
+#: Each allocator, after the functions that its file exports; the first of them no other file has.
 _ALLOCATORS: tuple[tuple[tuple[str, ...], type[Allocator]], ...] = (
-    (("malloc_trim", "gnu_get_libc_version"), _Glibc),
+    (("gnu_get_libc_version", "malloc_trim"), _Glibc),
     (("mallctl",), _Jemalloc),
     # When jemalloc is linked into a program, its own functions may have a prefix although malloc has none.
     (("je_mallctl",), _Jemalloc),
