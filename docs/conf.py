@@ -55,7 +55,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(.*\.)?(Jittered|Sized|_Memory|GpuPolicy)"),
     (
         "py:class",
-        r"(.*\.)?(Engine|ForkingProcess|GuardOptions|PoolEngine|ReasonKind|SwapMode|ThisProcess)",
+        r"(.*\.)?(Engine|GuardOptions|PoolEngine|ReasonKind|SwapMode|ThisProcess)",
     ),
     ("py:class", r"(.*\.)?(Bound|Changes|Decorator|Entered|Generation|Hook|Ready|Reloadable|State|TrimSchedule)"),
     ("py:class", r"(.*\.)?(Decorated|Request|StreamRequest)"),

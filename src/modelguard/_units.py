@@ -172,16 +172,27 @@ def flag(value: object, argument: str) -> bool:
     return instance(value, argument, bool, "True or False", fix=f"Write {argument}=True.")
 
 
-def one_of(value: object, argument: str, known: Iterable[str], *, fix: str = "") -> None:
+def one_of(value: object, argument: str, known: Iterable[str], *, fix: str = "", what: str = "value") -> None:
     """Check that a value is one of the texts in ``known``.
+
+    Args:
+        value: The value.
+        argument: The name of the caller's argument, for the error.
+        known: The texts.
+        fix: What to write instead. Default: the nearest of the texts, if there is one, and all of them.
+        what: What each of them is, for the error.
 
     Raises:
         InvalidOption: It is anything else.
     """
     names = tuple(known)
     if value not in names:
-        choice = f"Write one of {', '.join(map(repr, names))}."
-        raise InvalidOption(argument, value, why="is not a known value", fix=fix or choice)
+        import difflib
+
+        near = difflib.get_close_matches(str(value), names, n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        choice = f"{hint}Write one of {', '.join(map(repr, names))}."
+        raise InvalidOption(argument, value, why=f"is not a known {what}", fix=fix or choice)
 
 
 def instance(value: object, argument: str, kind: type[T], what: str, *, fix: str) -> T:

@@ -19,8 +19,6 @@ from modelguard.sharing import _weights_formats
 if TYPE_CHECKING:
     from modelguard.sharing._weights_formats import Create
 
-__all__ = ["FORMAT"]
-
 _FILE = "object.joblib"
 
 #: If a smaller part of the file is mapped, the object has copied its arrays, like scikit-learn's trees.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
-__all__ = ["ADAPTER"]
+from modelguard.lifecycle._adapters import PlainAdapter
 
 
-class LlamaAdapter:
-    """Measures a model by its weights, which are mapped from their file and so are no private memory."""
+class LlamaAdapter(PlainAdapter):
+    """Measures a model by its weights, which are mapped from their file and so are no private memory.
+
+    A model frees its memory with its last reference, and llama.cpp keeps none.
+    """
 
     def size(self, model: Any) -> int | None:
         """Bytes of all weights, as llama.cpp counts them; None if the model is closed.
@@ -20,12 +21,6 @@ class LlamaAdapter:
         """
         library = sys.modules["llama_cpp"]  # it has made the model
         return None if model.model is None else int(library.llama_model_size(model.model))
-
-    def gauges(self, model: Any) -> Mapping[str, int]:  # noqa: ARG002 - a model's figures do not change
-        return MappingProxyType({})
-
-    def released(self) -> None:
-        """Do nothing: a model frees its memory with its last reference, and llama.cpp keeps none."""
 
 
 ADAPTER = LlamaAdapter()

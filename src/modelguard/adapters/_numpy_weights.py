@@ -14,8 +14,6 @@ from modelguard.sharing import _weights_formats
 if TYPE_CHECKING:
     from modelguard.sharing._weights_formats import Create
 
-__all__ = ["FORMAT"]
-
 
 class NumpyFormat:
     """One array, or a mapping of names to arrays."""
@@ -37,7 +35,8 @@ class NumpyFormat:
         files = [folder / _file(number) for number in range(1 if names is None else len(names))]
         arrays = [np.load(file, mmap_mode="r", allow_pickle=False) for file in files]
         labels = ["the array"] if names is None else names
-        blocks = [_block(name, array) for name, array in zip(labels, arrays, strict=True)]
+        starts = [array.__array_interface__["data"][0] for array in arrays]
+        blocks = map(_weights_formats.Block, labels, starts, (array.nbytes for array in arrays))
         _weights_formats.require(blocks, files, fix="Publish the arrays again.")
         return build(arrays[0] if names is None else dict(zip(names, arrays, strict=True)))
 
@@ -73,7 +72,3 @@ def _check(name: object, array: Any) -> None:
         why = f"must be plain arrays, and {name or 'the array'} is a {type(array).__name__}"
     if why is not None:
         raise InvalidOption("source", "arrays", why=why, fix="Give plain arrays of numbers or of fixed-length text.")
-
-
-def _block(name: str, array: Any) -> _weights_formats.Block:
-    return _weights_formats.Block(name, array.__array_interface__["data"][0], array.nbytes)

@@ -13,8 +13,6 @@ from typing import Any
 from torch._dynamo import convert_frame
 from torch._inductor.async_compile import AsyncCompile
 
-__all__ = ["FIX", "OWNER", "renew_in_child", "threads"]
-
 OWNER = "torch.compile"
 
 FIX = "Children start threads of their own. To compile without threads, set TORCHINDUCTOR_COMPILE_THREADS=1."

@@ -19,8 +19,6 @@ from modelguard.sharing import _weights_formats
 if TYPE_CHECKING:
     from modelguard.sharing._weights_formats import Create
 
-__all__ = ["FORMAT"]
-
 _FILE = "weights.pt"
 _NAMED = 3
 _FIX = "build() must make the same module as the one whose weights were published."

@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 from modelguard import _extras, _units
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported, Overloaded
+from modelguard.lifecycle._adapters import PlainAdapter
 from modelguard.lifecycle._misuse import plain_function
 from modelguard.lifecycle._policy import NextCheck, Policy, Snapshot
 from modelguard.lifecycle._wrappers import Guarded, is_lazy
@@ -35,8 +36,6 @@ from modelguard.runtime import fork, waiting
 from modelguard.telemetry.reasons import ReasonKind
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from modelguard.lifecycle._leases import Lease
 
 try:
@@ -51,13 +50,7 @@ try:
 except ModuleNotFoundError as error:
     raise _extras.not_installed(error, "modelguard.adapters.spacy") from error
 
-__all__ = [
-    "ADAPTER",
-    "IndexGrowth",
-    "Zoned",
-    "ZonedLease",
-    "zoned",
-]
+__all__ = ["ADAPTER", "IndexGrowth", "Zoned", "ZonedLease", "zoned"]
 
 
 # Find results that would outlive the memory that they point into.
@@ -67,20 +60,8 @@ __all__ = [
 MAX_OBJECTS = 10_000
 MAX_DEPTH = 20
 
-_POINTING = (
-    Doc,
-    Span,
-    SpanGroup,
-    SpanGroups,
-    Token,
-    Lexeme,
-    MorphAnalysis,
-    Underscore,
-    Example,
-    Vocab,
-    StringStore,
-    Language,
-)
+_POINTING: tuple[type, ...] = (Doc, Span, SpanGroup, SpanGroups, Token, Lexeme, MorphAnalysis, Underscore)
+_POINTING += (Example, Vocab, StringStore, Language)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 
 
@@ -93,9 +74,7 @@ def refuse_escaped(function: Any, result: Any) -> None:
     Raises:
         EscapedResult: An object in the result points into the zone, or would do its work later.
     """
-    if type(result) in _PLAIN:
-        return
-    found = _find(result)
+    found = None if type(result) in _PLAIN else _find(result)
     if found is None:
         return
     path, escaped = found
@@ -130,36 +109,28 @@ def _escapes(value: Any) -> bool:
 def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The items of a container that are not plain values, with their paths."""
     if isinstance(value, dict):
-        yield from _items(f"list({path})", value)
-        yield from (
-            (f"{path}[{key!r}]", item) for key, item in islice(value.items(), MAX_OBJECTS) if _needs_check(item)
-        )
+        yield from _items(f"list({path})", enumerate(value))
+        yield from _items(path, value.items())
     elif isinstance(value, list | tuple | deque) and not hasattr(value, "_fields"):
-        yield from _items(path, value)
+        yield from _items(path, enumerate(value))
     elif isinstance(value, set | frozenset | KeysView | ValuesView | ItemsView):
-        yield from _items(f"list({path})", value)
+        yield from _items(f"list({path})", enumerate(value))
     else:
         yield from ((f"{path}.{name}", getattr(value, name, None)) for name in _fields(value))
 
 
-def _items(path: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    few = enumerate(islice(items, MAX_OBJECTS))
-    return ((f"{path}[{place}]", item) for place, item in few if _needs_check(item))
-
-
-def _needs_check(item: Any) -> bool:
-    return type(item) not in _PLAIN
+def _items(path: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
+    few = islice(items, MAX_OBJECTS)
+    return ((f"{path}[{place!r}]", item) for place, item in few if type(item) not in _PLAIN)
 
 
 def _fields(value: Any) -> Iterable[str]:
     """The field names of a record; empty for any other object."""
-    if isinstance(value, tuple):
-        return getattr(value, "_fields", ())
     if isinstance(value, SimpleNamespace):
         return vars(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return (field.name for field in dataclasses.fields(value))
-    return ()
+    return getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
 
 
 # Exclusive access to a pipeline's memory zone: one call at a time, each in its own zone.
@@ -245,7 +216,7 @@ class ZoneLock:
             if not self._inside:
                 return False
             part = any(context.zone is self for context in _entered())
-            part = part or (waits and self._thread == threading.get_ident() and _on_event_loop())
+            part = part or (waits and self._thread == threading.get_ident() and waiting.on_event_loop())
             self._inside += part
             return part
 
@@ -353,19 +324,19 @@ class ZoneContext:
                 raise
         self._begin()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # The frames of a traceback refer to documents, and error reporters print the variables of frames. As long as
         # such a frame lives, so does this object, and with it the memory that the documents point into.
         if error is None:
             self._pool = None
-        self._end()
+        self.inside = False
+        with suppress(ValueError):  # it may end in another contextvars context than it began in (dependency injection)
+            _current.reset(self._token)
+        if self.epoch == self.zone.epoch:
+            self.zone.leave()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.__exit__(_kind, error, _trace)
 
     def _withdraw(self, waiter: Waiter, error: BaseException) -> None:
         self.zone.withdraw(waiter)
@@ -382,13 +353,6 @@ class ZoneContext:
         self.inside = True
         self._token: contextvars.Token[ZoneContext | None] = _current.set(self)
 
-    def _end(self) -> None:
-        self.inside = False
-        with suppress(ValueError):  # it may end in another contextvars context than it began in (dependency injection)
-            _current.reset(self._token)
-        if self.epoch == self.zone.epoch:
-            self.zone.leave()
-
 
 _current: ContextVar[ZoneContext | None] = ContextVar("modelguard zone", default=None)
 
@@ -402,14 +366,6 @@ def _entered() -> Iterator[ZoneContext]:
         if context.inside:
             yield context
         context = context.outer
-
-
-def _on_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _zone_of(language: Language) -> ZoneLock:
@@ -438,12 +394,8 @@ _BYTES_PER_CELL = 16 * 2
 _LEAST_NUMBER = 1_000_000
 
 
-class SpacyAdapter:
-    """Figures of a pipeline's vocabulary."""
-
-    def size(self, model: Any) -> int | None:  # noqa: ARG002 - its arrays are in many places
-        """Unknown: the guard measures the load."""
-        return None
+class SpacyAdapter(PlainAdapter):
+    """Figures of a pipeline's vocabulary. Its arrays are in many places: the guard measures the load."""
 
     def gauges(self, model: Any) -> Mapping[str, int]:
         """The numbers of lexemes and strings made so far, and the bytes of the two tables that index them.
@@ -457,9 +409,6 @@ class SpacyAdapter:
         if table is not None:
             figures["index_bytes"] = table.capacity * _BYTES_PER_CELL
         return MappingProxyType(figures)
-
-    def released(self) -> None:
-        """Do nothing: spaCy keeps no cache of its own."""
 
 
 ADAPTER = SpacyAdapter()
@@ -520,10 +469,8 @@ class ZonedLease(Generic[L]):
             self._entered = stack.pop_all()
         return model
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.__exit__(kind, error, trace)
+    def __exit__(self, *exc_info: Any) -> None:  # noqa: PYI036 - passed on
+        self._entered.__exit__(*exc_info)
 
     async def __aenter__(self) -> L:
         async with AsyncExitStack() as stack:
@@ -532,10 +479,8 @@ class ZonedLease(Generic[L]):
             self._aentered = stack.pop_all()
         return model
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._aentered.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exc_info: Any) -> None:  # noqa: PYI036 - passed on
+        await self._aentered.__aexit__(*exc_info)
 
     def _zone(self, model: L) -> ZoneContext:
         if not isinstance(model, Language):
@@ -575,12 +520,9 @@ class Zoned(Generic[L]):
         """
         plain = plain_function(function)
         if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
-            raise InvalidOption(
-                "function",
-                plain,
-                why="is a generator function, and the memory zone would be closed before its results are read",
-                fix="Return a list, or use the zone as a block: with zoned.lease() as nlp: ...",
-            )
+            why = "is a generator function, and the memory zone would be closed before its results are read"
+            fix = "Return a list, or use the zone as a block: with zoned.lease() as nlp: ..."
+            raise InvalidOption("function", plain, why=why, fix=fix)
         self._guard(function)  # raises if this cannot be decorated
         inside = self._coroutine if inspect.iscoroutinefunction(plain) else self._function
         return Guarded(function, inside, self._guard)
@@ -638,10 +580,8 @@ def zoned(nlp: ModelGuard[L], *, wait_timeout: _units.Duration = 30.0) -> Zoned[
         InvalidOption: ``nlp`` is not a guard, or ``wait_timeout`` is not a duration.
         NotSupported: This spaCy has no memory zones.
     """
-    if not isinstance(nlp, ModelGuard):
-        raise InvalidOption(
-            "nlp", nlp, why="must be a guard", fix="Write zoned(guard(lambda: spacy.load(...), reload_on=...))."
-        )
+    fix = "Write zoned(guard(lambda: spacy.load(...), reload_on=...))."
+    _units.instance(nlp, "nlp", ModelGuard, "a guard", fix=fix)
     if not hasattr(Language, "memory_zone"):
         raise NotSupported("zoned", reason=f"spaCy {version('spacy')} has no memory zones; install spacy>=3.8")
     return Zoned(nlp, _units.seconds(wait_timeout, "wait_timeout", zero=True))

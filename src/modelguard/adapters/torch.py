@@ -10,13 +10,14 @@ from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from types import MappingProxyType, MethodType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 
 import wrapt
 
-from modelguard import _extras
+from modelguard import _extras, _units
 from modelguard.errors import InvalidOption
+from modelguard.lifecycle._adapters import PlainAdapter
 from modelguard.lifecycle._misuse import plain_function
 
 try:
@@ -24,11 +25,7 @@ try:
 except ModuleNotFoundError as error:
     raise _extras.not_installed(error, "modelguard.adapters.torch") from error
 
-__all__ = [
-    "ADAPTER",
-    "bucketed",
-    "pad_to_bucket",
-]
+__all__ = ["ADAPTER", "bucketed", "pad_to_bucket"]
 
 
 # Pad varying lengths to a few: for each new shape oneDNN makes a new kernel, and needs memory to keep it.
@@ -46,27 +43,21 @@ _GROWTH = 1.125
 _SHORTEST, _STEP = 16, 8
 
 
+class _Buckets(TypedDict, total=False):
+    multiple: int | None
+    sizes: Sequence[int] | None
+    growth: float | None
+    dim: int
+    value: float
+
+
 @overload
 def pad_to_bucket(
-    tensor: torch.Tensor,
-    *,
-    multiple: int | None = None,
-    sizes: Sequence[int] | None = None,
-    growth: float | None = None,
-    dim: int = -1,
-    value: float = 0,
-    mask: Literal[False] = False,
+    tensor: torch.Tensor, *, mask: Literal[False] = False, **buckets: Unpack[_Buckets]
 ) -> torch.Tensor: ...
 @overload
 def pad_to_bucket(
-    tensor: torch.Tensor,
-    *,
-    multiple: int | None = None,
-    sizes: Sequence[int] | None = None,
-    growth: float | None = None,
-    dim: int = -1,
-    value: float = 0,
-    mask: Literal[True] | torch.Tensor,
+    tensor: torch.Tensor, *, mask: Literal[True] | torch.Tensor, **buckets: Unpack[_Buckets]
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def pad_to_bucket(
     tensor: torch.Tensor,
@@ -124,15 +115,9 @@ def rounding(multiple: int | None, sizes: Sequence[int] | None, growth: float | 
     if sizes is not None:
         return _up_to_sizes(sizes)
     if multiple is not None:
-        return _up_to_multiple(multiple)
+        least = _units.whole_number(multiple, "multiple")
+        return lambda length: -(-length // least) * least
     return _up_by_growth(_GROWTH if growth is None else growth)
-
-
-def _up_to_multiple(multiple: int) -> RoundUp:
-    if not _is_length(multiple):
-        why = "must be a positive number of positions"
-        raise InvalidOption("multiple", multiple, why=why, fix="Give a positive whole number such as 256.")
-    return lambda length: -(-length // multiple) * multiple
 
 
 def _up_to_sizes(sizes: Sequence[int]) -> RoundUp:
@@ -140,7 +125,11 @@ def _up_to_sizes(sizes: Sequence[int]) -> RoundUp:
         buckets = tuple(sizes)
     except TypeError:
         buckets = ()
-    if not buckets or not all(map(_is_length, buckets)) or list(buckets) != sorted(set(buckets)):
+    if (
+        not buckets
+        or not all(_is_number(size, int) and size > 0 for size in buckets)
+        or list(buckets) != sorted(set(buckets))
+    ):
         why = "must be a rising sequence of lengths"
         raise InvalidOption("sizes", sizes, why=why, fix="Give positive whole numbers, rising: (128, 256, 512).")
     last = buckets[-1]
@@ -154,9 +143,7 @@ def _up_to_sizes(sizes: Sequence[int]) -> RoundUp:
 
 
 def _up_by_growth(growth: float) -> RoundUp:
-    if isinstance(growth, bool) or not isinstance(growth, int | float) or not 1 < growth <= 2:  # noqa: PLR2004
-        why = "must be above 1 and at most 2"
-        raise InvalidOption("growth", growth, why=why, fix="Give a number above 1 and up to 2, such as 1.25.")
+    _units.number(growth, "growth", above=1, most=2, fix="Give a number above 1 and up to 2, such as 1.25.")
 
     def up(length: int) -> int:
         bucket = _SHORTEST if length else 0
@@ -165,10 +152,6 @@ def _up_by_growth(growth: float) -> RoundUp:
         return bucket
 
     return up
-
-
-def _is_length(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 # Padding
@@ -285,6 +268,11 @@ def bucketed(
 
 # Cutting back
 
+_FIX_CUT = (
+    "Give cut=None for a result without a length, or the dimension and how its length follows from the input's: "
+    "cut=(-1, 256), or cut=(1, lambda length: (length + 1) // 2)."
+)
+
 #: Where a tensor is in a result: indices and names, outermost first.
 _Place: TypeAlias = tuple[str | int, ...]
 
@@ -339,14 +327,9 @@ class _Cutter:
         other = next((long for long, same in pairs if same == size and long != length), None)
         if rest or not ratio or other is not None:
             lengths = f"length {length}" if other is None else f"lengths {other} and {length}"
-            raise InvalidOption(
-                "cut",
-                dim,
-                why=f"is not a dimension that is a whole number of times as long as the input: "
-                f"for {lengths} the result has {size} positions there",
-                fix="Give cut=None for a result without a length, or the dimension and how its length follows from the "
-                "input's: cut=(-1, 256), or cut=(1, lambda length: (length + 1) // 2).",
-            )
+            why = "is not a dimension that is a whole number of times as long as the input"
+            why += f": for {lengths} the result has {size} positions there"
+            raise InvalidOption("cut", dim, why=why, fix=_FIX_CUT)
         self.seen[place] = pairs | {(length, size)}
         return ratio
 
@@ -379,12 +362,9 @@ class _Cut:
             return self._tensor(result, where, place)
         if isinstance(result, tuple | list):
             return _like(result, [self._along(item, where, (*place, number)) for number, item in enumerate(result)])
-        raise InvalidOption(
-            "cut",
-            where,
-            why=f"cannot be applied: the result has a {type(result).__name__}, which has no dimensions",
-            fix='Give cut=None for a result without a length, or name what to cut: cut={"last_hidden_state": 1}.',
-        )
+        why = f"cannot be applied: the result has a {type(result).__name__}, which has no dimensions"
+        fix = 'Give cut=None for a result without a length, or name what to cut: cut={"last_hidden_state": 1}.'
+        raise InvalidOption("cut", where, why=why, fix=fix)
 
     def _tensor(self, result: torch.Tensor, where: _Where, place: _Place) -> torch.Tensor:
         dim, ratio = (where, None) if isinstance(where, int) else where
@@ -481,12 +461,6 @@ class _Bucketing:
     mask: str | None
     lengths: str | None
     cut: _Cutter
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Every parameter that a call may replace, and the option that names it."""
-        extra = {"mask": self.mask, "lengths": self.lengths}
-        return dict.fromkeys(self.inputs, "inputs") | {name: option for option, name in extra.items() if name}
 
     def call(self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for padding in (True, False):
@@ -602,13 +576,14 @@ def _check(function: Any, bucketing: _Bucketing) -> None:
     parameters = signature.parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    for name, option in bucketing.names.items():
-        if name not in parameters:
+    named = [("inputs", name) for name in bucketing.inputs] + [("mask", bucketing.mask), ("lengths", bucketing.lengths)]
+    for option, name in named:
+        if name and name not in parameters:
             why = f"is not a parameter of {plain.__name__}()"
             raise InvalidOption(option, name, why=why, fix=f"It has: {', '.join(parameters) or 'none'}.")
 
 
-class TorchAdapter:
+class TorchAdapter(PlainAdapter):
     """Measures a model by its parameters and buffers."""
 
     def size(self, model: Any) -> int | None:
@@ -621,13 +596,6 @@ class TorchAdapter:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())
-
-    def gauges(self, model: Any) -> Mapping[str, int]:  # noqa: ARG002 - a torch model's figures do not change
-        """No figures."""
-        return MappingProxyType({})
-
-    def released(self) -> None:
-        """Nothing: a release empties the cache of GPU memory whatever the model's type."""
 
 
 ADAPTER = TorchAdapter()

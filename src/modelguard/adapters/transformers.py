@@ -79,9 +79,8 @@ def batched_pipeline(
     if not guarded and (isinstance(pipe, type) or not (callable(pipe) and hasattr(pipe, "preprocess"))):
         why = "must be a pipeline, or a guard of one"
         raise InvalidOption("pipe", pipe, why=why, fix="Write: pipe = guard(lambda: pipeline(...), reload_on=None).")
-    if length is not None and not callable(length):
-        why = "must be a function of one item"
-        raise InvalidOption("length", length, why=why, fix="Write length=len, for the characters of a text.")
+    if length is not None:
+        _units.function(length, "length", "one item", fix="Write length=len, for the characters of a text.")
     max_tokens = math.inf if tokens is None else _units.whole_number(tokens, "tokens")
     options.setdefault("name", pipe.name if guarded else getattr(pipe, "task", None) or type(pipe).__name__)
     if length is not None:

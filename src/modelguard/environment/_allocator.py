@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from modelguard.errors import NotSupported
 from modelguard.facts import _memory, _proc
@@ -23,22 +23,7 @@ from modelguard.runtime import fork
 
 if TYPE_CHECKING:  # a service that only guards a model needs none of them
     from modelguard.environment._allocator_files import Figures, How, Kind, Library, Problem, SmallObjects
-
-__all__ = [
-    "AllocatorInForce",
-    "AllocatorInfo",
-    "Thresholds",
-    "detect",
-    "in_force",
-    "restart_threads",
-    "returning",
-    "stats",
-    "trim",
-]
-
-_THREADS = "restarting jemalloc's background threads"
-_TRIMMING = "returning freed memory to the system"
-_DETECTING = "finding the library that serves malloc"
+    from modelguard.environment._linker import Allocator
 
 # Parameters of mallopt, of malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -115,24 +100,20 @@ def detect(
     Raises:
         NotSupported: This is not Linux.
     """
-    # The figures import ctypes, which takes 2 - 3 ms.
-    from modelguard.environment import _allocator_problems, _linker
+    from modelguard.environment import _allocator_problems
 
-    library = library or _malloc_library(_DETECTING)
-    kind, function = _kind_and_function(library)
+    allocator = _serving(library)
     process = _allocator_problems.this_process(root)
-    path = process.file_at(library.base) or library.path
-    found = [*_allocator_problems.problems(process, environ, kind, path)]
-    if kind == "jemalloc" and _linker.background_threads(library, function):
-        found.append(_allocator_problems.background_threads())
+    path = process.file_at(allocator.library.base) or allocator.library.path
+    threads = [_allocator_problems.background_threads()] if allocator.has_threads() else []
     return AllocatorInfo(
-        kind=kind,
+        kind=allocator.kind,
         path=path,
         how=_allocator_problems.how(process, environ, path),
-        version=_linker.version(kind, library, function),
+        version=allocator.version(),
         python=_allocator_problems.small_objects(),
-        figures=_linker.figures(kind, library, function),
-        problems=tuple(found),
+        figures=allocator.figures(),
+        problems=(*_allocator_problems.problems(process, environ, allocator.kind, path), *threads),
     )
 
 
@@ -149,15 +130,11 @@ def stats(library: Library | None = None) -> Figures:
         NotSupported: This is not Linux, or the allocator in force reports no figures: modelguard does not know it, or
             it is a glibc before 2.33, a jemalloc built without statistics, or a mimalloc before 1.7.
     """
-    from modelguard.environment import _linker
-
-    library = library or _malloc_library(_DETECTING)
-    kind, function = _kind_and_function(library)
-    found = _linker.figures(kind, library, function)
+    allocator = _serving(library)
+    found = allocator.figures()
     if found is None:
-        raise NotSupported(
-            "figures of the allocator", reason=f"{kind} ({library.path}) serves malloc and reports no figures"
-        )
+        reason = f"{allocator.kind} ({allocator.library.path}) serves malloc and reports no figures"
+        raise NotSupported("figures of the allocator", reason=reason)
     return found
 
 
@@ -173,8 +150,8 @@ def in_force(library: Library | None = None) -> AllocatorInForce:
     Raises:
         NotSupported: This is not Linux.
     """
-    library = library or _malloc_library(_DETECTING)
-    return AllocatorInForce(_kind_and_function(library)[0], library.path)
+    allocator = _serving(library)
+    return AllocatorInForce(allocator.kind, allocator.library.path)
 
 
 def trim(library: Library | None = None, *, private: Callable[[], int] | None = None) -> int:
@@ -196,13 +173,10 @@ def trim(library: Library | None = None, *, private: Callable[[], int] | None = 
     Raises:
         NotSupported: This is not Linux, the allocator in force is unknown, or it refused. Nothing was returned.
     """
-    library = library or _malloc_library(_TRIMMING)
+    allocator = _serving(library)
     private = private or (lambda: _memory.private(fresh=True))
-    found = _recognise(library)
-    if found is None:
-        raise NotSupported(_TRIMMING, reason=f"malloc is served by an unknown allocator ({library.path})")
     before = private()
-    found.release(library, found.function)
+    allocator.release()
     return max(0, before - private())
 
 
@@ -215,14 +189,7 @@ def restart_threads(library: Library | None = None) -> None:
     Raises:
         NotSupported: jemalloc does not serve ``malloc`` here, or it refused.
     """
-    from modelguard.environment import _linker
-
-    library = library or _malloc_library(_THREADS)
-    kind, function = _kind_and_function(library)
-    if kind != "jemalloc":
-        raise NotSupported(_THREADS, reason=f"malloc is served by {kind} ({library.path})")
-    if not _linker.start_background_threads(library, function):
-        raise NotSupported(_THREADS, reason=f"jemalloc ({library.path}) refused to start them")
+    _serving(library).restart_threads()
 
 
 class Thresholds:
@@ -261,10 +228,8 @@ class Thresholds:
 
     def _count(self, change: int) -> None:
         with self._lock:
-            before, self._blocks = (
-                self._blocks,
-                max(0, self._blocks + change),
-            )  # the child of a fork in a block leaves it
+            before = self._blocks
+            self._blocks = max(0, before + change)  # the child of a fork in a block leaves it
             if not before or not self._blocks:
                 self._set(_INITIAL if self._blocks else _USUAL)
 
@@ -284,62 +249,20 @@ class Thresholds:
         library = self._library()
         if library is None or sys.maxsize < 2**32 or not library.exports("mallopt"):
             return None
-        found = _recognise(library)
-        return library if found is not None and found.kind == "glibc" else None
+        return library if in_force(library).kind == "glibc" else None
 
 
-def _malloc_library_here() -> Library | None:
-    return _malloc_library(_TRIMMING) if sys.platform.startswith("linux") else None
-
-
-_thresholds = Thresholds(_malloc_library_here)
+_thresholds = Thresholds(lambda: _serving().library if sys.platform.startswith("linux") else None)
 fork.at_fork(fork.Rank.LOCKS, in_child=_thresholds.after_fork_in_child)
 
 #: A block in which what is freed goes back to the system: see :class:`Thresholds`.
 returning = _thresholds.low
 
 
-class _Allocator(NamedTuple):
-    kind: Kind
-    unique_export: str
-    function: str
-    release: Callable[[Library, str], None]
-
-
-def _purge(library: Library, mallctl: str) -> None:
-    # 4096 stands for all arenas at once since jemalloc 5.0: MALLCTL_ARENAS_ALL in jemalloc.h.
-    code = library.call(mallctl, b"arena.4096.purge", None, None, None, 0)
-    if code:
-        raise NotSupported(_TRIMMING, reason=f"jemalloc ({library.path}) refused to purge its arenas: error {code}")
-
-
-_TCMALLOC = "MallocExtension_ReleaseFreeMemory"
-_ALLOCATORS = (
-    _Allocator("glibc", "gnu_get_libc_version", "malloc_trim", lambda library, trim: library.call(trim, 0)),
-    _Allocator("jemalloc", "mallctl", "mallctl", _purge),
-    # When jemalloc is linked into a program, its own functions may have a prefix although malloc has none.
-    _Allocator("jemalloc", "je_mallctl", "je_mallctl", _purge),
-    _Allocator("jemalloc", "_rjem_mallctl", "_rjem_mallctl", _purge),
-    _Allocator("mimalloc", "mi_collect", "mi_collect", lambda library, collect: library.call(collect, True)),  # noqa: FBT003 - by force
-    _Allocator("tcmalloc", _TCMALLOC, _TCMALLOC, lambda library, release: library.call(release)),
-)
-
-
-def _recognise(library: Library) -> _Allocator | None:
-    for allocator in _ALLOCATORS:
-        if library.exports(allocator.unique_export) and library.exports(allocator.function):
-            return allocator
-    return None
-
-
-def _kind_and_function(library: Library) -> tuple[Kind, str]:
-    found = _recognise(library)
-    return ("unknown", "") if found is None else (found.kind, found.function)
-
-
-def _malloc_library(feature: str) -> Library:
-    if not sys.platform.startswith("linux"):
-        raise NotSupported(feature, reason=f"it requires Linux, and this is {sys.platform}")
+def _serving(library: Library | None = None) -> Allocator:
+    if library is None and not sys.platform.startswith("linux"):
+        reason = f"it requires Linux, and this is {sys.platform}"
+        raise NotSupported("finding the library that serves malloc", reason=reason)
     from modelguard.environment import _linker  # imports ctypes, which takes 2 - 3 ms
 
-    return _linker.malloc_library()
+    return _linker.recognise(library or _linker.malloc_library())

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from modelguard._units import format_bytes
+from modelguard import _units
 from modelguard.errors import InvalidOption
 from modelguard.facts import _proc
 
@@ -39,13 +39,39 @@ SmallObjects = Literal["pymalloc", "mimalloc", "malloc"]
 #: ``MALLOC_CONF`` without jemalloc.
 ProblemKind = Literal["placebo", "missing", "private copy", "two allocators", "background threads", "unused setting"]
 
-_FILE_NAMES: tuple[tuple[Kind, str], ...] = (
-    ("glibc", r"libc(?:\.so\.6|-2\.\d+\.so)"),
+_TCMALLOC = ("libtcmalloc_minimal", "libtcmalloc")
+
+
+class _Known(NamedTuple):
+    """What is known of an allocator's files.
+
+    Attributes:
+        kind: The allocator.
+        name: What a file of it is called.
+        normal: How the names of its normal builds begin: nobody should get a debugging or profiling build by accident.
+        package: The package that contains it, in Debian and Ubuntu.
+    """
+
+    kind: Kind
+    name: str
+    normal: tuple[str, ...] = ()
+    package: str = ""
+
+
+#: From best to worst. A guard that reloads 200 MB of 8 kB blocks, one in 200 of which survives, held 226, 244 and
+#: 424 MB after 8 reloads, and its releases returned 205, 181 - 195 and 0 - 1 MB (jemalloc 5.3.0, tcmalloc 2.10,
+#: mimalloc 2.0.9; glibc: 216 and 199 - 200 MB). With 200 lengths of input, eight small Conv1d layers and both oneDNN
+#: caches capped, a process grew by 9, 15 and 8 MB, and by 4, 10 and 8 MB after a trim, at the same CPU time.
+_KNOWN = (
     # Wheels that bundle a library put a hash into its name: libjemalloc-1a2b3c4d.so.2.
-    ("jemalloc", r"libjemalloc(?:_pic)?(?:-[0-9a-f]+)?\.so[.\d]*"),
-    ("mimalloc", r"libmimalloc(?:-(?:secure|debug|[0-9a-f]+))*\.so[.\d]*"),
-    ("tcmalloc", r"libtcmalloc(?:_[a-z_]+)?(?:-[0-9a-f]+)?\.so[.\d]*"),
+    _Known("jemalloc", r"libjemalloc(?:_pic)?(?:-[0-9a-f]+)?\.so[.\d]*", ("libjemalloc",), "libjemalloc2"),
+    _Known("tcmalloc", r"libtcmalloc(?:_[a-z_]+)?(?:-[0-9a-f]+)?\.so[.\d]*", _TCMALLOC, "libtcmalloc-minimal4"),
+    _Known("mimalloc", r"libmimalloc(?:-(?:secure|debug|[0-9a-f]+))*\.so[.\d]*", ("libmimalloc",), "libmimalloc2.0"),
+    _Known("glibc", r"libc(?:\.so\.6|-2\.\d+\.so)"),
 )
+
+#: The packages of those that can be installed, in Debian and Ubuntu.
+PACKAGES: Mapping[str, str] = {known.kind: known.package for known in _KNOWN if known.package}
 
 
 class Library(Protocol):
@@ -84,7 +110,7 @@ class Figures:
 
     def __str__(self) -> str:
         known = ((name, getattr(self, name)) for name in self.__slots__)
-        return ", ".join(f"{name} {format_bytes(count)}" for name, count in known if count is not None)
+        return ", ".join(f"{name} {_units.format_bytes(count)}" for name, count in known if count is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +146,7 @@ class AllocatorFile:
 
 def kind_of(path: str) -> Kind | None:
     name = PurePath(path).name
-    return next((kind for kind, pattern in _FILE_NAMES if re.fullmatch(pattern, name)), None)
+    return next((known.kind for known in _KNOWN if re.fullmatch(known.name, name)), None)
 
 
 # The little of ELF files (elf(5)) that tells whether a program can load a library, and where it keeps a variable.
@@ -152,9 +178,13 @@ class ElfFile:
             raise NotElf("the file does not begin with an ELF header")
         self._data = data
         self._wide, self._order = data[4] == 2, _BYTE_ORDERS[data[5]]  # noqa: PLR2004 - ELFCLASS64
-        kind, machine = self._unpack("HH", 16)
-        self.type = _TYPES.get(kind, "other")
-        self.machine = self._wide, self._order, machine
+        self._word = "Q" if self._wide else "I"
+        # Type, machine, version, entry, places of the two tables, flags, size of this header, and of the entries of the
+        # tables their size and number each.
+        header = self._unpack(f"HHI{self._word * 3}I5H", 16)
+        self.type = _TYPES.get(header[0], "other")
+        self.machine = self._wide, self._order, header[1]
+        self._segment_table, self._section_table = (header[4], *header[8:10]), (header[5], *header[10:12])
 
     @property
     def c_library(self) -> str | None:
@@ -179,7 +209,7 @@ class ElfFile:
 
         It need not be exported. None if there is none, or if the table of local names was stripped from the file.
         """
-        headers = [*self._headers(40 if self._wide else 32, "IIQQQQI" if self._wide else "IIIIIII")]
+        headers = [*self._entries(self._section_table, f"II{self._word * 4}I")]
         for _, kind, _, _, begin, size, link in headers:
             if kind == _SHT_SYMTAB:
                 names, length = headers[link][4:6]
@@ -195,16 +225,16 @@ class ElfFile:
         while at >= 0:
             if (at - begin) % entry == 0:
                 # Elf64_Sym: name, info, other, section, value, size. Elf32_Sym: name, value, ...
-                return self._unpack("Q", at + 8)[0] if self._wide else self._unpack("I", at + 4)[0]
+                return self._unpack(self._word, at + (8 if self._wide else 4))[0]
             at = self._data.find(needle, at + 1, begin + size)
         return None
 
     def _dynamic(self) -> Iterator[tuple[int, int]]:
         """The tags and values of the dynamic section; none in a statically linked program."""
-        code, entry = ("QQ", 16) if self._wide else ("II", 8)
+        entry = 16 if self._wide else 8
         for kind, offset, _, size in self._segments():
             for at in range(offset, offset + size, entry) if kind == _PT_DYNAMIC else ():
-                tag, value = self._unpack(code, at)
+                tag, value = self._unpack(self._word * 2, at)
                 if not tag:
                     return
                 yield tag, value
@@ -216,16 +246,13 @@ class ElfFile:
         raise NotElf(f"nothing is loaded at address {address:#x}")
 
     def _segments(self) -> Iterator[tuple[int, int, int, int]]:
+        """The kind, offset, address and size of each."""
         # Elf64_Phdr: type, flags, offset, address, physical, size, ... Elf32_Phdr: type, offset, address, ...
-        for fields in self._headers(32 if self._wide else 28, "IIQQQQ" if self._wide else "IIIII"):
-            kind, *_, offset, address, _, size = fields
+        for kind, *_, offset, address, _, size in self._entries(self._segment_table, "IIQQQQ" if self._wide else "5I"):
             yield kind, offset, address, size
 
-    def _headers(self, at: int, code: str) -> Iterator[tuple[int, ...]]:
-        """The entries of the table whose place is at an offset of the file's header: of segments, or of sections."""
-        (start,) = self._unpack("Q" if self._wide else "I", at)
-        size_at = {32: 54, 40: 58}[at] if self._wide else {28: 42, 32: 46}[at]
-        size, count = self._unpack("HH", size_at)
+    def _entries(self, table: tuple[int, ...], code: str) -> Iterator[tuple[int, ...]]:
+        start, size, count = table
         return (self._unpack(code, start + size * number) for number in range(count))
 
     def _unpack(self, code: str, at: int) -> tuple[int, ...]:
@@ -263,20 +290,6 @@ def is_static(file: str) -> bool:
 
 
 # The libraries of this machine, and whether one may be preloaded.
-
-#: From best to worst. A guard that reloads 200 MB of 8 kB blocks, one in 200 of which survives, held 226, 244 and
-#: 424 MB after 8 reloads, and its releases returned 205, 181 - 195 and 0 - 1 MB (jemalloc 5.3.0, tcmalloc 2.10,
-#: mimalloc 2.0.9; glibc: 216 and 199 - 200 MB). With 200 lengths of input, eight small Conv1d layers and both oneDNN
-#: caches capped, a process grew by 9, 15 and 8 MB, and by 4, 10 and 8 MB after a trim, at the same CPU time.
-_KINDS: tuple[Kind, ...] = ("jemalloc", "tcmalloc", "mimalloc")
-
-# Normal builds only: nobody should get a debugging or profiling build by accident.
-_FILES: tuple[tuple[str, Kind], ...] = (
-    ("libjemalloc", "jemalloc"),
-    ("libtcmalloc_minimal", "tcmalloc"),
-    ("libtcmalloc", "tcmalloc"),
-    ("libmimalloc", "mimalloc"),
-)
 
 _SYSTEM = (
     "usr/local/lib",
@@ -326,21 +339,17 @@ def find(
     Raises:
         InvalidOption: ``kind`` is not a known allocator.
     """
-    if kind not in (None, *get_args(Kind)):
-        import difflib
-
-        near = difflib.get_close_matches(str(kind), _KINDS, n=1)
-        fix = f"Did you mean {near[0]!r}?" if near else f"Write one of {', '.join(_KINDS)}."
-        raise InvalidOption("kind", kind, why="is not a known allocator", fix=fix)
-    wanted: list[tuple[str, Kind]] = [(name, each) for name, each in _FILES if kind in (None, each)]
+    if kind is not None:
+        _units.one_of(kind, "kind", get_args(Kind), what="allocator")
     found: dict[Path, AllocatorFile] = {}
-    for folder in _folders(root, environ):
-        for name, each in wanted:
-            for file in _versions(folder, name):
-                if _why_unloadable(file, program) is None:
-                    path = str(PurePosixPath("/") / file.relative_to(root))
-                    found.setdefault(file.resolve(), AllocatorFile(each, path))
-    return tuple(sorted(found.values(), key=lambda file: _KINDS.index(file.kind)))
+    folders = [*_folders(root, environ)]
+    for known in _KNOWN:
+        files = (file for folder in folders for name in known.normal for file in _versions(folder, name))
+        for file in files if kind in (None, known.kind) else ():
+            if _why_unloadable(file, program) is None:
+                path = str(PurePosixPath("/") / file.relative_to(root))
+                found.setdefault(file.resolve(), AllocatorFile(known.kind, path))
+    return tuple(found.values())
 
 
 def check_preload(path: str | Path, *, argument: str = "preload", program: Path = RUNNING) -> None:

@@ -3,7 +3,6 @@
 Such as a preload that is not in force, an allocator that is loaded but not used, or a setting that nothing reads.
 """
 
-import errno
 import os
 import re
 import sys
@@ -235,9 +234,12 @@ def observe(pid: int, *, root: Path = _proc.ROOT) -> Observed:
     """
     _units.process_id(pid, "pid")
     process = _read(pid, root)
-    mapped = tuple(_allocators(process))
+    mapped = tuple(AllocatorFile(kind, file) for file in process.files if (kind := kind_of(file)) is not None)
     preload = (*preload_entries(process.environ), *process.system)
-    served = _most_probable(process, preload, mapped)
+    known = {one.path: one for one in mapped if one.kind != "glibc"}
+    first = [known[file] for entry in preload if (file := process.loaded(entry)) in known]
+    c_library = [one for one in mapped if one.kind == "glibc"]
+    served = [*first, *c_library, AllocatorFile("unknown", "")][0]
     found = problems(process, process.environ, served.kind, served.path)
     names = _proc.if_readable(_proc.thread_names, pid, root) or {}
     threads = [background_threads()] if _JEMALLOC_THREAD in names.values() else []
@@ -250,29 +252,13 @@ def _read(pid: int, root: Path) -> ProcessView:
     try:
         mappings, environ = _proc.maps(pid, root), _proc.environment(pid, root)
     except PermissionError:
-        fix = "inspect it as its owner or as root"
-        raise PermissionError(errno.EACCES, f"process {pid} belongs to another user; {fix}") from None
+        raise _proc.not_permitted(pid) from None
     except (FileNotFoundError, ProcessLookupError):
         mappings, environ = [], {}
     if not mappings:
-        raise ProcessLookupError(errno.ESRCH, f"process {pid} does not exist, or is a kernel thread")
+        raise _proc.not_found(pid)
     own_root = _proc.folder(pid, root) / "root"
     return ProcessView(mapped_files(mappings), environ, system_preloads(own_root), own_root)
-
-
-def _allocators(process: ProcessView) -> Iterator[AllocatorFile]:
-    for file in process.files:
-        kind = kind_of(file)
-        if kind is not None:
-            yield AllocatorFile(kind, file)
-
-
-def _most_probable(process: ProcessView, preload: tuple[str, ...], mapped: tuple[AllocatorFile, ...]) -> AllocatorFile:
-    preloaded = [process.loaded(entry) for entry in preload]
-    allocators = {found.path: found for found in mapped if found.kind != "glibc"}
-    c_library = [found for found in mapped if found.kind == "glibc"]
-    first = [allocators[file] for file in preloaded if file in allocators]
-    return [*first, *c_library, AllocatorFile("unknown", "")][0]
 
 
 # Which allocator serves Python's own small objects, in front of ``malloc``.

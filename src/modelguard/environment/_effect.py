@@ -7,9 +7,8 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from modelguard.environment import _allocator, _knobs
 from modelguard.environment._allocator import AllocatorInForce
@@ -42,10 +41,12 @@ _DEFAULT_DESCRIPTORS = 1024
 
 _ONEDNN = re.compile(r"/lib(?:torch_cpu|dnnl)\.so[^/]*$")
 
+_OPENMP = re.compile(r"/lib(?:gomp|iomp5|omp)[-.][^/]*$")
+
 #: For each variable that sets a number of threads: the files of the libraries that read it, and the functions that
 #: return the number in use.
 _THREADS = {
-    "OMP_NUM_THREADS": (re.compile(r"/lib(?:gomp|iomp5|omp)[-.][^/]*$"), ("omp_get_max_threads",)),
+    "OMP_NUM_THREADS": (_OPENMP, ("omp_get_max_threads",)),
     "MKL_NUM_THREADS": (re.compile(r"/lib(?:torch_cpu|mkl_rt|mkl_core)\.so[^/]*$"), ("mkl_get_max_threads",)),
     "OPENBLAS_NUM_THREADS": (
         re.compile(r"/lib(?:scipy_)?openblas[^/]*\.so[^/]*$"),
@@ -133,12 +134,7 @@ class ThisProcess:
 
 
 def _thread_count(path: str, functions: tuple[str, ...]) -> int | None:
-    import ctypes
-
-    try:
-        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
-    except OSError:
-        return None
+    library = _open(path)
     function = next((name for name in functions if hasattr(library, name)), None)
     if function is None:
         return None
@@ -153,17 +149,35 @@ def _thread_count(path: str, functions: tuple[str, ...]) -> int | None:
 # What follows from it for a variable.
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """What has happened to a variable so far."""
+class _Reading(NamedTuple):
+    """What has happened to a variable so far.
+
+    Attributes:
+        seen: The evidence.
+        in_force: Whether its reader uses the value that is wanted; None if it has not read it, as far as is known.
+    """
 
     seen: str
-    read: bool = False
-    in_force: str | None = None
+    in_force: bool | None = None
 
 
-#: Finds out what has happened to a knob's variable, given its current value.
-_Inspect: TypeAlias = Callable[[Knob, str | None, ThisProcess], _Reading]
+class _Case(NamedTuple):
+    """A knob's variable with its current value in this process, None if it is not set."""
+
+    knob: Knob
+    value: str | None
+    process: ThisProcess
+
+    @property
+    def wanted(self) -> str:
+        return self.knob.value if self.value is None else self.value
+
+    def was_set_at_start(self) -> bool:
+        started_with = self.process.started_with() or {}
+        return self.value is not None and started_with.get(self.knob.name) == self.value
+
+
+_Inspect: TypeAlias = Callable[[_Case], _Reading]
 
 
 class _NoReader(Exception):
@@ -174,144 +188,112 @@ def effect_of(knob: Knob, value: str | None, process: ThisProcess) -> tuple[Stat
     if value is not None and (crash := _knobs.why_unusable(knob.name, value)) is not None:
         # Whatever has happened so far: ideep reads the variable again in each new thread.
         return "invalid", f"{crash}; remove it, or set it to 1 or more before the program starts"
-    inspect = _INSPECTIONS.get(knob.name, _inspect_start if knob.read_at == "exec" else _inspect_unknown)
+    case = _Case(knob, value, process)
+    inspect = _INSPECTIONS.get(knob.name, _at_start if knob.read_at == "exec" else _unknown)
     try:
-        reading = inspect(knob, value, process)
+        seen, in_force = inspect(case)
     except _NoReader as error:
         return "not supported", str(error)
     except NotSupported as error:
-        reading = _Reading(f"it is unknown whether {knob.reader} has read it already: {error.reason}")
-    wanted = knob.value if value is None else value
-    if not _is_too_late(reading, wanted, knob, value, process):
-        return ("applied" if wanted == knob.value else "kept"), reading.seen
+        seen, in_force = f"it is unknown whether {knob.reader} has read it already: {error.reason}", None
+    if in_force is not False or case.was_set_at_start():
+        return ("applied" if case.wanted == knob.value else "kept"), seen
     no_effect = "" if value is None else f"set to {value!r} inside this process, which has no effect: "
-    return ("needs exec" if knob.read_at == "exec" else "too late"), no_effect + reading.seen
+    return ("needs exec" if knob.read_at == "exec" else "too late"), no_effect + seen
 
 
-def _is_too_late(reading: _Reading, wanted: str, knob: Knob, value: str | None, process: ThisProcess) -> bool:
-    """Whether the reader has read the variable already, and uses another value."""
-    return reading.read and reading.in_force != wanted and not _was_set_at_start(knob, value, process)
+def _unknown(case: _Case) -> _Reading:
+    if case.knob.read_at == "any time":
+        return _Reading(f"{case.knob.reader} reads it each time")
+    return _Reading(f"it is unknown whether {case.knob.reader} has read it already")
 
 
-def _was_set_at_start(knob: Knob, value: str | None, process: ThisProcess) -> bool:
-    started_with = process.started_with()
-    return value is not None and started_with is not None and started_with.get(knob.name) == value
-
-
-def _inspect_unknown(knob: Knob, _value: str | None, _process: ThisProcess) -> _Reading:
-    if knob.read_at == "any time":
-        return _Reading(f"{knob.reader} reads it each time")
-    return _Reading(f"it is unknown whether {knob.reader} has read it already")
-
-
-def _inspect_start(knob: Knob, value: str | None, process: ThisProcess) -> _Reading:
+def _at_start(case: _Case) -> _Reading:
     """Inspect a variable that only has an effect if it is set when the program starts."""
-    started_with = process.started_with()
+    started_with = case.process.started_with()
     if started_with is not None:
-        before = started_with.get(knob.name)
-        seen = "it was not set when this program started" if before is None else "it was set when this program started"
-        if before not in (None, value):
-            seen = f"it was {before!r} when this program started"
-        return _Reading(seen, read=True, in_force=before)
-    if value is None:
-        return _Reading("it is not set, and it is read only when a program starts", read=True)
+        before = started_with.get(case.knob.name)
+        how = "not set" if before is None else "set" if before == case.value else repr(before)
+        return _Reading(f"it was {how} when this program started", before == case.wanted)
+    if case.value is None:
+        return _Reading("it is not set, and it is read only when a program starts", in_force=False)
     return _Reading("/proc/self/environ does not show whether it was set when this program started")
 
 
-def _inspect_malloc(kind: Kind) -> _Inspect:
+def _by_malloc(kind: Kind) -> _Inspect:
     """Inspect a variable that only this allocator reads."""
 
-    def inspect(knob: Knob, value: str | None, process: ThisProcess) -> _Reading:
+    def inspect(case: _Case) -> _Reading:
         try:
-            allocator = process.malloc()
+            allocator = case.process.malloc()
         except NotSupported as error:
             raise _NoReader(error.reason) from None
-        if allocator.kind != kind:
-            raise _NoReader(f"malloc is served by {_name(allocator)}, which does not read it")
-        return _inspect_start(knob, value, process)
+        if allocator.kind == kind:
+            return _at_start(case)
+        name = allocator.path if allocator.kind == "unknown" else f"{allocator.kind} ({allocator.path})"
+        raise _NoReader(f"malloc is served by {name}, which does not read it")
 
     return inspect
 
 
-def _name(allocator: AllocatorInForce) -> str:
-    return f"{allocator.kind} ({allocator.path})" if allocator.kind != "unknown" else allocator.path
-
-
-def _inspect_cache(name: str, where: str, capacity: Callable[[ThisProcess], int | None]) -> _Inspect:
-
-    def inspect(knob: Knob, value: str | None, process: ThisProcess) -> _Reading:
-        entries = capacity(process)
+def _by_cache(name: str, where: str, capacity: Callable[[ThisProcess], int | None]) -> _Inspect:
+    def inspect(case: _Case) -> _Reading:
+        entries = capacity(case.process)
         if entries is None:
             return _Reading(f"{name} does not exist yet{where}")
-        wanted = knob.value if value is None else value
-        as_wanted = entries == _knobs.capacity(knob.name, wanted)
-        seen = f"{name} was made{where} with room for {entries} entries"
-        return _Reading(seen, read=True, in_force=wanted if as_wanted else str(entries))
+        in_force = entries == _knobs.capacity(case.knob.name, case.wanted)
+        return _Reading(f"{name} was made{where} with room for {entries} entries", in_force)
 
     return inspect
 
 
-def _inspect_threads(knob: Knob, value: str | None, process: ThisProcess) -> _Reading:
+def _by_threads(case: _Case) -> _Reading:
     """Inspect a number of threads: a loaded library has already read it."""
-    loaded = process.threads(knob.name)
+    loaded = case.process.threads(case.knob.name)
     if not loaded:
         return _Reading("no library that reads it is loaded yet")
-    wanted = knob.value if value is None else value
     # In a value such as "4,2" for nested regions, the first number is the one that libraries report.
-    as_wanted = all(str(count) == wanted.split(",")[0].strip() for count in loaded.values())
-    seen = "; ".join(f"{path} is loaded and uses {_count(threads)}" for path, threads in loaded.items())
-    return _Reading(seen, read=True, in_force=wanted if as_wanted else None)
+    in_force = all(str(count) == case.wanted.split(",")[0].strip() for count in loaded.values())
+    seen = "; ".join(f"{path} is loaded and uses {_knobs.threads_text(count)}" for path, count in loaded.items())
+    return _Reading(seen, in_force)
 
 
-def _count(threads: int) -> str:
-    return "1 thread" if threads == 1 else f"{threads} threads"
-
-
-def _inspect_grpc(knob: Knob, value: str | None, process: ThisProcess) -> _Reading:
-    forks = process.grpc_forks()
+def _by_grpc(case: _Case) -> _Reading:
+    forks = case.process.grpc_forks()
     if forks is None:
         return _Reading("grpc has not been imported yet")
-    wanted = knob.value if value is None else value
-    as_wanted = forks == (wanted.lower() in ("1", "true", "yes"))
-    seen = f"grpc was imported {'with' if forks else 'without'} fork support"
-    return _Reading(seen, read=True, in_force=wanted if as_wanted else None)
+    in_force = forks == (case.wanted.lower() in ("1", "true", "yes"))
+    return _Reading(f"grpc was imported {'with' if forks else 'without'} fork support", in_force)
 
 
-def _inspect_cuda(read: Callable[[ThisProcess], _Reading]) -> _Inspect:
-
-    def inspect(_knob: Knob, _value: str | None, process: ThisProcess) -> _Reading:
-        state = process.cuda()
+def _by_cuda(read: _Inspect) -> _Inspect:
+    def inspect(case: _Case) -> _Reading:
+        state = case.process.cuda()
         if state == "not built in":
             raise _NoReader("the torch in this process was built without CUDA")
         if state == "not imported":
             return _Reading("torch has not been imported yet")
-        return read(process) if state == "initialised" else _Reading("torch has not initialised CUDA yet")
+        return read(case) if state == "initialised" else _Reading("torch has not initialised CUDA yet")
 
     return inspect
 
 
-def _read_allocator(process: ThisProcess) -> _Reading:
-    settings = process.cuda_allocator()
+def _by_cuda_allocator(case: _Case) -> _Reading:
+    settings = case.process.cuda_allocator()
     seen = f"torch's allocator uses {settings!r}" if settings else "torch's allocator uses its defaults"
-    return _Reading(seen, read=True, in_force=settings or None)
+    return _Reading(seen, settings == case.wanted)
 
 
 _INSPECTIONS: dict[str, _Inspect] = {
-    _knobs.ONEDNN: _inspect_cache("oneDNN's primitive cache", "", lambda process: process.primitive_cache()),
-    _knobs.IDEEP: _inspect_cache(
-        "ideep's cache of convolutions", " in this thread", lambda process: process.descriptor_cache()
-    ),
-    "OMP_NUM_THREADS": _inspect_threads,
-    "MKL_NUM_THREADS": _inspect_threads,
-    "OPENBLAS_NUM_THREADS": _inspect_threads,
-    "GRPC_ENABLE_FORK_SUPPORT": _inspect_grpc,
-    "MALLOC_ARENA_MAX": _inspect_malloc("glibc"),
-    "MALLOC_TRIM_THRESHOLD_": _inspect_malloc("glibc"),
-    "MALLOC_MMAP_THRESHOLD_": _inspect_malloc("glibc"),
-    "MALLOC_CONF": _inspect_malloc("jemalloc"),
-    _knobs.ALLOCATOR: _inspect_cuda(_read_allocator),
-    _knobs.MODULES: _inspect_cuda(lambda _: _Reading("CUDA is initialised, and its driver has read it", read=True)),
-    _knobs.PLANS: _inspect_cuda(lambda _: _Reading("CUDA is initialised; whether cuDNN was used is unknown")),
+    _knobs.ONEDNN: _by_cache("oneDNN's primitive cache", "", lambda process: process.primitive_cache()),
+    _knobs.IDEEP: _by_cache("ideep's cache of convolutions", " in this thread", lambda one: one.descriptor_cache()),
+    **dict.fromkeys(_THREADS, _by_threads),
+    "GRPC_ENABLE_FORK_SUPPORT": _by_grpc,
+    **dict.fromkeys(_knobs.GLIBC, _by_malloc("glibc")),
+    "MALLOC_CONF": _by_malloc("jemalloc"),
+    _knobs.ALLOCATOR: _by_cuda(_by_cuda_allocator),
+    _knobs.MODULES: _by_cuda(lambda _: _Reading("CUDA is initialised, and its driver has read it", in_force=False)),
+    _knobs.PLANS: _by_cuda(lambda _: _Reading("CUDA is initialised; whether cuDNN was used is unknown")),
 }
 
 
@@ -319,8 +301,6 @@ _INSPECTIONS: dict[str, _Inspect] = {
 #
 # In the specification each thread has its own number of threads (``nthreads-var``, OpenMP 5.2 section 2.4), so the
 # number can be capped in one thread without any effect on others.
-
-_RUNTIME = re.compile(r"/lib(?:gomp|iomp5|omp)[-.][^/]*$")
 
 #: ``omp_pause_soft``: settings made by ``omp_set_num_threads`` and similar functions stay.
 _SOFT = 1
@@ -334,7 +314,7 @@ def cap_openmp(count: int) -> None:
     """
     for path in loaded_openmp():
         runtime = _open(path)
-        if runtime is not None and runtime.omp_get_max_threads() > count:
+        if hasattr(runtime, "omp_set_num_threads") and runtime.omp_get_max_threads() > count:
             runtime.omp_set_num_threads(count)
 
 
@@ -348,22 +328,22 @@ def end_openmp_pool() -> None:
     threads).
     """
     for path in loaded_openmp():
-        runtime = _open(path) if "/libgomp" in path else None
-        if runtime is not None and hasattr(runtime, "omp_pause_resource_all"):
+        runtime: Any = _open(path) if "/libgomp" in path else None
+        if hasattr(runtime, "omp_pause_resource_all"):
             runtime.omp_pause_resource_all(_SOFT)
 
 
 def loaded_openmp() -> set[str]:
     """The files of the OpenMP runtimes that this process has loaded; empty without ``/proc``."""
     mappings = _proc.if_readable(_proc.maps) or ()
-    return {mapping.name for mapping in mappings if _RUNTIME.search(mapping.name)}
+    return {mapping.name for mapping in mappings if _OPENMP.search(mapping.name)}
 
 
 def _open(path: str) -> Any:
+    """A library that is loaded; None if it was replaced on disk since."""
     import ctypes
 
     try:
-        runtime = ctypes.CDLL(path)
-        return runtime if hasattr(runtime, "omp_set_num_threads") and hasattr(runtime, "omp_get_max_threads") else None
-    except OSError:  # replaced on disk since it was loaded
+        return ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
+    except OSError:
         return None

@@ -6,6 +6,7 @@ after its reader has read it silently has no effect.
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from modelguard.errors import InvalidOption
@@ -19,6 +20,7 @@ from modelguard.errors import InvalidOption
 
 ONEDNN = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 IDEEP = "LRU_CACHE_CAPACITY"
+GLIBC = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 #: oneDNN reads the value into a buffer of this size, and ignores a value that does not fit (src/common/utils.cpp).
 _ONEDNN_BUFFER = 12
@@ -59,8 +61,7 @@ _SYNTAX = {
     "MKL_NUM_THREADS": (_NUMBER, "MKL takes a number"),
     "OPENBLAS_NUM_THREADS": (_NUMBER, "OpenBLAS takes a number"),
     "MALLOC_ARENA_MAX": (_SIZE, "glibc takes a number"),
-    "MALLOC_MMAP_THRESHOLD_": (_SIZE, "glibc takes a number of bytes, without a unit"),
-    "MALLOC_TRIM_THRESHOLD_": (_SIZE, "glibc takes a number of bytes, without a unit"),
+    **dict.fromkeys(GLIBC[1:], (_SIZE, "glibc takes a number of bytes, without a unit")),
 }
 
 
@@ -80,6 +81,19 @@ def why_unusable(name: str, value: str) -> str | None:
     if name == IDEEP and capacity(name, value) == 0:
         return "is read as 0, and torch crashes at its first convolution on CPU (SIGSEGV)"
     return None
+
+
+def require_usable(name: str, value: str, argument: str = "") -> None:
+    """Reject a value that a process must not start with.
+
+    Args:
+        name: The variable.
+        value: Its value.
+        argument: The name of the caller's argument, for the error. Default: the variable.
+    """
+    if (crash := why_unusable(name, value)) is not None:
+        fix = f"Remove it, or set it to 1 or more, such as {DEFAULT_ENTRIES}."
+        raise InvalidOption(argument or name, value, why=crash, fix=fix)
 
 
 def why_not_understood(name: str, value: str) -> str | None:
@@ -126,8 +140,6 @@ _GLIBC_THRESHOLD = 128 * 1024
 #: How many arenas glibc may make. The default is up to 8 per CPU, and each keeps what was freed in it.
 _GLIBC_ARENAS = 2
 
-_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-
 
 @dataclass(frozen=True, slots=True)
 class Knob:
@@ -156,24 +168,22 @@ class Knob:
     source: str
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(_NAME, self.name):
+        if not (self.name.isascii() and self.name.isidentifier()):
             why = "is not a valid name for a variable"
             raise InvalidOption("name", self.name, why=why, fix="Use letters, digits and underscores, no digit first.")
         if not self.value.isprintable() or self.value != self.value.strip():
             why = "must not contain control characters, or spaces at its ends: not every preset format can keep them"
             raise InvalidOption("value", self.value, why=why, fix="Use printable text without spaces at its ends.")
-        if (crash := why_unusable(self.name, self.value)) is not None:
-            raise InvalidOption("value", self.value, why=crash, fix="Use a whole number of at least 1.")
+        require_usable(self.name, self.value, "value")
 
 
 def onednn_caches(entries: int) -> tuple[Knob, Knob]:
     """Limit the two caches that grow with every new input shape; either limit alone is not enough."""
+    cache = partial(Knob, value=str(entries), read_at="first use")
     measured = "400 lengths through 8 convolutions grew by 339 MB without a limit, 77 MB with this one alone"
     return (
-        Knob(
+        cache(
             name=ONEDNN,
-            value=str(entries),
-            read_at="first use",
             reader="oneDNN",
             does=f"keeps at most {entries} compiled operations; each convolution layer takes one per input shape, "
             "and the default is 1024",
@@ -181,10 +191,8 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
             "recur and do not fit",
             source=f"oneDNN developer guide, 'Primitive Cache'; {measured}",
         ),
-        Knob(
+        cache(
             name=IDEEP,
-            value=str(entries),
-            read_at="first use",
             reader="ideep (torch's layer over oneDNN), once in each thread",
             does=f"keeps at most {entries} descriptions of convolutions per thread; they keep alive what oneDNN's own "
             "cache drops, and the default is 1024",
@@ -196,24 +204,19 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
 
 def threads(count: int, why: str) -> tuple[Knob, Knob]:
     costs = "a single call in the process cannot use the other workers' CPUs"
+    of_library = partial(Knob, value=str(count), read_at="library load", costs=costs)
     return (
-        Knob(
+        of_library(
             name="OMP_NUM_THREADS",
-            value=str(count),
-            read_at="library load",
             reader="OpenMP (libgomp, libiomp5, libomp)",
-            does=f"runs an operation on {_threads(count)} ({why}); the default is one per CPU that the process may run "
-            "on, regardless of its quota and the number of workers",
-            costs=costs,
+            does=f"runs an operation on {threads_text(count)} ({why}); the default is one per CPU that the process may "
+            "run on, regardless of its quota and the number of workers",
             source="OpenMP 5.2, section 21.1.2; PyTorch, 'CPU threading and TorchScript inference'",
         ),
-        Knob(
+        of_library(
             name="MKL_NUM_THREADS",
-            value=str(count),
-            read_at="library load",
             reader="MKL (inside torch on x86)",
             does=f"the same for matrix products by MKL ({why}); torch takes its own number of threads from it",
-            costs=costs,
             source="Intel oneMKL developer guide, 'MKL_NUM_THREADS'; PyTorch, aten/src/ATen/ParallelOpenMP.cpp",
         ),
     )
@@ -226,105 +229,88 @@ def openblas_threads(count: int, why: str) -> Knob:
         value=str(count),
         read_at="library load",
         reader="OpenBLAS (inside numpy and scipy)",
-        does=f"multiplies on {_threads(count)} ({why}); the default is one per CPU, started when numpy is imported",
+        does=f"multiplies on {threads_text(count)} ({why}); the default is one per CPU, started when numpy is imported",
         costs="a large matrix product of numpy or scipy cannot use more CPUs",
         source="OpenBLAS user manual, 'Environment variables'",
     )
 
 
-def cuda_check() -> Knob:
-    """Check for CUDA without starting it, so that the process can still fork."""
-    return Knob(
-        name="PYTORCH_NVML_BASED_CUDA_CHECK",
-        value="1",
-        read_at="any time",
-        reader="torch.cuda.is_available()",
-        does="asks the driver's management library instead of starting CUDA, which forked workers could not use",
-        costs="a weaker check: a broken driver is detected only at the first use of CUDA",
-        source="PyTorch, torch.cuda.is_available and 'Poison fork in multiprocessing'",
-    )
+#: Check for CUDA without starting it, so that the process can still fork.
+CUDA_CHECK = Knob(
+    name="PYTORCH_NVML_BASED_CUDA_CHECK",
+    value="1",
+    read_at="any time",
+    reader="torch.cuda.is_available()",
+    does="asks the driver's management library instead of starting CUDA, which forked workers could not use",
+    costs="a weaker check: a broken driver is detected only at the first use of CUDA",
+    source="PyTorch, torch.cuda.is_available and 'Poison fork in multiprocessing'",
+)
+
+GRPC_FORK_SUPPORT = Knob(
+    name="GRPC_ENABLE_FORK_SUPPORT",
+    value="1",
+    read_at="library load",
+    reader="gRPC (grpcio)",
+    does="stops gRPC's threads for a fork and restarts them after it; without it workers may hang in their first "
+    "call. The default has changed several times between releases",
+    costs="a fork waits for running gRPC calls; works with the polling strategies epoll1 and poll only",
+    source="grpc/grpc, doc/fork_support.md and issues 41725 and 41768",
+)
+
+#: Keep Hugging Face's tokenizers from starting threads, which do not survive a fork.
+TOKENIZERS_THREADS = Knob(
+    name="TOKENIZERS_PARALLELISM",
+    value="false",
+    read_at="any time",
+    reader="tokenizers (Hugging Face)",
+    does="encodes a batch on the calling thread, so that a fork loses no threads and no worker prints a warning "
+    "about it",
+    costs="a batch of many texts is encoded on one CPU",
+    source="huggingface/tokenizers, utils/parallelism.rs",
+)
+
+_OF_MALLOC = partial(Knob, read_at="exec", reader="glibc's malloc", source="mallopt(3)")
+GLIBC_MEMORY = (
+    _OF_MALLOC(
+        name="MALLOC_ARENA_MAX",
+        value=str(_GLIBC_ARENAS),
+        does=f"shares {_GLIBC_ARENAS} heaps among all threads; by default there are up to 8 per CPU, and each "
+        "keeps what was freed in it",
+        costs="threads that allocate at the same moment wait for each other",
+    ),
+    _OF_MALLOC(
+        name="MALLOC_TRIM_THRESHOLD_",
+        value=str(_GLIBC_THRESHOLD),
+        does="always returns the free end of the heap once it exceeds 128 KiB; by default the limit grows with "
+        "the blocks that are freed, up to 64 MiB",
+        costs="memory that is needed again is requested from the kernel again",
+    ),
+    _OF_MALLOC(
+        name="MALLOC_MMAP_THRESHOLD_",
+        value=str(_GLIBC_THRESHOLD),
+        does="maps every block of 128 KiB or more separately, so that freeing it returns it; by default the limit "
+        "grows with the blocks that are freed, up to 32 MiB",
+        costs="the kernel maps and zeroes each large block, such as a tensor, every time: 8 small convolutions "
+        "(64 channels, 3000 long) took 1.15 s instead of 0.8 s of CPU time",
+        source="mallopt(3); with both thresholds 400 lengths through 8 convolutions grew by 111 MB, "
+        "without them by 339 MB",
+    ),
+)
+
+JEMALLOC_MEMORY = Knob(
+    name="MALLOC_CONF",
+    value="background_thread:false,dirty_decay_ms:1000,muzzy_decay_ms:0",
+    read_at="exec",
+    reader="jemalloc",
+    does="returns freed pages after one second instead of ten, and starts no threads of its own: a fork would "
+    "lose them, and a child would then keep freed memory",
+    costs="pages that are needed again are requested from the kernel again; without its own threads jemalloc "
+    "returns memory only while the process allocates",
+    source="jemalloc(3), TUNING.md",
+)
 
 
-def grpc_fork_support() -> Knob:
-    return Knob(
-        name="GRPC_ENABLE_FORK_SUPPORT",
-        value="1",
-        read_at="library load",
-        reader="gRPC (grpcio)",
-        does="stops gRPC's threads for a fork and restarts them after it; without it workers may hang in their first "
-        "call. The default has changed several times between releases",
-        costs="a fork waits for running gRPC calls; works with the polling strategies epoll1 and poll only",
-        source="grpc/grpc, doc/fork_support.md and issues 41725 and 41768",
-    )
-
-
-def tokenizers_threads() -> Knob:
-    """Keep Hugging Face's tokenizers from starting threads, which do not survive a fork."""
-    return Knob(
-        name="TOKENIZERS_PARALLELISM",
-        value="false",
-        read_at="any time",
-        reader="tokenizers (Hugging Face)",
-        does="encodes a batch on the calling thread, so that a fork loses no threads and no worker prints a warning "
-        "about it",
-        costs="a batch of many texts is encoded on one CPU",
-        source="huggingface/tokenizers, utils/parallelism.rs",
-    )
-
-
-def glibc_memory() -> tuple[Knob, Knob, Knob]:
-    source = "mallopt(3)"
-    return (
-        Knob(
-            name="MALLOC_ARENA_MAX",
-            value=str(_GLIBC_ARENAS),
-            read_at="exec",
-            reader="glibc's malloc",
-            does=f"shares {_GLIBC_ARENAS} heaps among all threads; by default there are up to 8 per CPU, and each "
-            "keeps what was freed in it",
-            costs="threads that allocate at the same moment wait for each other",
-            source=source,
-        ),
-        Knob(
-            name="MALLOC_TRIM_THRESHOLD_",
-            value=str(_GLIBC_THRESHOLD),
-            read_at="exec",
-            reader="glibc's malloc",
-            does="always returns the free end of the heap once it exceeds 128 KiB; by default the limit grows with "
-            "the blocks that are freed, up to 64 MiB",
-            costs="memory that is needed again is requested from the kernel again",
-            source=source,
-        ),
-        Knob(
-            name="MALLOC_MMAP_THRESHOLD_",
-            value=str(_GLIBC_THRESHOLD),
-            read_at="exec",
-            reader="glibc's malloc",
-            does="maps every block of 128 KiB or more separately, so that freeing it returns it; by default the limit "
-            "grows with the blocks that are freed, up to 32 MiB",
-            costs="the kernel maps and zeroes each large block, such as a tensor, every time: 8 small convolutions "
-            "(64 channels, 3000 long) took 1.15 s instead of 0.8 s of CPU time",
-            source=f"{source}; with both thresholds 400 lengths through 8 convolutions grew by 111 MB, "
-            "without them by 339 MB",
-        ),
-    )
-
-
-def jemalloc_memory() -> Knob:
-    return Knob(
-        name="MALLOC_CONF",
-        value="background_thread:false,dirty_decay_ms:1000,muzzy_decay_ms:0",
-        read_at="exec",
-        reader="jemalloc",
-        does="returns freed pages after one second instead of ten, and starts no threads of its own: a fork would "
-        "lose them, and a child would then keep freed memory",
-        costs="pages that are needed again are requested from the kernel again; without its own threads jemalloc "
-        "returns memory only while the process allocates",
-        source="jemalloc(3), TUNING.md",
-    )
-
-
-def _threads(count: int) -> str:
+def threads_text(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
 
 
@@ -346,47 +332,36 @@ CUDNN_MOST_ENTRIES = 10_000
 #: (pytorch#58466: half a gigabyte each).
 _CONTEXTS = 0.1
 
-_READER = "torch's CUDA allocator"
+_CUDA_ALLOCATOR = partial(Knob, ALLOCATOR, read_at="first use", reader="torch's CUDA allocator")
+_CUDA_MODULES = partial(Knob, MODULES, read_at="first use", reader="the CUDA driver, when CUDA is initialised")
 
 
-def expandable_segments() -> Knob:
-    """Let segments of the GPU's memory grow, so that inputs of new sizes do not leave holes."""
-    return Knob(
-        name=ALLOCATOR,
-        value="expandable_segments:True",
-        read_at="first use",
-        reader=_READER,
-        does="maps memory into segments that grow, instead of one segment for each large block; sizes that change "
-        "from call to call then leave fewer holes that nothing fits into",
-        costs="no CUDA IPC where processes may not use pidfd_getfd, as in most containers: sharing a tensor on the "
-        "GPU between processes fails there (pytorch#165685); garbage_collection_threshold does not free such "
-        "segments (pytorch#134338). PYTORCH_CUDA_ALLOC_CONF, the older name, wins if it is set as well (torch 2.13)",
-        source="PyTorch, 'CUDA semantics', 'Optimizing memory usage with PYTORCH_ALLOC_CONF'",
-    )
+#: Let segments of the GPU's memory grow, so that inputs of new sizes do not leave holes.
+EXPANDABLE_SEGMENTS = _CUDA_ALLOCATOR(
+    value="expandable_segments:True",
+    does="maps memory into segments that grow, instead of one segment for each large block; sizes that change "
+    "from call to call then leave fewer holes that nothing fits into",
+    costs="no CUDA IPC where processes may not use pidfd_getfd, as in most containers: sharing a tensor on the "
+    "GPU between processes fails there (pytorch#165685); garbage_collection_threshold does not free such "
+    "segments (pytorch#134338). PYTORCH_CUDA_ALLOC_CONF, the older name, wins if it is set as well (torch 2.13)",
+    source="PyTorch, 'CUDA semantics', 'Optimizing memory usage with PYTORCH_ALLOC_CONF'",
+)
 
-
-def reclaiming() -> Knob:
-    """Free old cached blocks early, so that no call waits until all of them are freed."""
-    return Knob(
-        name=ALLOCATOR,
-        value="garbage_collection_threshold:0.8",
-        read_at="first use",
-        reader=_READER,
-        does="from 80 % of the process's part of the GPU on, frees the cached blocks that were not used for longest; "
-        "otherwise the call that finds no memory waits for the GPU, and frees the whole cache",
-        costs="blocks that are needed again are requested from the driver again; a torch without pytorch#161035 "
-        "(2025) does it only after torch.cuda.set_per_process_memory_fraction()",
-        source="PyTorch, 'CUDA semantics', and c10/cuda/CUDACachingAllocator.cpp",
-    )
+#: Free old cached blocks early, so that no call waits until all of them are freed.
+RECLAIMING = _CUDA_ALLOCATOR(
+    value="garbage_collection_threshold:0.8",
+    does="from 80 % of the process's part of the GPU on, frees the cached blocks that were not used for longest; "
+    "otherwise the call that finds no memory waits for the GPU, and frees the whole cache",
+    costs="blocks that are needed again are requested from the driver again; a torch without pytorch#161035 "
+    "(2025) does it only after torch.cuda.set_per_process_memory_fraction()",
+    source="PyTorch, 'CUDA semantics', and c10/cuda/CUDACachingAllocator.cpp",
+)
 
 
 def fraction(workers: int) -> Knob:
     part = int((1 - _CONTEXTS) / workers * 1000) / 1000
-    return Knob(
-        name=ALLOCATOR,
+    return _CUDA_ALLOCATOR(
         value=f"per_process_memory_fraction:{part:g},garbage_collection_threshold:0.8",
-        read_at="first use",
-        reader=_READER,
         does=f"a process that asks for more than {part:g} of the GPU gets an OutOfMemoryError, and not its neighbours; "
         f"from 80 % of that on, old cached blocks are freed. {_CONTEXTS:g} of the GPU is left for CUDA contexts, which "
         "the fraction does not count",
@@ -409,30 +384,21 @@ def cudnn_plans(entries: int) -> Knob:
     )
 
 
-def eager_modules() -> Knob:
-    """Load all GPU code when CUDA starts, and not in the first calls."""
-    return Knob(
-        name=MODULES,
-        value="EAGER",
-        read_at="first use",
-        reader="the CUDA driver, when CUDA is initialised",
-        does="no call waits for the GPU code of an operation that none has used before; a warm-up with typical inputs "
-        "does the same for the operations that it uses",
-        costs="a longer start, and memory on the GPU for code that is never used: 667 MB instead of 287 MB with "
-        "torch 1.13 (pytorch#86509)",
-        source="NVIDIA, CUDA programming guide, 'Lazy Loading'",
-    )
+#: Load all GPU code when CUDA starts, and not in the first calls.
+EAGER_MODULES = _CUDA_MODULES(
+    value="EAGER",
+    does="no call waits for the GPU code of an operation that none has used before; a warm-up with typical inputs "
+    "does the same for the operations that it uses",
+    costs="a longer start, and memory on the GPU for code that is never used: 667 MB instead of 287 MB with "
+    "torch 1.13 (pytorch#86509)",
+    source="NVIDIA, CUDA programming guide, 'Lazy Loading'",
+)
 
-
-def lazy_modules() -> Knob:
-    """Load GPU code when it is first used, so that each process's context is small."""
-    return Knob(
-        name=MODULES,
-        value="LAZY",
-        read_at="first use",
-        reader="the CUDA driver, when CUDA is initialised",
-        does="the context of each process holds only the GPU code that it has used; the default since CUDA 12.2, and "
-        "set by torch",
-        costs="the first call of each operation loads its code",
-        source="NVIDIA, CUDA programming guide, 'Lazy Loading'; pytorch#86509",
-    )
+#: Load GPU code when it is first used, so that each process's context is small.
+LAZY_MODULES = _CUDA_MODULES(
+    value="LAZY",
+    does="the context of each process holds only the GPU code that it has used; the default since CUDA 12.2, and "
+    "set by torch",
+    costs="the first call of each operation loads its code",
+    source="NVIDIA, CUDA programming guide, 'Lazy Loading'; pytorch#86509",
+)

@@ -7,7 +7,6 @@ parent, open files, limits and working directory stay, and signals and the exit 
 
 from __future__ import annotations
 
-import difflib
 import errno
 import functools
 import os
@@ -20,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
+from modelguard import _units
 from modelguard.environment import _allocator, _allocator_files, _knobs
-from modelguard.environment._allocator_files import RUNNING, Kind, is_static, kind_of
+from modelguard.environment._allocator_files import PACKAGES, RUNNING, Kind, is_static, kind_of
 from modelguard.errors import CannotRun, InvalidOption, NotSupported
 from modelguard.facts import _proc
 
@@ -135,18 +135,11 @@ PRELOAD = "LD_PRELOAD"
 
 _ARGUMENT = "allocator"
 
-#: The allocators' packages in Debian and Ubuntu.
-_PACKAGES: dict[Allocator, str] = {
-    "jemalloc": "libjemalloc2",
-    "mimalloc": "libmimalloc2.0",
-    "tcmalloc": "libtcmalloc-minimal4",
-}
-
 #: For reloads and CPU time see ``docs/environment.md``, "The allocator".
 _KEEPS = (
     "mimalloc keeps most of the memory that reloads free; MIMALLOC_RESET_DELAY=0 (from 2.1 on MIMALLOC_PURGE_DELAY=0) "
     "makes it return this memory, at up to 1.6 times the CPU time; jemalloc returns it without that: "
-    f"apt install {_PACKAGES['jemalloc']}"
+    f"apt install {PACKAGES['jemalloc']}"
 )
 
 #: The settings that make mimalloc return freed pages immediately: of 2.0 and earlier, and of 2.1 and later.
@@ -154,7 +147,7 @@ _RETURNING = ("MIMALLOC_RESET_DELAY", "MIMALLOC_DECOMMIT_DELAY", "MIMALLOC_PURGE
 
 _NONE_USABLE = (
     "no other allocator can be preloaded, so glibc stays and is set to return freed memory, at some cost of CPU time; "
-    f"to use jemalloc instead: apt install {_PACKAGES['jemalloc']}"
+    f"to use jemalloc instead: apt install {PACKAGES['jemalloc']}"
 )
 
 
@@ -168,10 +161,13 @@ def choose_preload(
     find: Callable[..., Sequence[AllocatorFile]] = _allocator_files.find,
     check: Callable[..., None] = _allocator_files.check_preload,
 ) -> tuple[dict[str, str], list[str]]:
-    _require_known(wanted)
+    _units.one_of(wanted, _ARGUMENT, get_args(Allocator), what="allocator")
     if wanted == "none":
         return {}, []
-    if obstacle := _obstacle(program, starts_others=bool(arguments)):
+    obstacle: str | None = f"LD_PRELOAD requires Linux, and this is {sys.platform}"
+    if sys.platform.startswith("linux"):
+        obstacle = ignores_preload(program, starts_others=bool(arguments))
+    if obstacle:
         return _without(wanted, obstacle)
     current = detect()
     if current.how == "preloaded":
@@ -191,23 +187,9 @@ def choose_preload(
     return variables, [*passed_on, *notes]
 
 
-def _require_known(wanted: str) -> None:
-    known = get_args(Allocator)
-    if wanted not in known:
-        near = difflib.get_close_matches(wanted, known, n=1)
-        fix = f'Did you mean "{near[0]}"?' if near else f"Write one of {', '.join(known)}."
-        raise InvalidOption(_ARGUMENT, wanted, why="is not a known allocator", fix=fix)
-
-
-def _obstacle(program: str, *, starts_others: bool) -> str | None:
-    if not sys.platform.startswith("linux"):
-        return f"LD_PRELOAD requires Linux, and this is {sys.platform}"
-    return ignores_preload(program, starts_others=starts_others)
-
-
 def _without(wanted: Allocator, reason: str) -> tuple[dict[str, str], list[str]]:
     """Continue without a preload, unless the user has named a library."""
-    if wanted in _PACKAGES:
+    if wanted in PACKAGES:
         raise NotSupported(f"preloading {wanted}", reason=reason)
     return {}, [f"the allocator is not changed: {reason}"]
 
@@ -215,41 +197,26 @@ def _without(wanted: Allocator, reason: str) -> tuple[dict[str, str], list[str]]
 def _preload(
     wanted: Allocator, environ: Mapping[str, str], candidates: Sequence[AllocatorFile], check: Callable[..., None]
 ) -> tuple[dict[str, str], list[str]]:
-    library, rejections = _usable(candidates, check)
-    notes = [str(rejection) for rejection in rejections]
-    if library is not None:
-        if library.kind == "mimalloc" and not any(name in environ for name in _RETURNING):
-            notes.append(_KEEPS)
+    rejections: list[InvalidOption] = []
+    for library in candidates:
+        try:
+            check(library.path, argument=_ARGUMENT)
+        except InvalidOption as rejection:
+            rejections.append(rejection)
+            continue
+        keeps = library.kind == "mimalloc" and not any(name in environ for name in _RETURNING)
         entries = environ.get(PRELOAD)  # the caller's own come first
-        return {PRELOAD: f"{entries}:{library.path}" if entries else library.path}, notes
+        variables = {PRELOAD: f"{entries}:{library.path}" if entries else library.path}
+        return variables, [*map(str, rejections), *([_KEEPS] if keeps else ())]
     if wanted == "auto":
-        return _glibc(environ), [*notes, _NONE_USABLE]
-    raise rejections[0] if rejections else _not_installed(wanted)
+        return _glibc(environ), [*map(str, rejections), _NONE_USABLE]
+    fix = f'Install it (Debian, Ubuntu: apt install {PACKAGES[wanted]}), or write "auto".'
+    raise rejections[0] if rejections else InvalidOption(_ARGUMENT, wanted, why="is not installed", fix=fix)
 
 
 def _glibc(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that make glibc return freed memory; the user's own values take precedence."""
-    return {knob.name: knob.value for knob in _knobs.glibc_memory() if knob.name not in environ}
-
-
-def _usable(
-    candidates: Sequence[AllocatorFile], check: Callable[..., None]
-) -> tuple[AllocatorFile | None, list[InvalidOption]]:
-    """The first library that may be preloaded, and the reasons against those before it."""
-    rejections: list[InvalidOption] = []
-    for candidate in candidates:
-        try:
-            check(candidate.path, argument=_ARGUMENT)
-        except InvalidOption as rejection:
-            rejections.append(rejection)
-        else:
-            return candidate, rejections
-    return None, rejections
-
-
-def _not_installed(wanted: Allocator) -> InvalidOption:
-    fix = f'Install it (Debian, Ubuntu: apt install {_PACKAGES[wanted]}), or write "auto".'
-    return InvalidOption(_ARGUMENT, wanted, why="is not installed", fix=fix)
+    return {knob.name: knob.value for knob in _knobs.GLIBC_MEMORY if knob.name not in environ}
 
 
 #: Python ignores both signals from its start (Py_InitializeFromConfig), and an exec would keep them ignored.
@@ -294,16 +261,26 @@ def plan(
     choose: Callable[..., tuple[dict[str, str], list[str]]] = choose_preload,
 ) -> Plan:
     """Decide how a program is started, without changing anything."""
-    _require_command(command)
+    if not command:
+        raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
+    for word in command:
+        if "\0" in word:
+            raise InvalidOption("command", word, why="must not contain a NUL byte", fix="Remove it.")
     before = inherited() if environ is None else dict(environ)
     program = locate(command[0], before)
-    _require_usable(before)
+    _knobs.require_usable(_knobs.IDEEP, before.get(_knobs.IDEEP, "1"))
     settings = preset.environment(before) if preset else {}
     preloading, notes = choose(allocator, program, before | settings, arguments=command[1:])
     kind = _kind({**before, **settings, **preloading})
-    read = {name: value for name, value in settings.items() if _is_read(name, preset, kind)}
-    added = read | preloading
-    return Plan(program, tuple(command), before | added, added, (*_kept(preset, before), *notes), kind)
+    knobs = preset.knobs if preset else ()
+    unread = {knob.name for knob in knobs if _ALLOCATORS.get(knob.reader, kind) != kind}
+    added = {name: value for name, value in settings.items() if name not in unread} | preloading
+    kept = [
+        f"your {knob.name}={before[knob.name]} stays; the preset has {knob.value}"
+        for knob in knobs
+        if before.get(knob.name, knob.value) != knob.value
+    ]
+    return Plan(program, tuple(command), before | added, added, (*kept, *notes), kind)
 
 
 def become(plan: Plan) -> NoReturn:
@@ -342,33 +319,6 @@ def _kind(environ: Mapping[str, str]) -> Kind:
         if kind is not None:
             return kind
     return "glibc"
-
-
-def _is_read(name: str, preset: Preset | None, kind: Kind) -> bool:
-    reader = next(knob.reader for knob in (preset.knobs if preset else ()) if knob.name == name)
-    return reader not in _ALLOCATORS or _ALLOCATORS[reader] == kind
-
-
-def _require_usable(environ: Mapping[str, str]) -> None:
-    value = environ.get(_knobs.IDEEP)
-    if value is not None and (crash := _knobs.why_unusable(_knobs.IDEEP, value)) is not None:
-        raise InvalidOption(_knobs.IDEEP, value, why=crash, fix="Remove it, or set it to 1 or more, such as 256.")
-
-
-def _require_command(command: Sequence[str]) -> None:
-    if not command:
-        raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
-    for word in command:
-        if "\0" in word:
-            raise InvalidOption("command", word, why="must not contain a NUL byte", fix="Remove it.")
-
-
-def _kept(preset: Preset | None, environ: Mapping[str, str]) -> list[str]:
-    return [
-        f"your {knob.name}={environ[knob.name]} stays; the preset has {knob.value}"
-        for knob in (preset.knobs if preset else ())
-        if environ.get(knob.name, knob.value) != knob.value
-    ]
 
 
 def _reset_signals() -> dict[int, signal._HANDLER]:

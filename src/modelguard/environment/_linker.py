@@ -1,4 +1,4 @@
-"""The dynamic linker's view of this process: the file that ``malloc`` comes from, and the loaded files.
+"""The dynamic linker's view of this process: the file that ``malloc`` comes from, its allocator, and the loaded files.
 
 Separate from :mod:`modelguard.environment._allocator` because importing ctypes takes 2 - 3 ms, and it is not needed
 before the first trim.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from modelguard.environment._allocator_files import Figures, Kind, Library, NotElf, opened
+from modelguard.errors import NotSupported
+
+TRIMMING = "returning freed memory to the system"
+_THREADS = "restarting jemalloc's background threads"
 
 #: Passed to C: bytes as ``char *``, bool as ``bool``, int as ``size_t``, None as a null pointer, ctypes objects as is.
 Argument: TypeAlias = Any
@@ -206,11 +209,10 @@ def _to_c(value: Argument) -> Any:
     return value
 
 
-# What each allocator reports about itself: its version and its figures.
+# What is known of each allocator: how to recognise it, to make it return what was freed, and what it reports.
 #
-# Separate from :mod:`modelguard.environment._allocator` because it imports ctypes. A function is called only if the
-# file that serves ``malloc`` exports it: a function of another file would report memory that this process does not use,
-# or crash.
+# A function is called only if the file that serves ``malloc`` exports it: a function of another file would report
+# memory that this process does not use, or crash.
 
 #: The sum of what threads have allocated and freed may be negative, which is a huge number as an unsigned integer.
 _BELOW_ZERO = 2**62
@@ -219,22 +221,44 @@ _BELOW_ZERO = 2**62
 _LONG_VERSION = 10_000
 
 
-def version(kind: Kind, library: Library, function: str) -> str | None:
-    return _VERSIONS[kind](library, function) if kind in _VERSIONS else None
+class Allocator:
+    """The allocator that serves ``malloc``; this class is one that modelguard does not know.
 
+    Args:
+        library: The file that serves ``malloc``.
+        function: The function by which it was recognised.
+    """
 
-def figures(kind: Kind, library: Library, function: str) -> Figures | None:
-    return _FIGURES[kind](library, function) if kind in _FIGURES else None
+    kind: Kind = "unknown"
 
+    def __init__(self, library: Library, function: str = "") -> None:
+        self.library = library
+        self._function = function
 
-def background_threads(library: Library, mallctl: str) -> bool:
-    return bool(_control(library, mallctl, b"background_thread", ctypes.c_bool()))
+    def release(self) -> None:
+        """Return freed memory to the system.
 
+        Raises:
+            NotSupported: It is unknown how, or the allocator refused.
+        """
+        raise NotSupported(TRIMMING, reason=f"malloc is served by an unknown allocator ({self.library.path})")
 
-def start_background_threads(library: Library, mallctl: str) -> bool:
-    """Make jemalloc start its background threads; False if it refused."""
-    on = ctypes.c_bool(1)
-    return not library.call(mallctl, b"background_thread", None, None, ctypes.byref(on), ctypes.sizeof(on))
+    def version(self) -> str | None:
+        return None
+
+    def figures(self) -> Figures | None:
+        return None
+
+    def has_threads(self) -> bool:
+        return False
+
+    def restart_threads(self) -> None:
+        """Make jemalloc start its background threads again.
+
+        Raises:
+            NotSupported: It is another allocator, or it refused.
+        """
+        raise NotSupported(_THREADS, reason=f"malloc is served by {self.kind} ({self.library.path})")
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -248,87 +272,122 @@ class _Mallinfo2(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
-def _glibc_version(library: Library, _: str) -> str | None:
-    found = library.call("gnu_get_libc_version", returns=ctypes.c_char_p)
-    return None if found is None else found.decode()
+class _Glibc(Allocator):
+    kind = "glibc"
+
+    def release(self) -> None:
+        self.library.call("malloc_trim", 0)
+
+    def version(self) -> str | None:
+        found = self.library.call("gnu_get_libc_version", returns=ctypes.c_char_p)
+        return None if found is None else found.decode()
+
+    def figures(self) -> Figures | None:
+        if not self.library.exports("mallinfo2"):  # before 2.33 there is only mallinfo, whose figures overflow at 2 GB
+            return None
+        info = self.library.call("mallinfo2", returns=_Mallinfo2)
+        return _figures(info.uordblks + info.hblkhd, None, info.arena + info.hblkhd)
 
 
-def _glibc(library: Library, _: str) -> Figures | None:
-    if not library.exports("mallinfo2"):  # before 2.33 there is only mallinfo, whose figures overflow at 2 GB
-        return None
-    info = library.call("mallinfo2", returns=_Mallinfo2)
-    return _figures(info.uordblks + info.hblkhd, None, info.arena + info.hblkhd)
+class _Jemalloc(Allocator):
+    kind = "jemalloc"
+
+    def release(self) -> None:
+        # 4096 stands for all arenas at once since jemalloc 5.0: MALLCTL_ARENAS_ALL in jemalloc.h.
+        code = self._call(b"arena.4096.purge")
+        if code:
+            reason = f"jemalloc ({self.library.path}) refused to purge its arenas: error {code}"
+            raise NotSupported(TRIMMING, reason=reason)
+
+    def version(self) -> str | None:
+        found = self._read(b"version", ctypes.c_char_p())
+        return None if found is None else found.decode().partition("-")[0]
+
+    def figures(self) -> Figures | None:
+        if self._call(b"epoch", ctypes.c_uint64(1)):  # it updates its figures when a new epoch is written
+            return None
+        found = [self._read(b"stats." + name, ctypes.c_size_t()) for name in (b"allocated", b"active", b"resident")]
+        return None if None in found else _figures(*found)
+
+    def has_threads(self) -> bool:
+        return bool(self._read(b"background_thread", ctypes.c_bool()))
+
+    def restart_threads(self) -> None:
+        if self._call(b"background_thread", ctypes.c_bool(1)):
+            raise NotSupported(_THREADS, reason=f"jemalloc ({self.library.path}) refused to start them")
+
+    def _call(self, name: bytes, value: Any = None) -> int:
+        """Write a value by its name, or do what the name says; the code of an error, or 0."""
+        given = (None, 0) if value is None else (ctypes.byref(value), ctypes.sizeof(value))
+        return int(self.library.call(self._function, name, None, None, *given))
+
+    def _read(self, name: bytes, value: Any) -> Any:
+        """Read a value by its name; None if this jemalloc was built without it."""
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        failed = self.library.call(self._function, name, ctypes.byref(value), ctypes.byref(size), None, 0)
+        return None if failed else value.value
 
 
-def _jemalloc_version(library: Library, mallctl: str) -> str | None:
-    found = _control(library, mallctl, b"version", ctypes.c_char_p())
-    return None if found is None else found.decode().partition("-")[0]
+class _Mimalloc(Allocator):
+    kind = "mimalloc"
+
+    def release(self) -> None:
+        self.library.call("mi_collect", True)  # noqa: FBT003 - by force
+
+    def version(self) -> str | None:
+        if not self.library.exports("mi_version"):
+            return None
+        found = self.library.call("mi_version")
+        base = 100 if found >= _LONG_VERSION else 10
+        return f"{found // base**2}.{found // base % base}.{found % base}"
+
+    def figures(self) -> Figures | None:
+        if not (self.library.exports("mi_process_info") and self.library.exports("mi_stats_merge")):
+            return None
+        # Elapsed, user and system time, current and peak resident memory, current and peak committed memory, page
+        # faults. On Linux resident memory is the same figure as committed memory.
+        found = [ctypes.c_size_t() for _ in range(8)]
+        self.library.call("mi_stats_merge", returns=None)  # adds the calling thread's counters to those of the process
+        self.library.call("mi_process_info", *map(ctypes.byref, found), returns=None)
+        committed = found[5].value
+        return None if committed >= _BELOW_ZERO else _figures(None, None, committed)
 
 
-def _jemalloc(library: Library, mallctl: str) -> Figures | None:
-    # jemalloc updates its figures when a new epoch is written.
-    epoch, size = ctypes.c_uint64(1), ctypes.sizeof(ctypes.c_uint64)
-    if library.call(mallctl, b"epoch", None, None, ctypes.byref(epoch), size):
-        return None
-    found = [_control(library, mallctl, b"stats." + name, ctypes.c_size_t()) for name in _STATS]
-    return None if None in found else _figures(*found)
+class _Tcmalloc(Allocator):
+    kind = "tcmalloc"
+
+    def release(self) -> None:
+        self.library.call(_RELEASE)
+
+    def version(self) -> str | None:
+        if not self.library.exports("tc_version"):
+            return None
+        major, minor, patch = ctypes.c_int(), ctypes.c_int(), ctypes.c_char_p()
+        self.library.call("tc_version", *map(ctypes.byref, (major, minor, patch)), returns=ctypes.c_char_p)
+        return f"{major.value}.{minor.value}{(patch.value or b'').decode()}"
+
+    def figures(self) -> Figures | None:
+        found: list[Any] = [None]
+        if self.library.exports(_PROPERTY):
+            found = [self._property(name) for name in _PROPERTIES]
+        if None in found:
+            return None
+        allocated, heap, free, unmapped = found
+        return _figures(allocated, heap - free - unmapped, heap - unmapped)
+
+    def _property(self, name: bytes) -> Any:
+        value = ctypes.c_size_t()
+        known = self.library.call(_PROPERTY, name, ctypes.byref(value))
+        return value.value if known else None
 
 
-_STATS = (b"allocated", b"active", b"resident")
-
-
-def _control(library: Library, mallctl: str, name: bytes, value: Any) -> Any:
-    """Read a value by name; None if this jemalloc was built without it."""
-    size = ctypes.c_size_t(ctypes.sizeof(value))
-    failed = library.call(mallctl, name, ctypes.byref(value), ctypes.byref(size), None, 0)
-    return None if failed else value.value
-
-
-def _mimalloc_version(library: Library, _: str) -> str | None:
-    if not library.exports("mi_version"):
-        return None
-    found = library.call("mi_version")
-    base = 100 if found >= _LONG_VERSION else 10
-    return f"{found // base**2}.{found // base % base}.{found % base}"
-
-
-def _mimalloc(library: Library, _: str) -> Figures | None:
-    if not (library.exports("mi_process_info") and library.exports("mi_stats_merge")):
-        return None
-    # Elapsed, user and system time, current and peak resident memory, current and peak committed memory, page faults.
-    # On Linux resident memory is the same figure as committed memory.
-    found = [ctypes.c_size_t() for _ in range(8)]
-    library.call("mi_stats_merge", returns=None)  # adds the calling thread's counters to those of the process
-    library.call("mi_process_info", *map(ctypes.byref, found), returns=None)
-    committed = found[5].value
-    return None if committed >= _BELOW_ZERO else _figures(None, None, committed)
-
-
-def _tcmalloc_version(library: Library, _: str) -> str | None:
-    if not library.exports("tc_version"):
-        return None
-    major, minor, patch = ctypes.c_int(), ctypes.c_int(), ctypes.c_char_p()
-    library.call("tc_version", *map(ctypes.byref, (major, minor, patch)), returns=ctypes.c_char_p)
-    return f"{major.value}.{minor.value}{(patch.value or b'').decode()}"
-
-
-def _tcmalloc(library: Library, _: str) -> Figures | None:
-    if not library.exports("MallocExtension_GetNumericProperty"):
-        return None
-    allocated = _property(library, b"generic.current_allocated_bytes")
-    heap, free, unmapped = (_property(library, name) for name in _PAGE_HEAP)
-    if allocated is None or heap is None or free is None or unmapped is None:
-        return None
-    return _figures(allocated, heap - free - unmapped, heap - unmapped)
-
-
-_PAGE_HEAP = (b"generic.heap_size", b"tcmalloc.pageheap_free_bytes", b"tcmalloc.pageheap_unmapped_bytes")
-
-
-def _property(library: Library, name: bytes) -> int | None:
-    value = ctypes.c_size_t()
-    known = library.call("MallocExtension_GetNumericProperty", name, ctypes.byref(value))
-    return value.value if known else None
+_RELEASE, _PROPERTY = "MallocExtension_ReleaseFreeMemory", "MallocExtension_GetNumericProperty"
+_PROPERTIES = (
+    b"generic.current_allocated_bytes",
+    b"generic.heap_size",
+    b"tcmalloc.pageheap_free_bytes",
+    b"tcmalloc.pageheap_unmapped_bytes",
+)
 
 
 def _figures(allocated: int | None, active: int | None, resident: int) -> Figures:
@@ -336,15 +395,20 @@ def _figures(allocated: int | None, active: int | None, resident: int) -> Figure
     return Figures(allocated, active, resident, None if allocated is None else max(0, resident - allocated))
 
 
-_VERSIONS: dict[Kind, Callable[[Library, str], str | None]] = {
-    "glibc": _glibc_version,
-    "jemalloc": _jemalloc_version,
-    "mimalloc": _mimalloc_version,
-    "tcmalloc": _tcmalloc_version,
-}
-_FIGURES: dict[Kind, Callable[[Library, str], Figures | None]] = {
-    "glibc": _glibc,
-    "jemalloc": _jemalloc,
-    "mimalloc": _mimalloc,
-    "tcmalloc": _tcmalloc,
-}
+#: Each allocator, after the functions that its file exports; the first of them no other file has.
+_ALLOCATORS: tuple[tuple[tuple[str, ...], type[Allocator]], ...] = (
+    (("gnu_get_libc_version", "malloc_trim"), _Glibc),
+    (("mallctl",), _Jemalloc),
+    # When jemalloc is linked into a program, its own functions may have a prefix although malloc has none.
+    (("je_mallctl",), _Jemalloc),
+    (("_rjem_mallctl",), _Jemalloc),
+    (("mi_collect",), _Mimalloc),
+    ((_RELEASE,), _Tcmalloc),
+)
+
+
+def recognise(library: Library) -> Allocator:
+    for functions, allocator in _ALLOCATORS:
+        if all(map(library.exports, functions)):
+            return allocator(library, functions[0])
+    return Allocator(library)

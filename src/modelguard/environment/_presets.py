@@ -38,9 +38,7 @@ def formats() -> tuple[str, ...]:
 
 
 def render(name: str, knobs: Sequence[Knob], format: Format) -> str:  # noqa: A002 - the command line's word for it
-    if format not in _STYLES:
-        why = "is not a known format"
-        raise InvalidOption("format", format, why=why, fix=f"The formats are {', '.join(_STYLES)}.")
+    _units.one_of(format, "format", _STYLES, what="format")
     style = _STYLES[format]
     lines = [f"# modelguard preset {name}", *style.head]
     for knob in knobs:
@@ -210,9 +208,7 @@ class Preset:
             InvalidOption: A variable of the preset is set in ``environ``, and its reader crashes on its value.
         """
         for knob in self.knobs:
-            if (crash := _knobs.why_unusable(knob.name, environ.get(knob.name, knob.value))) is not None:
-                fix = f"Remove it, or set it to 1 or more, such as {knob.value}."
-                raise InvalidOption(knob.name, environ[knob.name], why=crash, fix=fix)
+            _knobs.require_usable(knob.name, environ.get(knob.name, knob.value))
         return {knob.name: knob.value for knob in self.knobs if knob.name not in environ}
 
     def render(self, format: Format) -> str:  # noqa: A002 - the command line's word for it
@@ -276,13 +272,10 @@ def get(name: str, *, workers: int = 1, distinct_shapes: int | None = None, cpus
     _units.whole_number(workers, "workers")
     if distinct_shapes is not None:
         _units.whole_number(distinct_shapes, "distinct_shapes")
-    if cpus is not None and (isinstance(cpus, bool) or not isinstance(cpus, int | float) or not 0 < cpus < _MAX_CPUS):
-        raise InvalidOption("cpus", cpus, why="must be a number above 0", fix="Write for example cpus=4 or cpus=2.5.")
+    if cpus is not None:  # more than any machine has, infinity and NaN are slips
+        _units.number(cpus, "cpus", fix="Write for example cpus=4 or cpus=2.5.", most=1_000_000)
     return Preset(name, recipe.does, recipe.knobs(_Service(workers, distinct_shapes, cpus)))
 
-
-#: More CPUs than any machine has. It also rejects infinity and NaN.
-_MAX_CPUS = 1_000_000
 
 #: The largest number of entries in any documentation (Intel's tuning guide for its PyTorch extension).
 _MAX_ENTRIES = 65_536
@@ -294,16 +287,19 @@ class _Service:
     distinct_shapes: int | None
     cpus: float | None
 
+    def entries(self, default: int, most: int) -> int:
+        """How many entries a cache needs that has some for each shape."""
+        shapes = self.distinct_shapes
+        return default if shapes is None else min(most, shapes * _knobs.ENTRIES_PER_SHAPE)
+
     def threads_per_worker(self) -> tuple[int, str]:
-        count, source = (self.cpus, "") if self.cpus is not None else _cpus_of_process()
+        count, source = self.cpus, ""
+        if count is None:
+            found = _memory.available_cpus()
+            count, source = found.count, f" by {found.source}"
         workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         cpus = "1 CPU" if count == 1 else f"{count:g} CPUs"
         return max(1, int(count / self.workers)), f"{cpus}{source} for {workers}"
-
-
-def _cpus_of_process() -> tuple[float, str]:
-    found = _memory.available_cpus()
-    return found.count, f" by {found.source}"
 
 
 def _torch_cpu(service: _Service) -> tuple[Knob, ...]:
@@ -312,9 +308,7 @@ def _torch_cpu(service: _Service) -> tuple[Knob, ...]:
 
 
 def _torch_cpu_dynamic(service: _Service) -> tuple[Knob, ...]:
-    shapes = service.distinct_shapes
-    entries = _knobs.DEFAULT_ENTRIES if shapes is None else min(_MAX_ENTRIES, shapes * _knobs.ENTRIES_PER_SHAPE)
-    return (*_knobs.onednn_caches(entries), *_torch_cpu(service))
+    return (*_knobs.onednn_caches(service.entries(_knobs.DEFAULT_ENTRIES, _MAX_ENTRIES)), *_torch_cpu(service))
 
 
 def _prefork(service: _Service) -> tuple[Knob, ...]:
@@ -322,17 +316,16 @@ def _prefork(service: _Service) -> tuple[Knob, ...]:
     return (
         *_knobs.threads(count, why),
         _knobs.openblas_threads(1, "a process that forks should have only one thread"),
-        _knobs.cuda_check(),
-        _knobs.grpc_fork_support(),
-        _knobs.tokenizers_threads(),
-        _knobs.jemalloc_memory(),
+        _knobs.CUDA_CHECK,
+        _knobs.GRPC_FORK_SUPPORT,
+        _knobs.TOKENIZERS_THREADS,
+        _knobs.JEMALLOC_MEMORY,
     )
 
 
 def _torch_cuda_dynamic(service: _Service) -> tuple[Knob, ...]:
-    shapes, most = service.distinct_shapes, _knobs.CUDNN_MOST_ENTRIES
-    entries = _knobs.CUDNN_DEFAULT_ENTRIES if shapes is None else min(most, shapes * _knobs.ENTRIES_PER_SHAPE)
-    return _knobs.expandable_segments(), _knobs.cudnn_plans(entries)
+    entries = service.entries(_knobs.CUDNN_DEFAULT_ENTRIES, _knobs.CUDNN_MOST_ENTRIES)
+    return _knobs.EXPANDABLE_SEGMENTS, _knobs.cudnn_plans(entries)
 
 
 class _Recipe(NamedTuple):
@@ -351,16 +344,16 @@ _PRESETS = {
     ),
     "torch-cuda-latency": _Recipe(
         "torch on a GPU where no call may wait for the allocator or for GPU code to load.",
-        lambda _: (_knobs.reclaiming(), _knobs.eager_modules()),
+        lambda _: (_knobs.RECLAIMING, _knobs.EAGER_MODULES),
     ),
     "torch-cuda-shared": _Recipe(
         "torch in several processes on one GPU: each takes at most its part of the memory.",
-        lambda service: (_knobs.fraction(service.workers), _knobs.lazy_modules(), _knobs.cuda_check()),
+        lambda service: (_knobs.fraction(service.workers), _knobs.LAZY_MODULES, _knobs.CUDA_CHECK),
     ),
     "prefork": _Recipe("A server that loads the model and then forks its workers.", _prefork),
     "low-memory": _Recipe(
         "Freed memory is returned to the system, at the cost of some CPU time.",
-        lambda _: (*_knobs.glibc_memory(), _knobs.jemalloc_memory()),
+        lambda _: (*_knobs.GLIBC_MEMORY, _knobs.JEMALLOC_MEMORY),
     ),
 }
 
@@ -394,11 +387,5 @@ def _explain(knob: Knob) -> str:
 
 
 def _recipe(name: str) -> _Recipe:
-    if isinstance(name, str) and name in _PRESETS:
-        return _PRESETS[name]
-    from difflib import get_close_matches
-
-    near = get_close_matches(str(name), _PRESETS, n=1)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
-    fix = f"{hint}The presets are {', '.join(_PRESETS)}."
-    raise InvalidOption("name", name, why="is not a known preset", fix=fix)
+    _units.one_of(name, "name", _PRESETS, what="preset")
+    return _PRESETS[name]

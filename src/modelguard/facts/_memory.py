@@ -4,7 +4,6 @@ The figure that matters is private memory: what the system would get back if the
 counts pages that forked workers share once for each worker.
 """
 
-import errno
 import importlib
 import math
 import os
@@ -19,7 +18,6 @@ from typing import Any
 from modelguard import _units
 from modelguard.errors import NotSupported
 from modelguard.facts import _proc
-from modelguard.facts._proc import MemoryMapping
 from modelguard.runtime import fork
 
 # The cgroups of a process, from its own up to the highest that can be seen.
@@ -48,7 +46,7 @@ def cgroup_folders(root: Path, pid: int | None, controller: str) -> Iterator[tup
         # own cgroup. For another process this guess could be wrong: it may run in another container.
         guessed = [(point, point) for _, point in mounts] if own else []
         for folder, top in (seen or guessed)[:1]:
-            yield version, list(_upwards(folder, top))
+            yield version, [folder, *(each for each in folder.parents if each.is_relative_to(top))]
 
 
 def text(file: Path) -> str:
@@ -90,13 +88,6 @@ def _under(cgroup: PurePosixPath, top: PurePosixPath, point: Path) -> Path | Non
         return None
     folder = point / cgroup.relative_to(top)
     return folder if folder.is_dir() else None
-
-
-def _upwards(folder: Path, top: Path) -> Iterator[Path]:
-    yield folder
-    while folder != top:
-        folder = folder.parent
-        yield folder
 
 
 # The memory that a process may use before the kernel kills it: the limits of its cgroup and of all cgroups above.
@@ -188,53 +179,43 @@ def strain(limit: Limit, pid: int | None = None, *, root: Path = _proc.ROOT) -> 
     if limit.source is None:
         return Strain(killed)
     folder = (root / limit.source.lstrip("/")).parent
-    figures = _statistics(folder / "memory.stat")
-    used = number(folder / "memory.current")
-    if used is None:
-        used, peak = (number(folder / f"memory.{name}_in_bytes") for name in ("usage", "max_usage"))
-        droppable = figures.get("total_inactive_file", 0) + figures.get("total_active_file", 0)
-    else:
-        peak = number(folder / "memory.peak")
-        droppable = sum(figures.get(name, 0) for name in ("inactive_file", "active_file", "slab_reclaimable"))
-    return Strain(killed, None if used is None else max(0, used - droppable), peak)
+    held = _used(folder / "memory.current", "inactive_file", "active_file", "slab_reclaimable")
+    if held is not None:
+        return Strain(killed, held, number(folder / "memory.peak"))
+    held = _used(folder / "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+    return Strain(killed, held, number(folder / "memory.max_usage_in_bytes"))
 
 
 def _levels(root: Path, pid: int | None) -> Iterator[Limit]:
     for version, folders in cgroup_folders(root, pid, "memory"):
+        if version != 1:
+            yield from (_level_v2(root, folder) for folder in folders)
+            continue
         for folder in folders:
-            yield _level_v1(root, folder) if version == 1 else _level_v2(root, folder)
-        if version == 1:
-            yield _above_v1(root, folders[0])
+            source = folder / "memory.limit_in_bytes"
+            yield _level_v1(root, folder, source, number(source), number(folder / "memory.memsw.limit_in_bytes"))
+        # The kernel's own figures for all cgroups above, including those that a container cannot see. It does not show
+        # their usage; that of the process's own cgroup, which is a part of it, stands for it.
+        source = folders[0] / "memory.stat"
+        limit, with_swap = (_statistics(source).get(f"hierarchical_{name}_limit") for name in ("memory", "memsw"))
+        yield _level_v1(root, folders[0], source, limit, with_swap)
 
 
 def _level_v2(root: Path, folder: Path) -> Limit:
     source = folder / "memory.max"
-    usage = _working_set(folder, "memory.current", "inactive_file")
+    usage = _used(folder / "memory.current", "inactive_file")
     high, swap = (number(folder / name) for name in ("memory.high", "memory.swap.max"))
     return _level(root, source, number(source), usage, high=high, swap=swap)
 
 
-def _level_v1(root: Path, folder: Path) -> Limit:
-    source = folder / "memory.limit_in_bytes"
-    limit = number(source)
-    with_swap = number(folder / "memory.memsw.limit_in_bytes")
-    return _level(root, source, limit, _usage_v1(folder), swap=_beyond(limit, with_swap))
-
-
-def _above_v1(root: Path, folder: Path) -> Limit:
-    """The kernel's own figures for all cgroups above, including those that a container cannot see.
-
-    The kernel does not show their usage. The usage here is that of the process's own cgroup, which is a part of it.
-    """
-    source = folder / "memory.stat"
-    figures = _statistics(source)
-    limit = figures.get("hierarchical_memory_limit")
-    swap = _beyond(limit, figures.get("hierarchical_memsw_limit"))
-    return _level(root, source, limit, _usage_v1(folder), swap=swap)
+def _level_v1(root: Path, folder: Path, source: Path, limit: int | None, with_swap: int | None) -> Limit:
+    bounded = limit is not None and with_swap is not None and with_swap < _UNLIMITED
+    swap = max(0, (with_swap or 0) - (limit or 0)) if bounded else None
+    return _level(root, source, limit, _used(folder / "memory.usage_in_bytes", "total_inactive_file"), swap=swap)
 
 
 def _level(
-    root: Path, source: Path, limit: int | None, usage: int | None, *, high: int | None = None, swap: int | None = None
+    root: Path, source: Path, limit: int | None, usage: int | None, *, high: int | None = None, swap: int | None
 ) -> Limit:
     if limit is None or limit >= _UNLIMITED:
         return Limit(None, None, usage, high, swap=swap)
@@ -242,19 +223,10 @@ def _level(
     return Limit(limit, shown(source, root), usage, high, room, swap)
 
 
-def _beyond(limit: int | None, with_swap: int | None) -> int | None:
-    if limit is None or with_swap is None or with_swap >= _UNLIMITED:
-        return None
-    return max(0, with_swap - limit)
-
-
-def _usage_v1(folder: Path) -> int | None:
-    return _working_set(folder, "memory.usage_in_bytes", "total_inactive_file")
-
-
-def _working_set(folder: Path, usage: str, inactive: str) -> int | None:
-    used = number(folder / usage)
-    return None if used is None else max(0, used - _statistics(folder / "memory.stat").get(inactive, 0))
+def _used(file: Path, *droppable: str) -> int | None:
+    """What a cgroup uses, without file cache that the kernel would drop."""
+    used, figures = number(file), _statistics(file.with_name("memory.stat"))
+    return None if used is None else max(0, used - sum(figures.get(name, 0) for name in droppable))
 
 
 def _smallest(bounds: Iterable[int | None]) -> int | None:
@@ -296,16 +268,19 @@ class MemoryUsage:
     """
 
     rss: int
-    pss: int | None
-    uss: int | None
-    shared_clean: int | None
-    shared_dirty: int | None
-    private_clean: int | None
-    private_dirty: int | None
-    swap: int | None
-    limit: int | None
-    limit_source: str | None
-    headroom: int | None
+    pss: int | None = None
+    uss: int | None = None
+    shared_clean: int | None = None
+    shared_dirty: int | None = None
+    private_clean: int | None = None
+    private_dirty: int | None = None
+    swap: int | None = None
+    limit: int | None = None
+    limit_source: str | None = None
+    headroom: int | None = None
+
+
+_IN_SMAPS = ("pss", "shared_clean", "shared_dirty", "private_clean", "private_dirty", "swap")
 
 
 def usage(pid: int | None = None, *, root: Path = _proc.ROOT) -> MemoryUsage:
@@ -335,15 +310,12 @@ def usage(pid: int | None = None, *, root: Path = _proc.ROOT) -> MemoryUsage:
     if not sums:
         raise _gone(pid)
     limit = memory_limit(pid, root=root)
+    figures = {name: sums.get(name.title()) for name in _IN_SMAPS}  # private_clean is Private_Clean there
+    private = figures["private_clean"], figures["private_dirty"]
     return MemoryUsage(
         rss=sums["Rss"],
-        pss=sums.get("Pss"),
-        uss=_uss(sums),
-        shared_clean=sums.get("Shared_Clean"),
-        shared_dirty=sums.get("Shared_Dirty"),
-        private_clean=sums.get("Private_Clean"),
-        private_dirty=sums.get("Private_Dirty"),
-        swap=sums.get("Swap"),
+        uss=None if None in private else sum(filter(None, private)),
+        **figures,
         limit=limit.bytes,
         limit_source=limit.source,
         headroom=_smallest((limit.headroom, (_proc.if_readable(_proc.meminfo, root) or {}).get("MemAvailable"))),
@@ -438,18 +410,9 @@ def _has_smaps(root: Path) -> bool:
     return (_proc.folder(None, root) / "smaps").exists()
 
 
-def _uss(sums: dict[str, int]) -> int | None:
-    if "Private_Clean" not in sums or "Private_Dirty" not in sums:
-        return None
-    return sums["Private_Clean"] + sums["Private_Dirty"]
-
-
 def private_of(pid: int, root: Path = _proc.ROOT) -> int:
     """:func:`private` of any process; 0 if it has ended, or belongs to another user."""
-    try:
-        return _written(pid, root) or 0
-    except OSError:
-        return 0
+    return _proc.if_readable(_written, pid, root) or 0
 
 
 def _written(pid: int | None, root: Path) -> int | None:
@@ -476,13 +439,10 @@ def _written(pid: int | None, root: Path) -> int | None:
     least = min(dirty, anonymous - shared + shared_memory)
     most = min(dirty, anonymous + shared_memory, charged + shared_memory)
     if most - least > _LEFT_OPEN:  # a forked process that also maps dirty files or shared memory together with others
-        most = min(dirty, _private_anonymous(_proc.smaps(pid, root)) + shared_memory)
+        sizes = [mapping.sizes for mapping in _proc.smaps(pid, root)]
+        private = sum(min(one.get("Private_Dirty", 0), one.get("Anonymous", 0)) for one in sizes)
+        most = min(dirty, private + shared_memory)
     return most + swap
-
-
-def _private_anonymous(mappings: Iterable[MemoryMapping]) -> int:
-    sizes = [mapping.sizes for mapping in mappings]
-    return sum(min(one.get("Private_Dirty", 0), one.get("Anonymous", 0)) for one in sizes)
 
 
 def _from_psutil(pid: int | None) -> MemoryUsage:
@@ -500,15 +460,7 @@ def _from_psutil(pid: int | None) -> MemoryUsage:
         raise _no_permission(pid) from None
     return MemoryUsage(
         rss=rss,
-        pss=getattr(full, "pss", None),
-        uss=getattr(full, "uss", None),
-        shared_clean=None,
-        shared_dirty=None,
-        private_clean=None,
-        private_dirty=None,
-        swap=getattr(full, "swap", None),
-        limit=None,
-        limit_source=None,
+        **{name: getattr(full, name, None) for name in ("pss", "uss", "swap")},
         headroom=psutil.virtual_memory().available,
     )
 
@@ -516,14 +468,13 @@ def _from_psutil(pid: int | None) -> MemoryUsage:
 def _gone(pid: int | None) -> Exception:
     if pid is None:
         return NotSupported("memory readings", reason="neither /proc nor psutil shows this process")
-    return ProcessLookupError(errno.ESRCH, f"process {pid} does not exist, or is a kernel thread")
+    return _proc.not_found(pid)
 
 
 def _no_permission(pid: int | None) -> Exception:
     if pid is None:
         return NotSupported("memory readings", reason="this process may not read its own memory figures")
-    fix = "read it as its owner or as root"
-    return PermissionError(errno.EACCES, f"process {pid} belongs to another user; {fix}")
+    return _proc.not_permitted(pid)
 
 
 # How many CPUs this process may keep busy, by its affinity and the quotas of its cgroups.
@@ -562,7 +513,7 @@ def available_cpus(pid: int | None = None, *, root: Path = _proc.ROOT) -> Cpus:
     """
     status = _proc.folder(pid, root) / "status"
     if pid is not None and _proc.is_mounted(root) and not status.exists():
-        raise ProcessLookupError(errno.ESRCH, f"process {pid} does not exist")
+        raise _proc.not_found(pid, "does not exist")
     allowed = affinity(pid, root=root)
     first = Cpus(os.cpu_count() or 1, "os.cpu_count()") if allowed is None else Cpus(allowed, shown(status, root))
     return min([first, *_quotas(root, pid)], key=lambda cpus: cpus.count)
@@ -584,17 +535,7 @@ def _quotas(root: Path, pid: int | None) -> Iterator[Cpus]:
     for version, folders in cgroup_folders(root, pid, "cpu"):
         for folder in folders:
             source = folder / ("cpu.cfs_quota_us" if version == 1 else "cpu.max")
-            count = _quota_v1(folder) if version == 1 else _quota_v2(source)
-            if count is not None:
-                yield Cpus(count, shown(source, root))
-
-
-def _quota_v1(folder: Path) -> float | None:
-    quota, period = (number(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-    return quota / period if quota and period else None
-
-
-def _quota_v2(source: Path) -> float | None:
-    """Read a quota such as ``150000 100000``: microseconds of work per microseconds of time; ``max`` means none."""
-    quota, _, period = text(source).strip().partition(" ")
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
+            # Microseconds of work per microseconds of time; in version 2 in one file: "150000 100000". "max" is none.
+            words = [*text(source).split(), *(text(folder / "cpu.cfs_period_us").split() if version == 1 else ())]
+            if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):  # noqa: PLR2004 - as above
+                yield Cpus(int(words[0]) / int(words[1]), shown(source, root))

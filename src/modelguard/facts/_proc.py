@@ -7,6 +7,7 @@ process has exited, ``PermissionError`` if it belongs to another user. :func:`if
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -167,10 +168,18 @@ class Activity(NamedTuple):
 
 def if_readable(read: Callable[..., T], *arguments: object) -> T | None:
     """Call one of the readers below; None if the file cannot be read."""
-    try:
+    with suppress(OSError):
         return read(*arguments)
-    except OSError:
-        return None
+    return None
+
+
+def not_found(pid: int, why: str = "does not exist, or is a kernel thread") -> ProcessLookupError:
+    return ProcessLookupError(errno.ESRCH, f"process {pid} {why}")
+
+
+def not_permitted(pid: int) -> PermissionError:
+    fix = "inspect it as its owner or as root"
+    return PermissionError(errno.EACCES, f"process {pid} belongs to another user; {fix}")
 
 
 def is_mounted(root: Path = ROOT) -> bool:
@@ -184,21 +193,12 @@ def folder(pid: int | None = None, root: Path = ROOT) -> Path:
 def stat(pid: int, root: Path = ROOT) -> ProcessStat | None:
     """Read the stat of a process; None if there is no such process."""
     try:
-        text = (folder(pid, root) / "stat").read_text(encoding="utf-8", errors="replace")
+        fields = _stat_fields(pid, root)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name is in parentheses, and may itself contain parentheses and spaces.
-    words = text.rpartition(")")[2].split()
-    number = {field: int(words[field - 3]) for field in (4, 9, 20, 22, 26, 28)}  # as proc_pid_stat(5) counts them
-    return ProcessStat(
-        pid=pid,
-        parent=number[4],
-        started=number[22],
-        threads=number[20],
-        layout=MemoryLayout(number[26], number[28]),
-        alive=words[0] not in _EXITED,
-        kernel=bool(number[9] & _KERNEL_THREAD),
-    )
+    parent, flags, threads, started, code, stack = (int(fields[number]) for number in (4, 9, 20, 22, 26, 28))
+    is_kernel = bool(flags & _KERNEL_THREAD)
+    return ProcessStat(pid, parent, started, threads, MemoryLayout(code, stack), fields[3] not in _EXITED, is_kernel)
 
 
 def absence(pid: int, root: Path = ROOT) -> str:
@@ -209,14 +209,23 @@ def absence(pid: int, root: Path = ROOT) -> str:
 
 
 def activity(pid: int, root: Path = ROOT) -> Activity:
-    words = _text(pid, "stat", root).rpartition(")")[2].split()
-    ticks = int(words[14 - 3]) + int(words[15 - 3])  # utime and stime, as proc_pid_stat(5) counts them
-    return Activity(words[0] in "RD", ticks / os.sysconf("SC_CLK_TCK"))
+    fields = _stat_fields(pid, root)
+    return Activity(fields[3] in "RD", _seconds(fields, 14, 15))
 
 
 def cpu_seconds(pid: int, root: Path = ROOT) -> float:
-    words = _text(pid, "stat", root).rpartition(")")[2].split()
-    return sum(int(words[field - 3]) for field in range(14, 18)) / os.sysconf("SC_CLK_TCK")
+    """Processor time of a process, and of its children that it has waited for."""
+    return _seconds(_stat_fields(pid, root), 14, 15, 16, 17)
+
+
+def _stat_fields(pid: int, root: Path) -> dict[int, str]:
+    """The fields of a process's stat from the third on, by their numbers in proc_pid_stat(5)."""
+    # The name is in parentheses, and may itself contain parentheses and spaces.
+    return dict(enumerate(_text(pid, "stat", root).rpartition(")")[2].split(), start=3))
+
+
+def _seconds(fields: Mapping[int, str], *numbers: int) -> float:
+    return sum(int(fields[number]) for number in numbers) / os.sysconf("SC_CLK_TCK")
 
 
 def listening(pid: int, root: Path = ROOT) -> set[int | str]:
@@ -238,9 +247,12 @@ def listening(pid: int, root: Path = ROOT) -> set[int | str]:
 
 def processes(root: Path = ROOT) -> dict[int, ProcessStat]:
     """Read the stat of every running process, by process id; kernel threads are left out."""
+    return {found.pid: found for found in _stats(root) if found.alive and not found.kernel}
+
+
+def _stats(root: Path) -> Iterator[ProcessStat]:
     pids = (int(name) for name in os.listdir(root / "proc") if name.isdecimal())  # noqa: PTH208 - only names are needed
-    stats = (if_readable(stat, pid, root) for pid in sorted(pids))
-    return {found.pid: found for found in stats if found is not None and found.alive and not found.kernel}
+    return filter(None, (if_readable(stat, pid, root) for pid in sorted(pids)))
 
 
 def descendants(pid: int, known: Mapping[int, ProcessStat]) -> Iterator[ProcessStat]:
@@ -264,9 +276,7 @@ def tree(pid: int, root: Path = ROOT) -> list[ProcessStat]:
 
 def children(pid: int, root: Path = ROOT) -> list[ProcessStat]:
     """The children of a process; those that have ended too, until they are waited for."""
-    pids = (int(name) for name in os.listdir(root / "proc") if name.isdecimal())  # noqa: PTH208 - only names are needed
-    stats = (if_readable(stat, each, root) for each in sorted(pids))
-    return [found for found in stats if found is not None and found.parent == pid]
+    return [found for found in _stats(root) if found.parent == pid]
 
 
 def is_fork(process: ProcessStat, others: Iterable[ProcessStat]) -> bool:
@@ -310,20 +320,18 @@ def executable(pid: int | None = None, root: Path = ROOT) -> str:
 
 def thread_names(pid: int | None = None, root: Path = ROOT) -> dict[int, str]:
     """The names of a process's threads, by thread id; threads that end in the meantime are left out."""
-    tasks = folder(pid, root) / "task"
-    names = {int(name): if_readable(_name, tasks / name) for name in os.listdir(tasks)}  # noqa: PTH208 - as above
-    return {thread: name for thread, name in names.items() if name is not None}
+    return _each(folder(pid, root) / "task", _name)
 
 
 def open_files(pid: int | None = None, root: Path = ROOT) -> dict[int, str]:
     """What each open descriptor refers to, such as ``/etc/hosts`` or ``socket:[4711]``; closed ones are left out."""
-    descriptors = folder(pid, root) / "fd"
-    files = {int(name): if_readable(_target, descriptors / name) for name in os.listdir(descriptors)}  # noqa: PTH208 - as above
-    return {number: file for number, file in files.items() if file is not None}
+    return _each(folder(pid, root) / "fd", os.readlink)  # not a Path: "socket:[4711]" is none
 
 
-def _target(link: Path) -> str:
-    return os.readlink(link)  # noqa: PTH115 - as text: "socket:[4711]" is not a path
+def _each(numbered: Path, read: Callable[[Path], str]) -> dict[int, str]:
+    """What is read at each entry of a folder of numbers; without those that are gone by then."""
+    found = {int(name): if_readable(read, numbered / name) for name in os.listdir(numbered)}  # noqa: PTH208 - as above
+    return {number: text for number, text in found.items() if text is not None}
 
 
 def status(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:
@@ -437,9 +445,10 @@ _LONGEST = 249
 
 
 class _Shown:
-    """A text that this process shows. Not thread safe."""
+    """A text that this process shows of a guard. Not thread safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: str) -> None:
+        self._guard = _printable(guard)
         self._text: str | None = None
         self._address = 0
 
@@ -459,20 +468,12 @@ class _Shown:
 class ShownVersion(_Shown):
     """The version of one guard's model."""
 
-    def __init__(self, guard: str) -> None:
-        super().__init__()
-        self._guard = _printable(guard).replace("=", "-")
-
     def show(self, version: str | None) -> None:
-        self._show(None if version is None else f"{_VERSION}{self._guard}={version}")
+        self._show(None if version is None else f"{_VERSION}{self._guard.replace('=', '-')}={version}")
 
 
 class ShownPause(_Shown):
     """Whether one guard is paused."""
-
-    def __init__(self, guard: str) -> None:
-        super().__init__()
-        self._guard = _printable(guard)
 
     def show(self, *, paused: bool) -> None:
         self._show(f"{_PAUSE}{self._guard}" if paused else None)

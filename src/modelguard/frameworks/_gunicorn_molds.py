@@ -407,7 +407,7 @@ class Molds:
         flush_output()
         answer = "0 the process between the mold and the worker was killed"
         try:
-            with _prefork.forking_twice():
+            with _prefork.forking("twice"):
                 between = os.fork()
         except OSError as error:
             answer = f"0 {error}"

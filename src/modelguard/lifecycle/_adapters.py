@@ -46,8 +46,8 @@ class Compiler(Protocol):
         ...
 
 
-class _Plain:
-    """The adapter of every model without one."""
+class PlainAdapter:
+    """The adapter of every model without one, and what others do not know."""
 
     def size(self, model: Any) -> int | None:  # noqa: ARG002 - nothing is known about it
         return None
@@ -59,7 +59,7 @@ class _Plain:
         """The library holds nothing."""
 
 
-PLAIN: Adapter = _Plain()
+PLAIN: Adapter = PlainAdapter()
 
 # Base class of a library's models -> module with its `ADAPTER`. By name, so that nothing is imported here.
 _MODULES = {

@@ -22,87 +22,39 @@ UNDECIDED = "undecided"  #: depends on the object, not only on its type
 # Not the model's own.
 CODE = "code"
 
-#: Kinds of objects that belong to one process or thread, and their types.
-HANDLES: Mapping[str, tuple[str, ...]] = {
-    "lock": (
-        "_thread.lock",
-        "_thread.RLock",
-        "_queue.SimpleQueue",
-        "threading._RLock",
-        "threading.Barrier",
-        "threading.Condition",
-        "threading.Event",
-        "threading.Semaphore",
-        "multiprocessing.synchronize.SemLock",
-    ),
-    "thread": (
-        "threading.Thread",
-        "_thread._local",
-        "_thread._ThreadHandle",
-        "_threading_local.local",
-        "concurrent.futures._base.Executor",
-        "multiprocessing.pool.ThreadPool",
-    ),
-    "process": ("subprocess.Popen", "multiprocessing.process.BaseProcess", "multiprocessing.pool.Pool"),
-    "socket": ("_socket.socket", "_ssl._SSLSocket", "_ssl._SSLContext"),
-    "pipe": ("multiprocessing.connection._ConnectionBase", "select.epoll", "select.poll"),
+_HANDLES = {
+    "lock": "_thread.lock _thread.RLock _queue.SimpleQueue threading._RLock threading.Barrier threading.Condition "
+    "threading.Event threading.Semaphore multiprocessing.synchronize.SemLock",
+    "thread": "threading.Thread _thread._local _thread._ThreadHandle _threading_local.local "
+    "concurrent.futures._base.Executor multiprocessing.pool.ThreadPool",
+    "process": "subprocess.Popen multiprocessing.process.BaseProcess multiprocessing.pool.Pool",
+    "socket": "_socket.socket _ssl._SSLSocket _ssl._SSLContext",
+    "pipe": "multiprocessing.connection._ConnectionBase select.epoll select.poll",
     # Not BytesIO and StringIO, which are memory.
-    "file": (
-        "_io.FileIO",
-        "_io.BufferedReader",
-        "_io.BufferedWriter",
-        "_io.BufferedRandom",
-        "_io.BufferedRWPair",
-        "_io.TextIOWrapper",
-        "mmap.mmap",
-        "sqlite3.Connection",
-    ),
-    "event loop": ("asyncio.events.AbstractEventLoop", "_asyncio.Future", "asyncio.futures.Future"),
-    "native handle": (
-        "_ctypes._CData",
-        "ctypes.CDLL",
-        "builtins.PyCapsule",
-        "_cffi_backend._CDataBase",
-        "_cffi_backend.FFI",
-    ),
+    "file": "_io.FileIO _io.BufferedReader _io.BufferedWriter _io.BufferedRandom _io.BufferedRWPair _io.TextIOWrapper "
+    "mmap.mmap sqlite3.Connection",
+    "event loop": "asyncio.events.AbstractEventLoop _asyncio.Future asyncio.futures.Future",
+    "native handle": "_ctypes._CData ctypes.CDLL builtins.PyCapsule _cffi_backend._CDataBase _cffi_backend.FFI",
 }
+#: Kinds of objects that belong to one process or thread, and their types.
+HANDLES: Mapping[str, tuple[str, ...]] = {kind: tuple(names.split()) for kind, names in _HANDLES.items()}
 
 #: What modules define. It is made on import, and lives as long as the program.
 _DEFINITIONS = (
-    "builtins.type",
-    "builtins.function",
-    "builtins.code",
-    "builtins.method_descriptor",
-    "builtins.wrapper_descriptor",
-    "builtins.classmethod_descriptor",
-    "builtins.getset_descriptor",
-    "builtins.member_descriptor",
-    "builtins.property",
-    "builtins.classmethod",
-    "builtins.staticmethod",
-    "functools._lru_cache_wrapper",
-    "numpy.ufunc",
-)
-
+    "builtins.type builtins.function builtins.code builtins.method_descriptor builtins.wrapper_descriptor "
+    "builtins.classmethod_descriptor builtins.getset_descriptor builtins.member_descriptor builtins.property "
+    "builtins.classmethod builtins.staticmethod functools._lru_cache_wrapper numpy.ufunc"
+).split()
 _CODE = (
     *_DEFINITIONS,
-    "builtins.module",
-    "builtins.frame",
-    "builtins.traceback",
-    "builtins.generator",
-    "builtins.coroutine",
-    "builtins.async_generator",
-    "builtins.super",
-    "weakref.ReferenceType",
-    "weakref.ProxyType",
-    "weakref.CallableProxyType",
-    # Not code, but not the model's own either: shared by everything that logs, or runs in the same context.
-    "logging.Filterer",
-    "logging.LogRecord",
-    "logging.Manager",
-    "_contextvars.Context",
-    "_contextvars.ContextVar",
-    "_contextvars.Token",
+    *(
+        "builtins.module builtins.frame builtins.traceback builtins.generator builtins.coroutine "
+        "builtins.async_generator builtins.super "
+        "weakref.ReferenceType weakref.ProxyType weakref.CallableProxyType "
+        # Not code, but not the model's own either: shared by everything that logs, or runs in the same context.
+        "logging.Filterer logging.LogRecord logging.Manager "
+        "_contextvars.Context _contextvars.ContextVar _contextvars.Token"
+    ).split(),
 )
 
 _KINDS = {
@@ -227,15 +179,13 @@ class Build:
     def here(cls) -> Build:
         import sysconfig
 
-        configured = sysconfig.get_config_var("CONFIG_ARGS") or ""
+        asserts = "--with-assertions" in str(sysconfig.get_config_var("CONFIG_ARGS"))
         return cls(
             implementation=sys.implementation.name,
             version=sys.version_info[:2],
             pointer_bytes=struct.calcsize("P"),
             free_threaded=bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-            checks=hasattr(sys, "gettotalrefcount")
-            or hasattr(sys, "getobjects")
-            or "--with-assertions" in str(configured),
+            checks=asserts or hasattr(sys, "gettotalrefcount") or hasattr(sys, "getobjects"),
         )
 
 

@@ -5,7 +5,6 @@ held stays locked forever, and waiting for either hangs. So every thread is a ha
 state about this process elsewhere: on a graphics card, or in an event loop.
 """
 
-import asyncio
 import functools
 import os
 import socket
@@ -16,11 +15,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from modelguard.environment import _allocator, _effect
 from modelguard.facts import _proc
 from modelguard.lifecycle import _adapters
+from modelguard.runtime import waiting
 
 # Libraries whose threads and connections users did not start themselves, and what to do about each at a fork.
 #
@@ -29,6 +29,17 @@ from modelguard.lifecycle import _adapters
 
 #: Seconds that a thread may take to end: tqdm's waits for the lock of a progress bar.
 _PATIENCE = 5.0
+
+
+_TQDM = "tqdm.tqdm.monitor_interval = 0, before the first progress bar."
+_METRICS = "Call start_http_server() in each worker, with a port of its own; the parent's shows only its own figures."
+_GRPC = "Start the server in each worker; the parent's: server.stop(None).wait(), and shutdown() of its executor."
+_QUEUE = (
+    "DataLoader: num_workers=0 in the parent; or end its loop, and drop it if it has persistent_workers=True. "
+    "Queue: close() and join_thread()."
+)
+_EXECUTOR = "Make the executor in each worker; the parent's: shutdown()."
+_EXPORTER = "make its provider in each worker, or export nothing before"
 
 
 class Owner(NamedTuple):
@@ -40,8 +51,6 @@ class Owner(NamedTuple):
         where: How it is recognised: the beginning of the name of what the thread runs, or, for connections, whose owner
             cannot be seen, a module that is loaded.
         remedy: What to do before the fork or in the workers.
-        restarts: What starts the thread again in a forked child, as ``module:name``: a release without it does not.
-            Empty if nothing does.
         stop: What ends the thread without loss, an attribute of it: the library starts it again when it needs it.
     """
 
@@ -49,82 +58,39 @@ class Owner(NamedTuple):
     has: Literal["thread", "connection"]
     where: str
     remedy: str
-    restarts: str = ""
     stop: str = ""
+
+    @property
+    def restarts(self) -> str:
+        """What starts the thread again in a forked child, as ``module:name``; empty if nothing does."""
+        return _RESTARTS.get(self.where, "")
 
 
 OWNERS = (
-    Owner(
-        "tqdm",
-        "thread",
-        "tqdm._monitor.",
-        "tqdm.tqdm.monitor_interval = 0, before the first progress bar.",
-        stop="was_killed.set",  # what its exit() does, which waits without a limit
-    ),
-    Owner(
-        "OpenTelemetry",
-        "thread",
-        "opentelemetry.sdk.",
-        "Make its provider in each worker.",
-        restarts="opentelemetry.sdk._shared_internal:BatchProcessor._at_fork_reinit",
-    ),
-    Owner(
-        "Sentry",
-        "thread",
-        "sentry_sdk.",
-        "Call sentry_sdk.init() in each worker.",
-        restarts="sentry_sdk.worker:BackgroundWorker._ensure_thread",
-    ),
-    Owner(
-        "PostHog",
-        "thread",
-        "posthog.",
-        "Make its client in each worker.",
-        restarts="posthog.client:Client._reinit_after_fork",
-    ),
-    Owner(
-        "Langfuse",
-        "thread",
-        "langfuse.",
-        "Make its client in each worker.",
-        restarts="langfuse._client.resource_manager:LangfuseResourceManager._at_fork_reinit",
-    ),
-    Owner(
-        "prometheus_client",
-        "thread",
-        "prometheus_client.",
-        "Call start_http_server() in each worker, with a port of its own; the parent's shows only its own figures.",
-    ),
-    Owner(
-        "gRPC",
-        "thread",
-        "grpc.",
-        "Start the server in each worker; the parent's: server.stop(None).wait(), and shutdown() of its executor.",
-    ),
-    Owner(
-        "a DataLoader or multiprocessing.Queue",
-        "thread",
-        "multiprocessing.queues.",
-        "DataLoader: num_workers=0 in the parent; or end its loop, and drop it if it has persistent_workers=True. "
-        "Queue: close() and join_thread().",
-    ),
-    Owner(
-        "ThreadPoolExecutor",
-        "thread",
-        "concurrent.futures.thread.",
-        "Make the executor in each worker; the parent's: shutdown().",
-    ),
-    Owner(
-        "OpenTelemetry",
-        "connection",
-        "opentelemetry.exporter.otlp",
-        "make its provider in each worker, or export nothing before",
-    ),
+    # What its exit() does waits without a limit.
+    Owner("tqdm", "thread", "tqdm._monitor.", _TQDM, stop="was_killed.set"),
+    Owner("OpenTelemetry", "thread", "opentelemetry.sdk.", "Make its provider in each worker."),
+    Owner("Sentry", "thread", "sentry_sdk.", "Call sentry_sdk.init() in each worker."),
+    Owner("PostHog", "thread", "posthog.", "Make its client in each worker."),
+    Owner("Langfuse", "thread", "langfuse.", "Make its client in each worker."),
+    Owner("prometheus_client", "thread", "prometheus_client.", _METRICS),
+    Owner("gRPC", "thread", "grpc.", _GRPC),
+    Owner("a DataLoader or multiprocessing.Queue", "thread", "multiprocessing.queues.", _QUEUE),
+    Owner("ThreadPoolExecutor", "thread", "concurrent.futures.thread.", _EXECUTOR),
+    Owner("OpenTelemetry", "connection", "opentelemetry.exporter.otlp", _EXPORTER),
     Owner("Sentry", "connection", "sentry_sdk", "call sentry_sdk.init() in each worker, or send nothing before"),
     Owner("SQLAlchemy", "connection", "sqlalchemy.pool", "engine.dispose()"),
     Owner("aiohttp", "connection", "aiohttp.client", "await session.close(), and close its event loop"),
     Owner("gRPC", "connection", "grpc", "channel.close()"),
 )
+
+#: What starts a library's thread again in a forked child: a release without it does not.
+_RESTARTS = {
+    "opentelemetry.sdk.": "opentelemetry.sdk._shared_internal:BatchProcessor._at_fork_reinit",
+    "sentry_sdk.": "sentry_sdk.worker:BackgroundWorker._ensure_thread",
+    "posthog.": "posthog.client:Client._reinit_after_fork",
+    "langfuse.": "langfuse._client.resource_manager:LangfuseResourceManager._at_fork_reinit",
+}
 
 
 def owner_of(where: str) -> Owner | None:
@@ -173,20 +139,8 @@ def _attribute(start: object, name: str) -> Any:
     return functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), start)
 
 
-HazardKind = Literal[
-    "python thread",
-    "thread pool",
-    "allocator threads",
-    "compiler threads",
-    "grpc",
-    "cuda",
-    "event loop",
-    "connection",
-    "event queue",
-    "hang",
-    "warm-up",
-    "copies",
-]
+_Found = Literal["python thread", "thread pool", "allocator threads", "compiler threads", "grpc", "cuda"]
+HazardKind = Literal[_Found, "event loop", "connection", "event queue", "hang", "warm-up", "copies"]
 
 #: The names of modelguard's own threads: they hold no lock while the process forks, and a child starts its own.
 OUR_THREADS = "modelguard-"
@@ -196,6 +150,8 @@ _LOOPS = ("asyncio.base_events", "asyncio.runners")
 
 #: Descriptors 0 to 2 belong to whoever started the process: a journal gives it a socket as its output.
 _FIRST_OWN_DESCRIPTOR = 3
+
+_ENDED = "Ended. To do without: "
 
 _POOL_FIX = (
     "Children use one thread. Better: run no inference in the parent before it forks, or call "
@@ -224,162 +180,6 @@ class Hazard:
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.kind} of {self.owner}: {self.seen}. {self.fix}"
-
-
-class ForkingProcess(Protocol):
-    """The process that is about to fork: this process, or a test's description of one."""
-
-    def python_threads(self) -> Iterable[tuple[str, str]]:
-        """The name of each other Python thread, and where its function is defined."""
-        ...
-
-    def compiler_threads(self) -> Iterable[tuple[str, list[str], str]]:
-        """Each compiler that runs threads: its name, theirs, and what is done about them."""
-        ...
-
-    def native_threads(self) -> list[str]:
-        """The names of the threads that Python did not start."""
-        ...
-
-    def openmp(self) -> list[str]:
-        """The files of the OpenMP runtimes that are loaded."""
-        ...
-
-    def has_allocator_threads(self) -> bool:
-        """Whether jemalloc runs background threads."""
-        ...
-
-    def uses_cuda(self) -> bool:
-        """Whether torch has started CUDA."""
-        ...
-
-    def has_unsafe_grpc(self) -> bool:
-        """Whether gRPC is loaded without fork support."""
-        ...
-
-    def runs_event_loop(self) -> bool:
-        """Whether this thread runs an event loop."""
-        ...
-
-    def event_loops_elsewhere(self) -> Iterable[str]:
-        """The names of the other threads that run an event loop."""
-        ...
-
-    def forking_thread(self) -> str | None:
-        """The name of this thread; None if it is the main one, or one of modelguard's."""
-        ...
-
-    def connections(self) -> Iterable[str]:
-        """The other end of each open connection."""
-        ...
-
-    def event_queues(self) -> int:
-        """How many of the kernel's event queues (epoll) are open."""
-        ...
-
-
-def find_hazards(process: ForkingProcess | None = None) -> tuple[Hazard, ...]:
-    """Find everything that would not survive a fork.
-
-    Args:
-        process: The process to examine. Default: this one.
-
-    Returns:
-        The hazards, worst first.
-    """
-    process = ThisProcess() if process is None else process
-    found = [*_fatal(process), *_python_threads(process), *_native(process), *_descriptors(process)]
-    return tuple(sorted(found, key=lambda hazard: ("fatal", "warning", "fixed").index(hazard.severity)))
-
-
-def _fatal(process: ForkingProcess) -> Iterable[Hazard]:
-    if process.uses_cuda():
-        seen = "torch.cuda is initialised, and a forked child cannot initialise it again"
-        fix = (
-            "Do not use CUDA before the fork (PYTORCH_NVML_BASED_CUDA_CHECK=1 checks without starting it), or start "
-            "processes by spawn: isolate(start='spawn')."
-        )
-        yield Hazard("cuda", "torch", seen, fix, "fatal")
-    if process.runs_event_loop():
-        seen = "an event loop runs in this thread; a child would inherit its sockets and wake-ups"
-        fix = "Prepare before the loop starts, outside of any coroutine."
-        yield Hazard("event loop", "asyncio", seen, fix, "fatal")
-
-
-def _python_threads(process: ForkingProcess) -> Iterable[Hazard]:
-    for name, where in process.python_threads():
-        if not name.startswith(OUR_THREADS):
-            yield _python_thread(name, where)
-    for name in process.event_loops_elsewhere():
-        seen = f"thread {name!r} runs an event loop; a child has its sockets and its queue, but nothing that runs it"
-        yield Hazard("event loop", "asyncio", seen, "Prepare before the loop starts.", "warning")
-    caller = process.forking_thread()
-    if caller is not None:
-        seen = (
-            f"prepare() runs in thread {caller!r}, so its trials do too; they cannot show what workers that are forked "
-            "from the main thread find there, such as the pool of an earlier inference"
-        )
-        yield Hazard("python thread", f"thread {caller!r}", seen, "Call prepare() in the thread that forks.", "warning")
-
-
-def _python_thread(name: str, where: str) -> Hazard:
-    owner = owner_of(where)
-    seen = f"thread {name!r} is running; a child does not have it"
-    if owner is not None and restarts(owner):
-        return Hazard("python thread", owner.name, seen, "It starts it again in each child by itself.", "fixed")
-    seen += ", and a lock that it holds stays locked"
-    if owner is None:
-        return Hazard("python thread", where, seen, "Start it in each worker, after the fork.", "warning")
-    return Hazard("python thread", owner.name, seen, owner.remedy, "warning")
-
-
-def end_threads() -> tuple[Hazard, ...]:
-    """End the threads that their libraries start again when they are needed."""
-    return tuple(
-        Hazard(
-            "python thread",
-            owner.name,
-            f"thread {name!r} was running",
-            f"Ended. To do without: {owner.remedy}",
-            "fixed",
-        )
-        for name, owner in end()
-    )
-
-
-def _native(process: ForkingProcess) -> Iterable[Hazard]:
-    for compiler, names, fix in process.compiler_threads():
-        seen = f"it runs {', '.join(names)}; at the next code to compile a child would wait for them forever"
-        yield Hazard("compiler threads", compiler, seen, fix, "fixed")
-    native = process.native_threads()
-    openmp = process.openmp()
-    if process.has_allocator_threads():
-        seen = "background_thread:true started threads that no child has, so a child would keep freed memory"
-        yield Hazard("allocator threads", "jemalloc", seen, "Each child starts them again.", "fixed")
-    if native and openmp:
-        seen = (
-            f"{len(native)} native threads are running; "
-            "if they are the forking thread's pool, a child would wait for them forever"
-        )
-        yield Hazard("thread pool", ", ".join(map(os.path.basename, openmp)), seen, _POOL_FIX, "fixed")
-    if process.has_unsafe_grpc():
-        seen = "gRPC is loaded without fork support, and its threads do not survive"
-        fix = "Set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is imported (the preset 'prefork' does), or import it later."
-        yield Hazard("grpc", "grpcio", seen, fix, "warning")
-
-
-def _descriptors(process: ForkingProcess) -> Iterable[Hazard]:
-    perhaps = "".join(f" {owner.name}: {owner.remedy}." for owner in connected())
-    for peer in process.connections():
-        seen = "a connection is open; all workers would read and write the same one, and mix up their messages"
-        fix = f"Open it in each worker, after the fork.{perhaps}"
-        yield Hazard("connection", peer, seen, fix, "warning")
-    has_loop = process.runs_event_loop() or any(process.event_loops_elsewhere())
-    queues = 0 if has_loop else process.event_queues()  # the queue of a loop that is named already says nothing new
-    if queues:
-        seen = f"{queues} open; what a child adds to one or removes from it, it changes for its parent too"
-        fix = "Create event loops and their clients in each worker, after the fork; close those of the parent."
-        yield Hazard("event queue", "epoll", seen, fix + perhaps, "warning")
 
 
 class ThisProcess:
@@ -417,11 +217,7 @@ class ThisProcess:
         return _effect.ThisProcess().grpc_forks() is False
 
     def runs_event_loop(self) -> bool:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return False
-        return True
+        return waiting.on_event_loop()
 
     def event_loops_elsewhere(self) -> Iterable[str]:
         """Every other thread with a frame of asyncio's on its stack."""
@@ -470,6 +266,104 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def find_hazards(process: ThisProcess | None = None) -> tuple[Hazard, ...]:
+    """Find everything that would not survive a fork.
+
+    Args:
+        process: The process to examine. Default: this one.
+
+    Returns:
+        The hazards, worst first.
+    """
+    process = ThisProcess() if process is None else process
+    found = [*_fatal(process), *_python_threads(process), *_native(process), *_descriptors(process)]
+    return tuple(sorted(found, key=lambda hazard: ("fatal", "warning", "fixed").index(hazard.severity)))
+
+
+def _fatal(process: ThisProcess) -> Iterable[Hazard]:
+    if process.uses_cuda():
+        seen = "torch.cuda is initialised, and a forked child cannot initialise it again"
+        fix = (
+            "Do not use CUDA before the fork (PYTORCH_NVML_BASED_CUDA_CHECK=1 checks without starting it), or start "
+            "processes by spawn: isolate(start='spawn')."
+        )
+        yield Hazard("cuda", "torch", seen, fix, "fatal")
+    if process.runs_event_loop():
+        seen = "an event loop runs in this thread; a child would inherit its sockets and wake-ups"
+        fix = "Prepare before the loop starts, outside of any coroutine."
+        yield Hazard("event loop", "asyncio", seen, fix, "fatal")
+
+
+def _python_threads(process: ThisProcess) -> Iterable[Hazard]:
+    for name, where in process.python_threads():
+        if not name.startswith(OUR_THREADS):
+            yield _python_thread(name, where)
+    for name in process.event_loops_elsewhere():
+        seen = f"thread {name!r} runs an event loop; a child has its sockets and its queue, but nothing that runs it"
+        yield Hazard("event loop", "asyncio", seen, "Prepare before the loop starts.", "warning")
+    caller = process.forking_thread()
+    if caller is not None:
+        seen = (
+            f"prepare() runs in thread {caller!r}, so its trials do too; they cannot show what workers that are forked "
+            "from the main thread find there, such as the pool of an earlier inference"
+        )
+        yield Hazard("python thread", f"thread {caller!r}", seen, "Call prepare() in the thread that forks.", "warning")
+
+
+def _python_thread(name: str, where: str) -> Hazard:
+    owner = owner_of(where)
+    seen = f"thread {name!r} is running; a child does not have it"
+    if owner is not None and restarts(owner):
+        return Hazard("python thread", owner.name, seen, "It starts it again in each child by itself.", "fixed")
+    seen += ", and a lock that it holds stays locked"
+    if owner is None:
+        return Hazard("python thread", where, seen, "Start it in each worker, after the fork.", "warning")
+    return Hazard("python thread", owner.name, seen, owner.remedy, "warning")
+
+
+def end_threads() -> tuple[Hazard, ...]:
+    """End the threads that their libraries start again when they are needed."""
+    return tuple(
+        Hazard("python thread", owner.name, f"thread {name!r} was running", f"{_ENDED}{owner.remedy}", "fixed")
+        for name, owner in end()
+    )
+
+
+def _native(process: ThisProcess) -> Iterable[Hazard]:
+    for compiler, names, fix in process.compiler_threads():
+        seen = f"it runs {', '.join(names)}; at the next code to compile a child would wait for them forever"
+        yield Hazard("compiler threads", compiler, seen, fix, "fixed")
+    native = process.native_threads()
+    openmp = process.openmp()
+    if process.has_allocator_threads():
+        seen = "background_thread:true started threads that no child has, so a child would keep freed memory"
+        yield Hazard("allocator threads", "jemalloc", seen, "Each child starts them again.", "fixed")
+    if native and openmp:
+        seen = (
+            f"{len(native)} native threads are running; "
+            "if they are the forking thread's pool, a child would wait for them forever"
+        )
+        yield Hazard("thread pool", ", ".join(map(os.path.basename, openmp)), seen, _POOL_FIX, "fixed")
+    if process.has_unsafe_grpc():
+        seen = "gRPC is loaded without fork support, and its threads do not survive"
+        fix = "Set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is imported (the preset 'prefork' does), or import it later."
+        yield Hazard("grpc", "grpcio", seen, fix, "warning")
+
+
+def _descriptors(process: ThisProcess) -> Iterable[Hazard]:
+    perhaps = "".join(f" {owner.name}: {owner.remedy}." for owner in connected())
+    for peer in process.connections():
+        seen = "a connection is open; all workers would read and write the same one, and mix up their messages"
+        fix = f"Open it in each worker, after the fork.{perhaps}"
+        yield Hazard("connection", peer, seen, fix, "warning")
+    has_loop = process.runs_event_loop() or any(process.event_loops_elsewhere())
+    queues = 0 if has_loop else process.event_queues()  # the queue of a loop that is named already says nothing new
+    if queues:
+        seen = f"{queues} open; what a child adds to one or removes from it, it changes for its parent too"
+        fix = "Create event loops and their clients in each worker, after the fork; close those of the parent."
+        yield Hazard("event queue", "epoll", seen, fix + perhaps, "warning")
 
 
 # Repair a forked child before it does anything else.

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -23,7 +23,7 @@ from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, 
 from modelguard.facts import _memory
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._wrappers import owner_of
-from modelguard.lifecycle.guard import ModelGuard, guards
+from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.runtime import fork
 from modelguard.runtime.background import THREADS
@@ -40,7 +40,7 @@ _POLL = 0.005
 
 def loading() -> str | None:
     """The name of a guard that is loading a model, or releasing one that it has replaced; None if there is none."""
-    return next((guard.name for guard in guards() if guard.engine.loading), None)
+    return next((guard.name for guard in all_guards() if guard.engine.loading), None)
 
 
 def wait_for_loads(timeout: float) -> str | None:
@@ -68,21 +68,19 @@ _FORK_WAIT = 10.0
 
 @dataclass
 class Prepared:
-    """What a process has prepared, and whether a child has repaired itself."""
+    """What a process has prepared, the hazards that its children repair, and whether a child has repaired itself."""
 
     pid: int
     guards: tuple[ModelGuard[Any], ...]
     generations: tuple[int, ...]
     hazards: tuple[Hazard, ...]
-    fixes: bool
     ready_pid: int = 0
     failure: BaseException | None = None
 
 
 _current: Prepared | None = None
 _signal_mask = threading.local()  # of the thread that forks
-_trying = False
-_twice = False
+_mode: Literal["", "trial", "twice"] = ""
 _forker = 0  # the process that forked last; its child cannot ask for its parent, which may have ended
 _first = threading.Lock()  # taken by the first preparation, and never released
 
@@ -101,25 +99,19 @@ def install(prepared: Prepared | None) -> None:
 
 
 @contextmanager
-def trying() -> Iterator[None]:
-    """In the block, a child is a trial: it runs no warm-up but the one that it was forked for."""
-    global _trying
-    _trying = True
+def forking(mode: Literal["trial", "twice"]) -> Iterator[None]:
+    """In the block, a child is no worker.
+
+    Args:
+        mode: ``"trial"``: it runs no warm-up but the one that it was forked for. ``"twice"``: it only forks the worker
+            and ends; the worker repairs itself, as it would without it.
+    """
+    global _mode
+    _mode = mode
     try:
         yield
     finally:
-        _trying = False
-
-
-@contextmanager
-def forking_twice() -> Iterator[None]:
-    """In the block, a child only forks the worker and ends: the worker repairs itself, as it would without it."""
-    global _twice
-    _twice = True
-    try:
-        yield
-    finally:
-        _twice = False
+        _mode = ""
 
 
 def in_child() -> None:
@@ -133,14 +125,11 @@ def in_child() -> None:
         Exception: The error that a guard's ``warmup`` raised.
     """
     if _current is None:
-        raise ForkOrder(
-            "in_child", why="the parent was not prepared", fix="Call prefork.prepare() in it before it forks."
-        )
+        fix = "Call prefork.prepare() in it before it forks."
+        raise ForkOrder("in_child", why="the parent was not prepared", fix=fix)
     if os.getpid() == _current.pid:
-        why = "this is the parent process"
-        raise ForkOrder(
-            "in_child", why=why, fix="Call it in the worker, as in gunicorn's post_fork or uWSGI's postfork."
-        )
+        fix = "Call it in the worker, as in gunicorn's post_fork or uWSGI's postfork."
+        raise ForkOrder("in_child", why="this is the parent process", fix=fix)
     _repair(_current)
     if _current.failure is not None:
         raise _current.failure
@@ -165,22 +154,19 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork() -> None:
-    global _twice
+    global _mode
     prepared = _current
-    if prepared is None or _forker != prepared.pid:  # the children of a worker are not ours
+    is_worker = prepared is not None and _forker == prepared.pid  # the children of a worker are not ours
+    with _trial.default_actions() if is_worker and not _mode else nullcontext():
         _after_fork_in_parent()
-        return
-    if _twice:
-        _twice, prepared.pid = False, os.getpid()
-        _after_fork_in_parent()
-        return
-    if _trying:
-        _after_fork_in_parent()
-        _hazards.restore(prepared.hazards if prepared.fixes else ())
-        return
-    with _trial.default_actions():
-        _after_fork_in_parent()
-        _repair(prepared)
+        if prepared is None or not is_worker:
+            return
+        if _mode == "twice":
+            _mode, prepared.pid = "", os.getpid()
+        elif _mode == "trial":
+            _hazards.restore(prepared.hazards)
+        else:
+            _repair(prepared)
 
 
 def _repair(prepared: Prepared) -> None:
@@ -188,7 +174,7 @@ def _repair(prepared: Prepared) -> None:
         return
     prepared.ready_pid = os.getpid()
     try:
-        _hazards.restore(prepared.hazards if prepared.fixes else ())
+        _hazards.restore(prepared.hazards)
         for guard in prepared.guards:
             guard.engine.warm_up()
     except BaseException as error:  # noqa: BLE001 - a fork hook cannot raise; in_child() does
@@ -325,7 +311,10 @@ def prepare_chosen(
         raise NotSupported("immortalize=True", reason=why)
     for guard in chosen:
         guard.load()
-    _wait_for_loads(warm_timeout)
+    # A thread that loads holds locks, and an old model that is not released would be frozen.
+    if (late := wait_for_loads(warm_timeout)) is not None:
+        seen = f"a load or a release did not end within {warm_timeout:g} s"
+        raise ForkUnsafe((Hazard("python thread", f"guard {late!r}", seen, "Prepare after it has ended.", "fatal"),))
     generations = tuple(guard.status().generation for guard in chosen)
     again = _check_order(chosen, generations)
     THREADS.end_idle()
@@ -333,7 +322,7 @@ def prepare_chosen(
     copied = _copies(chosen, renewed_here=renewed_here) if immortalize == "auto" else ()
     found = (*_hazards.find_hazards(process), *copied, *ended)
     _enforce(on_hazard, found)
-    state = Prepared(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn")
+    state = Prepared(os.getpid(), chosen, generations, () if on_hazard == "warn" else found)
     _compile_for_children(state)
     tried, failed = _try_and_install(state, warm_timeout, on_hazard)
     collected, frozen = _freeze(again=again) if freeze else (0, 0)
@@ -352,11 +341,8 @@ def prepare_chosen(
 
 
 def _check_options(freeze: object, immortalize: object, on_hazard: object) -> None:
-    if not isinstance(freeze, bool):
-        raise InvalidOption("freeze", freeze, why="must be True or False", fix="True is right for most services.")
-    if on_hazard not in get_args(OnHazard):
-        names = ", ".join(map(repr, get_args(OnHazard)))
-        raise InvalidOption("on_hazard", on_hazard, why="is not a known choice", fix=f"Choose one of {names}.")
+    _units.flag(freeze, "freeze")
+    _units.one_of(on_hazard, "on_hazard", get_args(OnHazard), what="choice")
     if immortalize not in (True, False, "auto"):
         why = "must be True, False or 'auto'"
         raise InvalidOption("immortalize", immortalize, why=why, fix="'auto' is the right choice for most services.")
@@ -366,7 +352,8 @@ def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:
     for guard in guards:
         if not isinstance(guard, ModelGuard):
             raise InvalidOption("guards", guard, why="must be guards", fix=_fix_for(guard))
-    chosen = tuple(dict.fromkeys(guards)) or _marked()
+    marked = (guard for guard in all_guards() if guard.prefork)
+    chosen = tuple(dict.fromkeys(guards)) or tuple(sorted(marked, key=lambda guard: guard.name))
     if not chosen:
         fix = "Give a guard, or make it with guard(..., prefork=True) in a module that is imported before."
         raise InvalidOption("guards", (), why="must not be empty, and no guard has prefork=True", fix=fix)
@@ -379,19 +366,6 @@ def _fix_for(given: object) -> str:
     if callable(given) and isinstance(owner_of(given), ModelGuard):
         return "Give the guard of this function: prepare(guard_of(function))."
     return "Give what modelguard.guard() returned."
-
-
-def _marked() -> tuple[ModelGuard[Any], ...]:
-    """The guards of this process that were made with ``prefork=True``, by name."""
-    return tuple(sorted((guard for guard in all_guards() if guard.prefork), key=lambda guard: guard.name))
-
-
-def _wait_for_loads(timeout: float) -> None:
-    """Wait for all guards: a thread that loads holds locks, and an old model that is not released would be frozen."""
-    late = wait_for_loads(timeout)
-    if late is not None:
-        seen = f"a load or a release did not end within {timeout:g} s"
-        raise ForkUnsafe((Hazard("python thread", f"guard {late!r}", seen, "Prepare after it has ended.", "fatal"),))
 
 
 def _check_order(chosen: tuple[ModelGuard[Any], ...], generations: tuple[int, ...]) -> bool:
@@ -422,7 +396,7 @@ def _compile_for_children(state: Prepared) -> None:
 
     The trial counts a child that compiles for minutes as hung.
     """
-    if not state.fixes or not _adapters.compilers():
+    if not _adapters.compilers():
         return
     with _hazards.with_childrens_threads(state.hazards) as differ:
         for guard in state.guards if differ else ():
@@ -431,28 +405,23 @@ def _compile_for_children(state: Prepared) -> None:
 
 
 def _try_and_install(state: Prepared, timeout: float, on_hazard: OnHazard) -> tuple[dict[str, float], list[Hazard]]:
-    """Have children repair themselves from now on, if the trials succeed."""
+    """Have children repair themselves from now on, if the trials succeed: each guard's warm-up is run in a child.
+
+    Returns:
+        How long each took, and, if hazards only warn, which failed.
+    """
     before = current()
     install(state)
-    try:
-        return _try_all(state.guards, timeout, on_hazard)
-    except ForkUnsafe:
-        install(before)  # a process that was prepared earlier continues as before
-        raise
-
-
-def _try_all(
-    chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnHazard
-) -> tuple[dict[str, float], list[Hazard]]:
-    """Run each guard's warm-up in a child: how long each took, and, if hazards only warn, which failed."""
     tried, failed = {}, []
-    for guard in chosen:
+    for guard in state.guards:
         if guard.engine.guard.options.warmup is None:
             continue
-        result = _try(guard, timeout)
+        with forking("trial"):
+            result = _trial.run(guard.engine.warm_up, timeout)
         if not result.ok:
             bad = _failed_trial(guard, result, timeout)
             if on_hazard != "warn":
+                install(before)  # a process that was prepared earlier continues as before
                 raise ForkUnsafe((bad,))
             warnings.warn(str(bad), ForkHazard, stacklevel=3)
             failed.append(bad)
@@ -467,11 +436,6 @@ def _failed_trial(guard: ModelGuard[Any], result: _trial.TrialResult, timeout: f
         fix = "See the child's stacks above: it waits for something that exists only in the parent."
         return Hazard("hang", owner, seen, fix, "fatal")
     return Hazard("warm-up", owner, f"its warm-up failed in a child:\n{result.report}", "Fix the warm-up.", "fatal")
-
-
-def _try(guard: ModelGuard[Any], timeout: float) -> _trial.TrialResult:
-    with trying():
-        return _trial.run(guard.engine.warm_up, timeout)
 
 
 def _freeze(*, again: bool) -> tuple[int, int]:
@@ -501,8 +465,7 @@ def _worth_it(
     chosen: tuple[ModelGuard[Any], ...], *, renewed_here: bool
 ) -> tuple[tuple[ModelGuard[Any], ...], str | None]:
     """The guards whose models should become immortal, and why others should not."""
-    why = _immortal.immortalize_unsupported()
-    if why is not None:
+    if (why := _immortal.immortalize_unsupported()) is not None:
         return (), why
     kept = tuple(guard for guard in chosen if not (renewed_here and guard.engine.renews_weights))
     renewed = ", ".join(guard.name for guard in chosen if guard not in kept)

@@ -5,14 +5,13 @@ one. PSS divides such a page among the processes that map it: added up over a tr
 actually uses. USS, private memory, is what one process would release if it ended.
 """
 
-import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from modelguard import _units
 from modelguard.environment import _allocator_problems
@@ -75,8 +74,11 @@ def places(mappings: Iterable[MemoryMapping], *, arenas: bool) -> Places:
         arenas: The result of :func:`has_arenas`.
     """
     sums = dict.fromkeys((field.name for field in fields(Places)), 0)
-    for name, private in _placed(mappings):
-        sums[name if arenas or name != "python" else "mixed"] += private
+    before = None
+    for mapping in mappings:
+        name = _place(mapping, before)
+        sums[name if arenas or name != "python" else "mixed"] += mapping.private
+        before = mapping
     python = sums.pop("python")
     return Places(python=python if arenas else None, **sums)
 
@@ -101,13 +103,6 @@ def has_arenas(mappings: Iterable[MemoryMapping], pythonmalloc: str) -> bool:
     if not is_python(mappings) or any(_FREE_THREADED.search(mapping.name) for mapping in mappings if mapping.is_file):
         return False
     return pythonmalloc in {"", "default", "debug", "pymalloc", "pymalloc_debug"}
-
-
-def _placed(mappings: Iterable[MemoryMapping]) -> Iterator[tuple[str, int]]:
-    before = None
-    for mapping in mappings:
-        yield _place(mapping, before), mapping.private
-        before = mapping
 
 
 def _place(mapping: MemoryMapping, before: MemoryMapping | None) -> str:
@@ -251,13 +246,6 @@ def report(
     return TreeWatch(tree, model_bytes=model_bytes, root=root).look()
 
 
-class _FirstReading(NamedTuple):
-    """The first reading of a process."""
-
-    private: int
-    time: float
-
-
 class TreeWatch:
     """Reads the memory of a process tree repeatedly, and remembers the first reading of each process.
 
@@ -286,7 +274,8 @@ class TreeWatch:
         self._root = root
         self._clock = clock
         self._started: dict[int, int] = {}
-        self._first: dict[tuple[object, ...], _FirstReading] = {}
+        # The first reading of each process: its private memory, and the time.
+        self._first: dict[tuple[object, ...], tuple[int, float]] = {}
         if not (_proc.folder(None, root) / "smaps").exists():
             reason = "there is no /proc that shows the mappings of processes"
             raise NotSupported("a report of a process tree", reason=reason)
@@ -311,20 +300,21 @@ class TreeWatch:
                 read = self._read(process, processes)
             except PermissionError:
                 if was_given:
-                    raise _no_permission(process.pid) from None
+                    raise _proc.not_permitted(process.pid) from None
                 unread.append(process.pid)
                 continue
             if read is not None:
                 found.append(read)
             elif was_given:
                 raise _no_process(process.pid, "has exited, or executed another program, while it was being read")
-        self._forget_all_but({process.identity for process in chosen})
+        kept = {process.identity for process in chosen}
+        self._first = {identity: seen for identity, seen in self._first.items() if identity in kept}
         return TreeReport(tuple(found), tuple(unread), self._model_bytes)
 
     def _chosen(self, processes: Mapping[int, ProcessStat]) -> list[ProcessStat]:
         for pid in self._pids:
             if pid not in processes:
-                raise _not_running(pid, self._root)
+                raise _no_process(pid, _proc.absence(pid, self._root))
             if self._started.setdefault(pid, processes[pid].started) != processes[pid].started:
                 raise _no_process(pid, "has exited, and another process now has its id")
         if self._whole:
@@ -346,8 +336,8 @@ class TreeWatch:
         arenas = has_arenas(mappings, environ.get("PYTHONMALLOC", ""))
         private = _memory.private_of(pid, root)
         now = self._clock()
-        first = self._first.get(process.identity)
-        seen = self._first.setdefault(process.identity, _FirstReading(private, now))
+        known = process.identity in self._first
+        first, since = self._first.setdefault(process.identity, (private, now))
         return ProcessReport(
             pid=pid,
             parent=process.parent,
@@ -359,8 +349,8 @@ class TreeWatch:
             uss=total(mappings, "Private_Clean", "Private_Dirty"),
             private=private,
             since_birth=private if _proc.is_fork(process, processes.values()) else None,
-            since_seen=None if first is None else private - first.private,
-            watched=now - seen.time,
+            since_seen=private - first if known else None,
+            watched=now - since,
             where=places(mappings, arenas=arenas),
             swap=total(mappings, "SwapPss"),
             rss=total(mappings, "Rss"),
@@ -368,9 +358,6 @@ class TreeWatch:
             paused=_proc.paused_in(mappings),
             libraries=model_libraries(mappings),
         )
-
-    def _forget_all_but(self, kept: set[tuple[int, int, _proc.MemoryLayout]]) -> None:
-        self._first = {identity: seen for identity, seen in self._first.items() if identity in kept}
 
 
 def python_trees(*, root: Path = _proc.ROOT, user: int | None = None, without: Iterable[int] = ()) -> list[int]:
@@ -390,15 +377,10 @@ def python_trees(*, root: Path = _proc.ROOT, user: int | None = None, without: I
     user = os.geteuid() if user is None else user
     left_out = set(without)
     processes = _proc.processes(root)
-    found = [pid for pid in processes if pid not in left_out and _is_python_of(user, pid, root)]
-    return [pid for pid in found if processes[pid].parent not in found]
-
-
-def _is_python_of(user: int, pid: int, root: Path) -> bool:
     # A process that cannot be read has ended, or belongs to another user.
-    if _proc.if_readable(_proc.owner, pid, root) != user:
-        return False
-    return is_python(_proc.if_readable(_proc.maps, pid, root) or ())
+    owned = (pid for pid in processes if pid not in left_out and _proc.if_readable(_proc.owner, pid, root) == user)
+    found = [pid for pid in owned if is_python(_proc.if_readable(_proc.maps, pid, root) or ())]
+    return [pid for pid in found if processes[pid].parent not in found]
 
 
 def _pids(tree: int | Iterable[int]) -> tuple[int, ...]:
@@ -408,18 +390,5 @@ def _pids(tree: int | Iterable[int]) -> tuple[int, ...]:
     return tuple(_units.process_id(pid, "tree") for pid in pids)
 
 
-def _not_running(pid: int, root: Path) -> ProcessLookupError:
-    known = _proc.stat(pid, root)
-    if known is None:
-        return _no_process(pid, "does not exist")
-    if known.kernel:
-        return _no_process(pid, "is a kernel thread, which has no memory of its own")
-    return _no_process(pid, "has exited; only its exit status is left")
-
-
 def _no_process(pid: int, why: str) -> ProcessLookupError:
-    return ProcessLookupError(errno.ESRCH, f"process {pid} {why}; give the id of a running process")
-
-
-def _no_permission(pid: int) -> PermissionError:
-    return PermissionError(errno.EACCES, f"process {pid} belongs to another user; inspect it as its owner or as root")
+    return _proc.not_found(pid, f"{why}; give the id of a running process")

@@ -75,11 +75,11 @@ class ForkedChild:
             Its wait status; None if something else in this process has taken it.
         """
         try:
-            if self._exists():
+            if self._handle is None or self._send(0):
                 if group:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(self._pid, signal.SIGKILL)
-                self._kill()
+                self._send(signal.SIGKILL)
             return os.waitpid(self._pid, 0)[1]
         except ChildProcessError:
             return None
@@ -87,22 +87,16 @@ class ForkedChild:
             if self._handle is not None:
                 os.close(self._handle)
 
-    def _exists(self) -> bool:
-        """Whether the child's number is still its own: it runs, or nobody has waited for it."""
-        if self._handle is None:
-            return True
+    def _send(self, number: int) -> bool:
+        """Send a signal; False if the child's number is no longer its own: it has ended, and somebody waited for it."""
         try:
-            signal.pidfd_send_signal(self._handle, 0)
+            if self._handle is None:
+                os.kill(self._pid, number)
+            else:
+                signal.pidfd_send_signal(self._handle, number)
         except ProcessLookupError:
             return False
         return True
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self._handle is None:
-                os.kill(self._pid, signal.SIGKILL)
-            else:
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
 
 def _open(pid: int) -> int | None:

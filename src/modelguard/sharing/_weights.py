@@ -35,7 +35,7 @@ from modelguard.sharing import _weights_formats
 LAYOUT = 1
 
 # These become parts of paths, so only names that modelguard itself writes are accepted.
-_FOLDER = re.compile(r"[0-9]{6,}-[0-9a-f]{12}")
+_FOLDER = re.compile(r"([0-9]{6,})-[0-9a-f]{12}")
 _FILE = re.compile(r"[a-z0-9]+\.[a-z]+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -92,10 +92,13 @@ class Manifest:
         Raises:
             WeightsRefused: A file is missing, truncated or changed, or other users could have written to it.
         """
-        _check_folder(folder.parent)
-        _check_folder(folder)
-        for name, published in self.files.items():
-            _check_file(folder / name, published)
+        try:
+            for each in (folder.parent, folder):
+                check_trust(each, each.lstat(), stat.S_ISDIR)
+            for name, published in self.files.items():
+                _check_file(folder / name, published)
+        except OSError as error:
+            raise _unreadable(Path(error.filename or folder), error) from error
 
 
 def read(path: Path) -> Manifest:
@@ -132,14 +135,21 @@ def parse(text: str | bytes) -> Manifest:
     found = json.loads(text)
     if found.pop("modelguard") != LAYOUT:
         raise ValueError("another layout")
-    found["files"] = {_as(_FILE, name): _file_state(state) for name, state in found["files"].items()}
-    _as(_FOLDER, found["folder"])
-    manifest = Manifest(**found)
-    _number(manifest.version)
-    if not isinstance(manifest.kind, str) or not isinstance(manifest.key, str | None):
-        raise TypeError("a name that is not a string")
-    # The hash of the content includes the details, which the format reads without further checks.
-    if manifest.sha256 != digest_of(manifest.kind, manifest.details, manifest.files):
+    files = {name: FileState(**state) for name, state in found.pop("files").items()}
+    manifest = Manifest(**found, files=files)
+    texts = [(_FOLDER, manifest.folder), *((_FILE, name) for name in files)]
+    texts += ((_DIGEST, state.sha256) for state in files.values())
+    numbers = [manifest.version]
+    for state in files.values():
+        numbers += (state.size, state.mtime_ns, state.ctime_ns)
+    if not (
+        all(pattern.fullmatch(text) for pattern, text in texts)
+        and all(type(number) is int for number in numbers)
+        and isinstance(manifest.kind, str)
+        and isinstance(manifest.key, str | None)
+        # The hash of the content includes the details, which the format reads without further checks.
+        and manifest.sha256 == digest_of(manifest.kind, manifest.details, files)
+    ):
         raise ValueError("it was changed since it was written")
     return manifest
 
@@ -175,45 +185,16 @@ def digest_of(kind: str, details: Mapping[str, Any], files: Mapping[str, FileSta
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _file_state(state: Any) -> FileState:
-    made = FileState(**state)
-    _as(_DIGEST, made.sha256)
-    for number in (made.size, made.mtime_ns, made.ctime_ns):
-        _number(number)
-    return made
-
-
-def _number(value: object) -> None:
-    if type(value) is not int:
-        raise TypeError("not a whole number")
-
-
-def _as(pattern: re.Pattern[str], text: str) -> str:
-    if not pattern.fullmatch(text):
-        raise ValueError("not a name that modelguard writes")
-    return text
-
-
-def _check_folder(folder: Path) -> None:
-    try:
-        check_trust(folder, folder.lstat(), stat.S_ISDIR)
-    except OSError as error:
-        raise _unreadable(folder, error) from error
-
-
 def _check_file(path: Path, published: FileState) -> None:
-    try:
-        found = path.lstat()
-        check_trust(path, found, stat.S_ISREG)
-        if found.st_size != published.size:
-            kind = "truncated" if found.st_size < published.size else "changed"
-            why = f"the file is {kind}: {published.size} bytes were published, and it has {found.st_size}"
-            raise WeightsRefused(path, why=why, fix=_REPUBLISH)
-        untouched = (found.st_mtime_ns, found.st_ctime_ns) == (published.mtime_ns, published.ctime_ns)
-        if not untouched and _hash(path) != published.sha256:
-            raise WeightsRefused(path, why="the content has changed since it was published", fix=_REPUBLISH)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    found = path.lstat()
+    check_trust(path, found, stat.S_ISREG)
+    if found.st_size != published.size:
+        kind = "truncated" if found.st_size < published.size else "changed"
+        why = f"the file is {kind}: {published.size} bytes were published, and it has {found.st_size}"
+        raise WeightsRefused(path, why=why, fix=_REPUBLISH)
+    untouched = (found.st_mtime_ns, found.st_ctime_ns) == (published.mtime_ns, published.ctime_ns)
+    if not untouched and _hash(path) != published.sha256:
+        raise WeightsRefused(path, why="the content has changed since it was published", fix=_REPUBLISH)
 
 
 def _hash(path: Path) -> str:
@@ -229,15 +210,12 @@ def _unreadable(path: Path, error: OSError) -> WeightsRefused:
 
 # The storage of a published path: one publisher at a time, several versions, and the switch to a new version.
 #
-# ::
-#
-# net 0600 the manifest of the current version; only ever replaced by a rename net.d/ 0700 reload.lock held while one
-# process publishes; the kernel releases it if that process dies 000001-3f2a.../ a version; its files are 0600 and are
-# never written again 000002-9bc0.../ new/ a version that is being written, or left behind by a publisher that was
-# killed
-
-
-_VERSION = re.compile(r"([0-9]{6,})-[0-9a-f]{12}")
+#   net               0600  the manifest of the current version; only ever replaced by a rename
+#   net.d/            0700
+#     reload.lock           held while one process publishes; the kernel releases it if that process dies
+#     000001-3f2a.../       a version; its files are 0600 and are never written again
+#     000002-9bc0.../
+#     new/                  a version that is being written, or left behind by a publisher that was killed
 
 # Record locks belong to the process, so its threads must share one lock object.
 _locks: dict[Path, HostLock] = {}
@@ -339,7 +317,7 @@ class WeightsStore:
         """
         staging = self.data / "new"
         shutil.rmtree(staging, ignore_errors=True)  # left behind by a publisher that was killed
-        before = self._intact()
+        before = self.intact()
         try:
             staging.mkdir(mode=0o700)
             manifest = self._write(form, source, staging, key, before)
@@ -382,16 +360,16 @@ class WeightsStore:
             temporary.unlink(missing_ok=True)
         return manifest
 
-    def _intact(self) -> Manifest | None:
-        """The current manifest, if its files are intact."""
-        try:
-            return self.checked()[0]
-        except WeightsRefused:
-            return None
+    def intact(self, key: str | None = None) -> Manifest | None:
+        """The current manifest, if its files are intact, and it has this key, if one is given."""
+        with suppress(WeightsRefused):
+            if key is None or self.current().key == key:
+                return self.checked()[0]
+        return None
 
     def _versions(self) -> dict[Path, int]:
         """The folder of each existing version, and its number."""
-        found = {folder: _VERSION.fullmatch(folder.name) for folder in self.data.iterdir()}
+        found = {folder: _FOLDER.fullmatch(folder.name) for folder in self.data.iterdir()}
         return {folder: int(match[1]) for folder, match in found.items() if match}
 
     def _prune(self, kept: Collection[str]) -> None:
@@ -497,20 +475,13 @@ def publish(
     timeout = _units.seconds(wait_timeout, "wait_timeout", zero=True)
     _check_key(key)
     form = _weights_formats.format_of(source, allow_pickle=allow_pickle and not callable(source))
-    if form is None and not callable(source):
-        raise _weights_formats.unknown_source(source)
-    if form is None and key is None:
-        if not (
-            inspect.isroutine(source) or isinstance(source, type | functools.partial)
-        ):  # a model that can be called
-            raise _weights_formats.unknown_source(source)
-        why = "without a key, it is unknown whether the published weights are those that this function makes"
-        raise InvalidOption("key", key, why=why, fix="Name what it makes, such as key='2026-11' or the file's hash.")
-    if form is None and (found := _with_key(store, key)):  # reading needs no write permission
-        return _published(store, found, fresh=False)
+    if form is None:
+        _check_function(source, key)
+        if found := store.intact(key):  # reading needs no write permission
+            return _published(store, found, fresh=False)
     with store.locked(timeout):
         if form is None:
-            if found := _with_key(store, key):
+            if found := store.intact(key):
                 return _published(store, found, fresh=False)
             source = source()
             form = _weights_formats.format_of(source, allow_pickle=allow_pickle)
@@ -544,9 +515,8 @@ def load(build: Callable[..., M], path: str | os.PathLike[str], *, allow_pickle:
         InvalidOption: ``build`` is not a function, or does not make a torch module.
         NotSupported: This is Windows, or the library of the format (torch, numpy, joblib) is not installed.
     """
-    if not callable(build):
-        fix = "Write weights.load(build, path): first the function that makes the model."
-        raise InvalidOption("build", build, why="must be a function", fix=fix)
+    fix = "Write weights.load(build, path): first the function that makes the model."
+    _units.function(build, "build", "the published weights", fix=fix)
     store = WeightsStore(_path(path))
     while True:
         manifest, folder = store.checked()
@@ -560,6 +530,16 @@ def load(build: Callable[..., M], path: str | os.PathLike[str], *, allow_pickle:
                 raise
         else:
             return model
+
+
+def _check_function(source: Any, key: str | None) -> None:
+    """Reject what cannot be published itself, and is no function with a key that makes it."""
+    is_model = not (inspect.isroutine(source) or isinstance(source, type | functools.partial))
+    if not callable(source) or (key is None and is_model):
+        raise _weights_formats.unknown_source(source)
+    if key is None:
+        why = "without a key, it is unknown whether the published weights are those that this function makes"
+        raise InvalidOption("key", key, why=why, fix="Name what it makes, such as key='2026-11' or the file's hash.")
 
 
 def _check_build(build: Callable[..., Any], kind: str) -> None:
@@ -599,15 +579,6 @@ def _path(path: str | os.PathLike[str]) -> Path:
 def _check_key(key: object) -> None:
     if key is not None and (not isinstance(key, str) or not key):
         raise InvalidOption("key", key, why="must be a string and not empty", fix="Give a string such as '2026-11'.")
-
-
-def _with_key(store: WeightsStore, key: str | None) -> Manifest | None:
-    """The current version, if it has this key and is intact."""
-    try:
-        manifest = store.current()
-        return store.checked()[0] if manifest.key == key else None
-    except WeightsRefused:
-        return None
 
 
 def _published(store: WeightsStore, manifest: Manifest, *, fresh: bool) -> Published:

@@ -64,9 +64,7 @@ def format_of(source: object, *, allow_pickle: bool) -> WeightsFormat | None:
     Raises:
         NotSupported: The library of the format is not installed.
     """
-    kind = _kind(source)
-    if kind is None and allow_pickle:
-        kind = "pickle"
+    kind = _kind(source) or ("pickle" if allow_pickle else None)
     return None if kind is None else _import(kind)
 
 

@@ -145,7 +145,7 @@ def test_buckets_that_cannot_be_meant(wrong: Any) -> None:
     with pytest.raises(InvalidOption) as caught:
         pad_to_bucket(torch.zeros(3), **wrong)
     assert caught.value.argument in wrong
-    assert "Give" in caught.value.fix
+    assert caught.value.fix.startswith(("Give", "Write"))
 
 
 def test_a_mask_of_another_length() -> None:

@@ -61,6 +61,23 @@ def mimalloc(committed: int, version: int) -> Library:
     return Library(mi_process_info=info, mi_stats_merge=lambda: None, mi_version=lambda: version)
 
 
+#: By these functions each is recognised.
+OWN = {
+    "glibc": ("gnu_get_libc_version", "malloc_trim"),
+    "jemalloc": ("mallctl",),
+    "mimalloc": ("mi_collect",),
+    "tcmalloc": ("MallocExtension_ReleaseFreeMemory",),
+}
+
+
+def allocator(kind: Kind, library: Library) -> _linker.Allocator:
+    """The allocator of a file that exports its own functions too."""
+    library.functions |= {name: None for name in OWN.get(kind, ()) if name not in library.functions}
+    found = _linker.recognise(library)
+    assert kind == found.kind
+    return found
+
+
 GLIBC = Library(
     mallinfo2=lambda: SimpleNamespace(arena=8 * MB, hblkhd=90 * MB, uordblks=5 * MB, fordblks=3 * MB),
     gnu_get_libc_version=lambda: b"2.36",
@@ -88,8 +105,8 @@ def test_each_allocator_reports_by_its_own_functions(
     kind: Kind, library: Library, version: str | None, figures: Figures | None
 ) -> None:
     """Version and figures come in bytes; what an allocator does not report is None."""
-    assert version == _linker.version(kind, library, "mallctl")
-    assert figures == _linker.figures(kind, library, "mallctl")
+    assert version == allocator(kind, library).version()
+    assert figures == allocator(kind, library).figures()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +123,7 @@ def test_each_allocator_reports_by_its_own_functions(
 )
 def test_what_an_old_or_small_build_does_not_report_is_none(kind: Kind, library: Library) -> None:
     """A function that its file does not export is not called, and an impossible figure is dropped."""
-    assert _linker.figures(kind, library, "mallctl") is None
+    assert allocator(kind, library).figures() is None
 
 
 @pytest.mark.parametrize(
@@ -114,14 +131,13 @@ def test_what_an_old_or_small_build_does_not_report_is_none(kind: Kind, library:
 )
 def test_a_version_that_is_not_reported_is_none(kind: Kind, library: Library) -> None:
     """Old builds do not report a version."""
-    assert _linker.version(kind, library, "mallctl") is None
+    assert allocator(kind, library).version() is None
 
 
 def test_no_figure_is_negative() -> None:
     """Other threads may take memory between two figures."""
-    figures = _linker.figures(
-        "jemalloc", jemalloc(epoch=1, stats_allocated=9, stats_active=9, stats_resident=8), "mallctl"
-    )
+    library = jemalloc(epoch=1, stats_allocated=9, stats_active=9, stats_resident=8)
+    figures = allocator("jemalloc", library).figures()
     assert Figures(9, 9, 8, 0) == figures
 
 
@@ -131,7 +147,7 @@ def test_no_figure_is_negative() -> None:
 )
 def test_jemallocs_threads_are_reported(library: Library, expected: object) -> None:
     """A jemalloc without support for threads has none."""
-    assert expected is _linker.background_threads(library, "mallctl")
+    assert expected is allocator("jemalloc", library).has_threads()
 
 
 @pytest.mark.parametrize(

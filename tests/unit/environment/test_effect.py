@@ -18,7 +18,7 @@ from modelguard.errors import NotSupported
 PRIMITIVES, DESCRIPTORS = _knobs.onednn_caches(64)
 OPENMP, MKL = _knobs.threads(2, "2 CPUs for 1 worker")
 OPENBLAS = _knobs.openblas_threads(2, "2 CPUs for 1 worker")
-ARENAS = _knobs.glibc_memory()[0]
+ARENAS = _knobs.GLIBC_MEMORY[0]
 
 
 class History:
@@ -191,7 +191,7 @@ def test_a_start_that_cannot_be_read_any_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "serves"), [(ARENAS, "jemalloc"), (ARENAS, "unknown"), (_knobs.jemalloc_memory(), "glibc")]
+    ("variable", "serves"), [(ARENAS, "jemalloc"), (ARENAS, "unknown"), (_knobs.JEMALLOC_MEMORY, "glibc")]
 )
 def test_a_knob_of_another_allocator(variable: Knob, serves: Kind) -> None:
     """A variable that nothing here reads is not supported; the allocator in force is the evidence."""
@@ -211,7 +211,7 @@ def test_a_system_whose_allocator_is_unknown() -> None:
 )
 def test_grpc_reads_as_it_is_imported(forks: bool | None, value: str | None, expected: str) -> None:  # noqa: FBT001
     """Before the import the variable counts; afterwards only what the import found."""
-    assert expected == effect_of(_knobs.grpc_fork_support(), value, History(grpc=forks))[0]
+    assert expected == effect_of(_knobs.GRPC_FORK_SUPPORT, value, History(grpc=forks))[0]
 
 
 def test_custom_knobs() -> None:
@@ -280,7 +280,7 @@ def test_grpc_is_inspected_only_where_it_was_imported(monkeypatch: pytest.Monkey
     assert ThisProcess().grpc_forks() is True
 
 
-SEGMENTS, PLANS, EAGER = _knobs.expandable_segments(), _knobs.cudnn_plans(64), _knobs.eager_modules()
+SEGMENTS, PLANS, EAGER = _knobs.EXPANDABLE_SEGMENTS, _knobs.cudnn_plans(64), _knobs.EAGER_MODULES
 
 
 @pytest.mark.parametrize("knob", [SEGMENTS, PLANS, EAGER], ids=lambda knob: knob.name)

@@ -12,17 +12,17 @@ ALL = [
     *_knobs.onednn_caches(64),
     *_knobs.threads(2, "4 CPUs for 2 workers"),
     _knobs.openblas_threads(2, "4 CPUs for 2 workers"),
-    _knobs.cuda_check(),
-    _knobs.grpc_fork_support(),
-    _knobs.tokenizers_threads(),
-    *_knobs.glibc_memory(),
-    _knobs.jemalloc_memory(),
-    _knobs.expandable_segments(),
-    _knobs.reclaiming(),
+    _knobs.CUDA_CHECK,
+    _knobs.GRPC_FORK_SUPPORT,
+    _knobs.TOKENIZERS_THREADS,
+    *_knobs.GLIBC_MEMORY,
+    _knobs.JEMALLOC_MEMORY,
+    _knobs.EXPANDABLE_SEGMENTS,
+    _knobs.RECLAIMING,
     _knobs.fraction(3),
     _knobs.cudnn_plans(1024),
-    _knobs.eager_modules(),
-    _knobs.lazy_modules(),
+    _knobs.EAGER_MODULES,
+    _knobs.LAZY_MODULES,
 ]
 
 
@@ -42,7 +42,7 @@ def test_a_number_of_threads_says_where_it_comes_from() -> None:
 
 def test_jemalloc_starts_no_threads() -> None:
     """A fork would lose them, so every preset that sets jemalloc's options turns them off."""
-    assert "background_thread:false" in _knobs.jemalloc_memory().value.split(",")
+    assert "background_thread:false" in _knobs.JEMALLOC_MEMORY.value.split(",")
 
 
 @pytest.mark.parametrize("name", ["", "1ST", "A-B", "A B", "A=B", "A\n"])

@@ -119,7 +119,9 @@ def test_an_allocator_that_is_not_installed(kind: str, package: str) -> None:
     assert f"apt install {package})" in refused.value.fix
 
 
-@pytest.mark.parametrize(("wanted", "near"), [("jemaloc", '"jemalloc"'), ("Auto", '"auto"'), ("hoard", "one of auto")])
+@pytest.mark.parametrize(
+    ("wanted", "near"), [("jemaloc", "mean 'jemalloc'?"), ("Auto", "mean 'auto'?"), ("hoard", "Write one of 'auto'")]
+)
 def test_an_allocator_that_does_not_exist(wanted: str, near: str) -> None:
     """The fix names the nearest allocator, or all."""
     with pytest.raises(InvalidOption, match="is not a known allocator") as refused:

@@ -213,7 +213,7 @@ def test_what_to_add_for_a_program() -> None:
         ("torch_cpu", "Did you mean 'torch-cpu'?"),
         ("pre-fork", "'prefork'"),
         ("lowmemory", "'low-memory'"),
-        ("x", "The"),
+        ("x", "Write one of"),
     ],
 )
 def test_an_unknown_preset(name: str, hint: str) -> None:

@@ -178,5 +178,7 @@ def test_a_comment_stays_a_comment(format: str) -> None:  # noqa: A002
 @pytest.mark.parametrize("format", ["toml", "", "Shell"])
 def test_an_unknown_format(format: str) -> None:  # noqa: A002
     """The error lists all formats."""
-    with pytest.raises(InvalidOption, match="The formats are shell, env, gunicorn, dockerfile, systemd, kubernetes"):
+    with pytest.raises(
+        InvalidOption, match="Write one of 'shell', 'env', 'gunicorn', 'dockerfile', 'systemd', 'kubernetes'"
+    ):
         presets.get("low-memory").render(format)  # type: ignore[arg-type]

@@ -154,7 +154,7 @@ def test_a_process_that_is_gone_is_said_to_be_gone(proc: Path, left: str) -> Non
         (
             PermissionError(errno.EACCES, "no"),
             PermissionError,
-            "process 77 belongs to another user; read it as its owner or as root",
+            "process 77 belongs to another user; inspect it as its owner or as root",
         ),
         (ProcessLookupError(errno.ESRCH, "no"), ProcessLookupError, "process 77 does not exist"),
     ],

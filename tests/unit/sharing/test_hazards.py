@@ -24,7 +24,7 @@ CONNECTIONS = [owner for owner in _hazards.OWNERS if owner.has == "connection"]
 
 
 @dataclass
-class Process:
+class Process(ThisProcess):
     """A process as a test describes it; by default without hazards."""
 
     python: list[tuple[str, str]] = field(default_factory=list)

@@ -293,7 +293,7 @@ def test_a_process_that_is_not_there(machine: Machine) -> None:
 def test_a_process_that_has_exited(machine: Machine) -> None:
     """A zombie holds nothing: alone it is an error, in a tree it is left out."""
     machine.start(11, 10, state="Z")
-    with pytest.raises(ProcessLookupError, match="process 11 has exited"):
+    with pytest.raises(ProcessLookupError, match="process 11 has ended"):
         report(11, root=machine.root)
     assert [10, 12] == [process.pid for process in report(10, root=machine.root).processes]
 
