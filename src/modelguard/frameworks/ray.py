@@ -27,7 +27,8 @@ from urllib.parse import quote
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Overloaded
-from modelguard.frameworks._answers import Answer, WebOptions, problem
+from modelguard.frameworks._answers import Answer, problem
+from modelguard.frameworks._web import Web
 from modelguard.isolation.isolate import Isolated
 from modelguard.lifecycle.guard import ModelGuard, guard_of
 from modelguard.serving import Batched, BatchedStream, Limits
@@ -257,7 +258,7 @@ class Replica:
         self._function: Batched[Any, Any] = resolve_name(self.reference)
         self._model = _model(self._function)
         self._due: tuple[int, tuple[Reason, ...]] | None = None
-        self._web = WebOptions()
+        self._web = Web()
         self._request: type[Any] = importlib.import_module("starlette.requests").Request
         self._replacement = ReplacementLock(
             _Store(), f"{context.app_name}/{context.deployment}", context.replica_tag, timeout=self.replace_timeout
@@ -341,7 +342,7 @@ class Replica:
         return made
 
     async def _answer(self, request: Any) -> Any:
-        timeout = self._web.timeout(request.headers.get(self._web.timeout_header))
+        timeout = self._web.timeout(request.headers.get)
         if isinstance(timeout, Answer):
             return _response(timeout)
         try:
