@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from http import HTTPStatus
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 from urllib.parse import quote
 
 from modelguard import _units
@@ -41,6 +41,8 @@ __all__ = [
     "run",
 ]
 
+
+T = TypeVar("T")
 
 # A lock for processes on many machines that share only a key-value store, to replace one process at a time.
 #
@@ -308,23 +310,19 @@ class Replica:
         """
         self._checks += 1
         if self._checks == _SERVING_SINCE_CHECK:
-            await self._release_lock()
+            await self._on_lock("release", self._replacement.release)
         reasons = self._reasons()
         if not reasons or time.monotonic() - self._started < self.min_lifetime:
             return
-        try:
-            acquired = await asyncio.to_thread(self._replacement.acquire)
-        except Exception:  # noqa: BLE001 - a store that cannot be reached is no reason to stop a working replica
-            logger.exception("modelguard: replica %s could not acquire the replacement lock", self._name)
-            return
-        if acquired:
+        if await self._on_lock("acquire", self._replacement.acquire):
             raise RuntimeError(f"replica {self._name} must be replaced: {', '.join(map(str, reasons))}")
 
-    async def _release_lock(self) -> None:
+    async def _on_lock(self, what: str, do: Callable[[], T]) -> T | None:
         try:
-            await asyncio.to_thread(self._replacement.release)
-        except Exception:  # noqa: BLE001 - it can serve; the next replacement waits for replace_timeout
-            logger.exception("modelguard: replica %s could not release the replacement lock", self._name)
+            return await asyncio.to_thread(do)
+        except Exception:  # noqa: BLE001 - it can serve without the store; a next replacement waits for replace_timeout
+            logger.exception("modelguard: replica %s could not %s the replacement lock", self._name, what)
+            return None
 
     def _policy_due(self, reasons: tuple[Reason, ...]) -> None:
         self._due = (self._model.status().generation, reasons)
