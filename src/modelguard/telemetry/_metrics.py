@@ -230,8 +230,13 @@ def _read_source(source: str) -> tuple[str, Callable[[Any], Amount]]:
     return event, lambda _event: amount
 
 
-_LINES = [(subject, line) for subject, table in _TABLES.items() for line in table.strip().splitlines()]
-METRICS = {metric.name: metric for metric in (_MODEL_INFO, *(_read(subject, line) for subject, line in _LINES))}
+METRICS = {
+    metric.name: metric
+    for metric in (
+        *(_read(subject, line) for subject, table in _TABLES.items() for line in table.strip().splitlines()),
+        _MODEL_INFO,
+    )
+}
 
 #: The metrics that are read from each kind of event.
 _METRICS_OF: dict[str, list[Metric]] = {}
