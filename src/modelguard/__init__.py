@@ -84,31 +84,18 @@ __all__ = [
 ]
 
 _NAMES = {
-    "modelguard.isolation.isolate": ("Isolated", "isolate"),
-    "modelguard.lifecycle._policy": ("Backoff",),
-    "modelguard.lifecycle.cron": ("Cron",),
-    "modelguard.lifecycle.guard": ("ModelGuard", "guard", "guard_of"),
-    "modelguard.lifecycle.policies": (
-        "TTL",
-        "Between",
-        "Changed",
-        "Errors",
-        "GpuMemoryGrowth",
-        "GpuMemoryLimit",
-        "Idle",
-        "MemoryGrowth",
-        "MemoryLimit",
-        "Modified",
-        "Policy",
-        "Snapshot",
-        "Uses",
-    ),
-    "modelguard.lifecycle.pool": ("ModelPool", "pool"),
-    "modelguard.lifecycle._guard_options": ("Loaded", "Replay", "Swap"),
-    "modelguard.lifecycle.replicas": ("ModelReplicas", "replicas"),
-    "modelguard.serving": ("BatchStatus", "Batched", "Breaker", "Buffer", "Fair", "Weight", "batched", "deadline"),
+    "isolation.isolate": "Isolated isolate",
+    "lifecycle._guard_options": "Loaded Replay Swap",
+    "lifecycle._policy": "Backoff",
+    "lifecycle.cron": "Cron",
+    "lifecycle.guard": "ModelGuard guard guard_of",
+    "lifecycle.policies": "TTL Between Changed Errors GpuMemoryGrowth GpuMemoryLimit Idle MemoryGrowth MemoryLimit"
+    " Modified Policy Snapshot Uses",
+    "lifecycle.pool": "ModelPool pool",
+    "lifecycle.replicas": "ModelReplicas replicas",
+    "serving": "BatchStatus Batched Breaker Buffer Fair Weight batched deadline",
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> typing.Any:
@@ -118,7 +105,6 @@ def __getattr__(name: str) -> typing.Any:
         return version("modelguard-lifecycle")
     if name not in __all__:
         raise AttributeError(f"module 'modelguard' has no attribute {name!r}")
-    module = _MODULE_OF.get(name)
-    value = importlib.import_module(f"modelguard.{name}" if module is None else module)
-    globals()[name] = value = value if module is None else getattr(value, name)
+    module = importlib.import_module(f"modelguard.{_MODULE_OF.get(name, name)}")
+    globals()[name] = value = getattr(module, name) if name in _MODULE_OF else module
     return value

@@ -12,6 +12,7 @@ __all__ = ["load", "not_installed"]
 #: The install command for each package, by its import name.
 _COMMANDS = {
     "aiohttp": "pip install aiohttp",
+    "celery": "pip install celery",
     "cronsim": "pip install 'modelguard-lifecycle[cron]'",
     "django": "pip install django",
     "grpc": "pip install grpcio",
@@ -27,7 +28,7 @@ _COMMANDS = {
 }
 
 #: What a package is called, where that is not its import name.
-_NAMES = {"django": "Django", "grpc": "grpcio", "litestar": "Litestar"}
+_NAMES = {"celery": "Celery", "django": "Django", "grpc": "grpcio", "litestar": "Litestar"}
 
 
 def load(module: str, feature: str) -> Any:
@@ -54,8 +55,9 @@ def not_installed(error: ModuleNotFoundError, feature: str) -> Exception:
         another module is missing.
     """
     library = error.name or ""
-    if library.startswith("opentelemetry."):  # a namespace package, which other distributions may have installed
-        library = "opentelemetry"
+    for package in ("celery", "opentelemetry"):  # the latter is a namespace package, which others may have installed
+        if library.startswith(f"{package}."):
+            library = package
     if library not in _COMMANDS:
         return error
     return NotSupported(feature, reason=f"{_NAMES.get(library, library)} is not installed; {_COMMANDS[library]}")

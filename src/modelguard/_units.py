@@ -80,17 +80,15 @@ def seconds(value: Duration, argument: str, *, zero: bool = False) -> float:
             cannot be read.
     """
     amount = _seconds(value, argument)
-    why = None
-    if math.isnan(amount):
-        why = "must be a number"
-    elif amount < 0:
-        why = "must not be negative"
-    elif amount > _LONGEST:
-        why = "must be at most a hundred years"
-    elif amount == 0 and not zero:
-        why = "must not be zero"
-    if why is not None:
-        raise InvalidOption(argument, value, why=why, fix=_DURATION_FIX)
+    faults = {
+        "must be a number": math.isnan(amount),
+        "must not be negative": amount < 0,
+        "must be at most a hundred years": amount > _LONGEST,
+        "must not be zero": amount == 0 and not zero,
+    }
+    for why, found in faults.items():
+        if found:
+            raise InvalidOption(argument, value, why=why, fix=_DURATION_FIX)
     return amount
 
 
@@ -134,20 +132,21 @@ def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
     return count
 
 
-def whole_number(value: int, argument: str, *, at_least: int = 1) -> int:
+def whole_number(value: int, argument: str, *, at_least: int = 1, fix: str = "") -> int:
     """Check a whole number.
 
     Args:
         value: An int; True and False are not numbers here.
         argument: The name of the caller's argument, for the error.
         at_least: The smallest valid number.
+        fix: What to write instead.
 
     Raises:
         InvalidOption: It is not a whole number, or is too small.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        why = f"must be a whole number of at least {at_least}"
-        raise InvalidOption(argument, value, why=why, fix=f"Write for example {argument}={max(at_least, 8)}.")
+        why, example = f"must be a whole number of at least {at_least}", f"{argument}={max(at_least, 8)}"
+        raise InvalidOption(argument, value, why=why, fix=fix or f"Write for example {example}.")
     return value
 
 

@@ -53,8 +53,6 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from modelguard import _public
-
 __all__ = [
     "BatchFailed",
     "CallerGone",
@@ -684,6 +682,3 @@ class ForkOrder(ModelGuardError, RuntimeError):
 
 class ForkHazard(ModelGuardWarning):
     """Something in this process may not survive a fork."""
-
-
-_public.set_module(globals())

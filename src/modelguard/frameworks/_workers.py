@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -79,14 +79,7 @@ class PreforkOptions:
 
     def prepare(self, chosen: Sequence[ModelGuard[Any]], *, renewed_here: bool = True) -> prefork.ForkReport:
         """Prepare this process to be forked, also if it has no guards; ``renewed_here`` as in ``prepare_chosen``."""
-        return prepare_chosen(
-            tuple(chosen),
-            freeze=self.freeze,
-            immortalize=self.immortalize,
-            on_hazard=self.on_hazard,
-            warm_timeout=self.warm_timeout,
-            renewed_here=renewed_here,
-        )
+        return prepare_chosen(tuple(chosen), **asdict(self), renewed_here=renewed_here)
 
 
 def guards_to_share() -> tuple[ModelGuard[Any], ...]:
@@ -105,8 +98,31 @@ def guards_to_share() -> tuple[ModelGuard[Any], ...]:
     return tuple(found)
 
 
-def generations(chosen: Sequence[ModelGuard[Any]]) -> tuple[int, ...]:
-    return tuple(guard.status().generation for guard in chosen)
+class SharedModels:
+    """The models that a process shares with those it forks, and which of their generations it has prepared."""
+
+    def __init__(self, guards: tuple[ModelGuard[Any], ...], options: PreforkOptions) -> None:
+        self.guards = guards
+        self.prepared: tuple[int, ...] = ()
+        self._options = options
+
+    def prepare(self) -> prefork.ForkReport:
+        report = self._options.prepare(self.guards)
+        self.prepared = self._generations()
+        return report
+
+    def renew(self) -> prefork.ForkReport | None:
+        """Prepare what was loaded since, once for each load, however it ends; None if there is nothing."""
+        found = self._generations()
+        if found == self.prepared or not all(guard.ready for guard in self.guards):
+            return None
+        self.prepared = found
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ForkHazard)  # the report has them
+            return self._options.prepare(self.guards)
+
+    def _generations(self) -> tuple[int, ...]:
+        return tuple(guard.status().generation for guard in self.guards)
 
 
 def log_report(log: Any, report: prefork.ForkReport, on_hazard: str, workers: int | None = None) -> None:
@@ -140,7 +156,7 @@ def _number(text: str) -> float | str:
 _CHECK_INTERVAL = 1.0
 
 #: Seconds that the fork of a worker waits for running loads.
-_LOAD_TIMEOUT = 60.0
+LOAD_TIMEOUT = 60.0
 
 #: Seconds to wait for the replacement of a worker that has left: after that it has failed, or there is none.
 _REPLACE_TIMEOUT = 60.0
@@ -161,7 +177,6 @@ class Workers:
         self._options = options
         self._min_lifetime = _units.seconds(min_lifetime, "min_lifetime", zero=True)
         self._clock = clock
-        self._generations: tuple[int, ...] = ()
         self._forking = threading.RLock()
         self._started = clock()
         self._due = False
@@ -176,11 +191,11 @@ class Workers:
         replaced.
         """
         self._guards = self._guards or guards_to_share()
-        report = self._options.prepare(self._guards)
+        self._models = SharedModels(self._guards, self._options)
+        report = self._models.prepare()
         background.TICKER.stop()  # replaced by the thread below, which does not interfere with forks
         for guard in self._guards:
             guard.recycle_in_children(self._policy_due, takes_calls=False)
-        self._generations = generations(self._guards)
         self._shared = SharedState()
         self._weights_version = self._shared.weights_version
         if any(guard.engine.renews_weights for guard in self._guards):
@@ -205,13 +220,9 @@ class Workers:
         for guard in self._guards:
             guard.check()
         with self._forking:  # no worker may be forked from a half-prepared parent
-            found = generations(self._guards)
-            if _prefork.loading() or found == self._generations or not all(g.ready for g in self._guards):
+            report = None if _prefork.loading() else self._models.renew()
+            if report is None:
                 return
-            self._generations = found  # once for each load, however it ends
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ForkHazard)  # the report has them
-                report = self._options.prepare(self._guards)
             self._weights_version += 1
             self._shared.weights_version = self._weights_version
         self.log(report)
@@ -222,7 +233,7 @@ class Workers:
     def _before_fork(self) -> None:
         """Wait until no other thread loads a model: locks that it holds would stay locked in the worker."""
         if not threading.current_thread().name.startswith("modelguard-"):  # a loader may fork at any time
-            _prefork.wait_for_loads(_LOAD_TIMEOUT)
+            _prefork.wait_for_loads(LOAD_TIMEOUT)
         self._forking.acquire()
 
     def _after_fork(self) -> None:

@@ -84,7 +84,7 @@ class Admin:
         return tuple(f"{self._path}/{command}" for command in _listener.COMMANDS)
 
     def command(
-        self, method: str, path: str, query: str, authorization: Callable[[], str | None]
+        self, method: str, path: str, query: str, header: Callable[[str], str | None]
     ) -> Answer | Callable[[], Answer] | None:
         """The answer to a request for the route, or what gives it and may block; None if it is for the application.
 
@@ -92,11 +92,11 @@ class Admin:
             method: The HTTP method.
             path: The path.
             query: The query string.
-            authorization: Returns the header; None if there is none.
+            header: Returns a header; None if there is none.
         """
         if path != self._path and not path.startswith(f"{self._path}/"):
             return None
-        refusal = self._refusal(authorization())
+        refusal = self._refusal(header("Authorization"))
         return refusal or functools.partial(self._answer, method, path, query)
 
     def _refusal(self, authorization: str | None) -> Answer | None:

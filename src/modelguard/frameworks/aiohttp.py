@@ -11,15 +11,13 @@ aiohttp notices that a client disconnects only if the server was started with ``
 
 from __future__ import annotations
 
-import asyncio
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Unpack
 
 from modelguard import _extras, _units
 from modelguard.errors import InvalidOption, ModelGuardError
-from modelguard.frameworks._answers import Answer, answer_of
-from modelguard.frameworks.wsgi import Header, RequestOptions
-from modelguard.serving.deadlines import WebRequest
+from modelguard.frameworks._answers import Answer
+from modelguard.frameworks._web import Header, Options, Web
 
 __all__ = ["install"]
 
@@ -28,7 +26,7 @@ __all__ = ["install"]
 _begun: ContextVar[list[bool] | None] = ContextVar("modelguard response has begun", default=None)
 
 
-def install(app: Any, **options: Any) -> None:
+def install(app: Any, **options: Unpack[Options]) -> None:
     """Add a middleware to an aiohttp application, as its outermost one. Call it before the application is run.
 
     It responds as :class:`modelguard.frameworks.asgi.ModelGuardMiddleware` does. On a websocket errors propagate, as
@@ -50,12 +48,12 @@ def install(app: Any, **options: Any) -> None:
     if not hasattr(app, "middlewares") or not hasattr(app, "on_response_prepare"):
         why = f"must be an aiohttp.web.Application, not {_units.kind_of(app)}"
         raise InvalidOption("app", app, why=why, fix="Write install(app), with app = web.Application().")
-    request_options = RequestOptions(**options)  # checks them before anything is changed
+    web = Web.read(options)  # before anything is changed
     if app.frozen:
         fix = "Call install(app) where the application is made."
         raise InvalidOption("app", app, why="must not run already", fix=fix)
-    web = _extras.load("aiohttp.web", "modelguard.frameworks.aiohttp.install()")
-    app.middlewares.insert(0, _Middleware(web.Response, request_options))
+    made = _extras.load("aiohttp.web", "modelguard.frameworks.aiohttp.install()").Response
+    app.middlewares.insert(0, _Middleware(made, web))
     app.on_response_prepare.append(_note_begun)
 
 
@@ -64,40 +62,32 @@ class _Middleware:
 
     __middleware_version__ = 1  # aiohttp reads it: the kind's number
 
-    def __init__(self, make_response: Any, options: RequestOptions) -> None:
-        self._make_response = make_response
-        self._options = options
+    def __init__(self, response: Any, web: Web) -> None:
+        self._response = response
+        self._web = web
 
     async def __call__(self, request: Any, handler: Any) -> Any:
         header = _headers_of(request)
-        command = self._options.command(request.method, request.path, request.query_string, header)
-        if command is not None:
-            return self._respond(request, await answer_of(command))
-        timeout = self._options.timeout(request.method, request.path, header)
-        if isinstance(timeout, Answer):
-            return self._respond(request, timeout)
-        web_request, outer = WebRequest(timeout), _begun.get()
+        step = await self._web.areceive(request.method, request.path, request.query_string, header)
+        if isinstance(step, Answer):
+            return self._respond(request, step)
+        outer = _begun.get()
         begun = [] if outer is None else outer  # that of the application which this one is mounted in
         token = _begun.set(begun)
         try:
-            with self._options.on_behalf_of(web_request, request, header):
+            with self._web.serving(step, request, header):
                 return await handler(request)
-        except asyncio.CancelledError:
-            web_request.disconnect()  # for calls that run in threads
-            raise
         except (ModelGuardError, ExceptionGroup) as error:
-            answer = self._options.answer(error)
+            answer = self._web.answer(error)
             if answer is None or begun:
                 raise
             return self._respond(request, answer)
         finally:
             _begun.reset(token)
-            web_request.answered()
 
     def _respond(self, request: Any, answer: Answer) -> Any:
-        body = b"" if request.method == "HEAD" else answer.body
-        reason = answer.status_line.partition(" ")[2]
-        return self._make_response(body=body, status=answer.status, reason=reason, headers=dict(answer.headers))
+        body, headers = answer.body_for(request.method), dict(answer.headers)
+        return self._response(body=body, status=answer.status, reason=answer.reason, headers=headers)
 
 
 def _headers_of(request: Any) -> Header:

@@ -15,33 +15,20 @@ none; put the middleware around the Sanic application itself, which then gets ha
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar, cast
+from typing import Any, Never, Unpack
 
-from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError
-from modelguard.frameworks._answers import (
-    ANSWERED,
-    CLIENT_GONE,
-    TOO_LARGE,
-    Answer,
-    Ready,
-    WebOptions,
-    answer_of,
-    check_names,
-)
-from modelguard.frameworks.admin import Admin, check_admin
+from modelguard.frameworks._answers import ANSWERED, CLIENT_GONE, TOO_LARGE, Answer
+from modelguard.frameworks._web import Options, Web
 from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
-__all__ = [
-    "ModelGuardMiddleware",
-    "exception_handlers",
-]
+__all__ = ["ModelGuardMiddleware", "exception_handlers"]
 
 # An ASGI connection's client: its messages, shared between the application and a task that watches for its end.
 
@@ -213,8 +200,7 @@ class Response:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - as ASGI calls it
         """Send it."""
-        body = b"" if scope.get("method") == "HEAD" else self._answer.body
-        await _respond(send, "http.response", self._answer, body)
+        await _respond(send, "http.response", self._answer, self._answer.body_for(scope.get("method")))
 
 
 class HeldResponse:
@@ -303,27 +289,10 @@ async def _respond(send: Send, kind: str, answer: Answer, body: bytes) -> None:
     await send({"type": f"{kind}.body", "body": body})
 
 
-Init = TypeVar("Init", bound=Callable[..., None])
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: How many callers up a framework is looked for that makes its middleware at the first connection.
 _NEAR = 6
-
-
-def _check_options(init: Init) -> Init:
-    """Have the constructor of the middleware leave an invalid option to :meth:`__call__` where it has to."""
-    named = check_names(init)
-
-    @functools.wraps(init)
-    def checked(self: ModelGuardMiddleware, *args: Any, **options: Any) -> None:
-        try:
-            named(self, *args, **options)
-        except InvalidOption as error:
-            if not _made_at_first_connection():
-                raise
-            self.invalid = error
-
-    return cast("Init", checked)
 
 
 def _made_at_first_connection() -> bool:
@@ -331,7 +300,7 @@ def _made_at_first_connection() -> bool:
 
     The first connection is that of the lifespan protocol, and servers take an error there for a lack of support.
     """
-    frame = sys._getframe(3)  # noqa: SLF001 - the public one may return None
+    frame = sys._getframe(2)  # noqa: SLF001 - the public one may return None
     for _ in range(_NEAR):
         scope = frame.f_locals.get("scope")
         if isinstance(scope, Mapping) and scope.get("type") in {"lifespan", "http", "websocket"}:
@@ -386,36 +355,16 @@ class ModelGuardMiddleware:
 
     invalid: InvalidOption | None = None  #: What is wrong with its options, if it was made at the first connection.
 
-    @_check_options
-    def __init__(
-        self,
-        app: App,
-        *,
-        deadline: _units.Duration | None = None,
-        timeout_header: str | None = "Request-Timeout",
-        livez: str | None = "/livez",
-        readyz: str | None = "/readyz",
-        admin: Admin | None = None,
-        guards: Iterable[Ready] | None = None,
-        detail: bool = False,
-        fair_by: str | Callable[[Scope], Hashable] | None = None,
-        priority: Callable[[Scope], int] | None = None,
-    ) -> None:
+    def __init__(self, app: App, *misplaced: Never, **options: Unpack[Options]) -> None:
         self.app = app
-        self._admin = check_admin(admin)
-        self._options = WebOptions(
-            deadline=deadline,
-            timeout_header=timeout_header,
-            livez=livez,
-            readyz=readyz,
-            guards=guards,
-            detail=detail,
-            fair_by=fair_by,
-            priority=priority,
-        )
-        _answer_inside_sanic(app, self._options)
-        self._timeout_header = _header_name(timeout_header)
-        self._key_header = _header_name(fair_by if isinstance(fair_by, str) else None)
+        try:
+            self._web = Web.read(options, misplaced)
+        except InvalidOption as error:
+            if not _made_at_first_connection():
+                raise
+            self.invalid = error
+        else:
+            _answer_inside_sanic(app, self._web)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -430,28 +379,22 @@ class ModelGuardMiddleware:
 
     async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path") or "")
-        command = None if self._admin is None else _admin_command(self._admin, scope, path)
-        if command is not None:
-            await Response(await answer_of(command))(scope, receive, send)
-            return
-        timeout = self._options.probe(scope["method"], path) or self._options.timeout(
-            _header(scope, self._timeout_header)
-        )
-        if isinstance(timeout, Answer):
-            await Response(timeout)(scope, receive, send)
+        query = scope.get("query_string", b"").decode("latin-1")
+        step = await self._web.areceive(scope["method"], path, query, partial(_header, scope))
+        if isinstance(step, Answer):
+            await Response(step)(scope, receive, send)
         else:
-            await self._serve_request(scope, receive, send, timeout)
+            await self._serve_request(scope, receive, send, step)
 
     async def _serve_request(self, scope: Scope, receive: Receive, send: Send, timeout: float | None) -> None:
         client = client_of(receive, timeout)
         response = HeldResponse(client, send)
         try:
-            key, priority = self._options.identify(scope, _header(scope, self._key_header))
-            with on_behalf_of(client.request, key, priority):
+            with on_behalf_of(client.request, *self._web.caller(scope, partial(_header, scope))):
                 await self.app(scope, client.receive, response.send)
             await response.release()
         except (ModelGuardError, ExceptionGroup) as error:
-            answer = self._options.answer(error)
+            answer = self._web.answer(error)
             if answer is not None and not response.begun:
                 await Response(answer)(scope, receive, send)  # the server drops it if the client has disconnected
                 return
@@ -468,11 +411,10 @@ class ModelGuardMiddleware:
         client = client_of(receive, None)
         end = WebsocketEnd(scope, send, answered=client.answered)
         try:
-            key, priority = self._options.identify(scope, _header(scope, self._key_header))
-            with on_behalf_of(client.request, key, priority):
+            with on_behalf_of(client.request, *self._web.caller(scope, partial(_header, scope))):
                 await self.app(scope, client.receive, end.send)
         except (ModelGuardError, ExceptionGroup) as error:
-            answer = self._options.answer(error)
+            answer = self._web.answer(error)
             if answer is None or end.ended:
                 raise
             if not client.disconnected:
@@ -481,14 +423,14 @@ class ModelGuardMiddleware:
             client.answered()
 
 
-def _answer_inside_sanic(app: Any, options: WebOptions) -> None:
+def _answer_inside_sanic(app: Any, web: Web) -> None:
     """Have a Sanic application give modelguard's answers: it answers every error itself, and raises none."""
     if not any(kind.__module__ == "sanic.app" for kind in type(app).__mro__):
         return
     respond: Any = importlib.import_module("sanic.response").HTTPResponse
 
     def handle(_request: object, error: Exception) -> Any:
-        answer = options.answer(error)
+        answer = web.answer(error)
         return None if answer is None else respond(answer.body, answer.status, dict(answer.headers))
 
     for kind in (*ANSWERED, ExceptionGroup):
@@ -496,19 +438,9 @@ def _answer_inside_sanic(app: Any, options: WebOptions) -> None:
             app.error_handler.add(kind, handle)
 
 
-def _header_name(name: str | None) -> bytes | None:
-    return None if name is None else name.lower().encode("latin-1")
-
-
-def _admin_command(admin: Admin, scope: Scope, path: str) -> Answer | Callable[[], Answer] | None:
-    query = scope.get("query_string", b"").decode("latin-1")
-    return admin.command(scope["method"], path, query, lambda: _header(scope, b"authorization"))
-
-
-def _header(scope: Scope, wanted: bytes | None) -> str | None:
+def _header(scope: Scope, name: str) -> str | None:
     """The value of a header; several are joined, as a proxy would."""
-    if wanted is None:
-        return None
+    wanted = name.lower().encode("latin-1")
     values = [value.decode("latin-1") for name, value in scope["headers"] if name.lower() == wanted]
     return ", ".join(values) if values else None
 
@@ -519,12 +451,10 @@ def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callabl
     Args:
         detail: Whether a response contains the error's own text. For development.
     """
-    options = WebOptions(detail=detail)
+    web = Web(detail=detail)
 
     async def handle(connection: Any, error: Exception) -> Response | None:  # async: Starlette would start a thread
-        answer = options.answer(error)
-        if answer is None:  # registered for an error that it does not handle
-            raise error
+        answer = web.answer_or_raise(error)
         if getattr(connection, "scope", {}).get("type") != "websocket":
             return Response(answer)
         accepted = connection.application_state.name != "CONNECTING"

@@ -20,8 +20,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from modelguard import _units
-from modelguard.errors import InvalidOption, NotSupported
+from modelguard import _extras, _units
+from modelguard.errors import InvalidOption
 from modelguard.frameworks._workers import PreforkOptions, Workers
 from modelguard.telemetry import logger
 
@@ -70,11 +70,7 @@ def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> N
 
 
 def _celery(module: str) -> Any:
-    try:
-        return importlib.import_module(f"celery.{module}")
-    except ImportError:
-        why = "Celery is not installed; pip install celery, or do not call install() here"
-        raise NotSupported("modelguard.frameworks.celery.install()", reason=why) from None
+    return _extras.load(f"celery.{module}", "modelguard.frameworks.celery.install()")
 
 
 # In the parent

@@ -10,15 +10,13 @@ Django answers 500 to an error of a view before any ASGI or WSGI middleware sees
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from modelguard import _extras
 from modelguard.errors import InvalidOption
-from modelguard.frameworks._answers import Answer, answer_of
-from modelguard.frameworks.wsgi import RequestOptions
-from modelguard.serving.deadlines import WebRequest
+from modelguard.frameworks._answers import Answer
+from modelguard.frameworks._web import Header, Web
 
 __all__ = ["ModelGuardMiddleware"]
 
@@ -48,7 +46,7 @@ class ModelGuardMiddleware:
 
     def __init__(self, get_response: Callable[[Any], Any]) -> None:
         self.get_response = get_response
-        self._options = _read_settings()
+        self._web = _read_settings()
         sync = _import("asgiref.sync")
         self._is_async = bool(sync.iscoroutinefunction(get_response))
         if self._is_async:
@@ -58,62 +56,41 @@ class ModelGuardMiddleware:
         """Serve one request."""
         if self._is_async:
             return self._serve_async(request)
-        command = self._options.command(*_line_of(request), request.headers.get)
-        if command is not None:
-            return _respond(request, command if isinstance(command, Answer) else command())
-        timeout = self._timeout(request)
-        if isinstance(timeout, Answer):
-            return _respond(request, timeout)
-        web_request = WebRequest(timeout)
-        try:
-            with self._options.on_behalf_of(web_request, request, request.headers.get):
-                return self.get_response(request)
-        finally:
-            web_request.answered()
+        step = self._web.receive(*_first_lines(request))
+        if isinstance(step, Answer):
+            return _respond(request, step)
+        with self._web.serving(step, request, request.headers.get):
+            return self.get_response(request)
 
     async def _serve_async(self, request: Any) -> Any:
-        command = self._options.command(*_line_of(request), request.headers.get)
-        if command is not None:
-            return _respond(request, await answer_of(command))
-        timeout = self._timeout(request)
-        if isinstance(timeout, Answer):
-            return _respond(request, timeout)
-        web_request = WebRequest(timeout)
-        try:
-            with self._options.on_behalf_of(web_request, request, request.headers.get):
-                return await self.get_response(request)
-        except asyncio.CancelledError:
-            web_request.disconnect()
-            raise
-        finally:
-            web_request.answered()
+        step = await self._web.areceive(*_first_lines(request))
+        if isinstance(step, Answer):
+            return _respond(request, step)
+        with self._web.serving(step, request, request.headers.get):
+            return await self.get_response(request)
 
     def process_exception(self, request: Any, exception: Exception) -> Any:
         """Called by Django with an error of a view."""
-        answer = self._options.answer(exception)
+        answer = self._web.answer(exception)
         return None if answer is None else _respond(request, answer)
 
-    def _timeout(self, request: Any) -> float | Answer | None:
-        return self._options.timeout(request.method, request.path_info, request.headers.get)
 
-
-def _read_settings() -> RequestOptions:
+def _read_settings() -> Web:
     options = getattr(_import("django.conf").settings, "MODELGUARD", {})
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         fix = "Write MODELGUARD = {'deadline': '2s'}."
         raise InvalidOption("MODELGUARD", options, why="must be a dict of options", fix=fix)
-    return RequestOptions(**options)
+    return Web.read(options)
 
 
-def _line_of(request: Any) -> tuple[str, str, str]:
-    return request.method, request.path_info, request.META.get("QUERY_STRING", "")
+def _first_lines(request: Any) -> tuple[str, str, str, Header]:
+    return request.method, request.path_info, request.META.get("QUERY_STRING", ""), request.headers.get
 
 
 def _respond(request: Any, answer: Answer) -> Any:
-    body = b"" if request.method == "HEAD" else answer.body
     make = _import("django.http").HttpResponse
-    reason = answer.status_line.partition(" ")[2]
-    return make(body, status=answer.status, reason=reason, headers=dict(answer.headers))
+    body, headers = answer.body_for(request.method), dict(answer.headers)
+    return make(body, status=answer.status, reason=answer.reason, headers=headers)
 
 
 def _import(module: str) -> Any:

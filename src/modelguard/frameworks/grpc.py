@@ -26,13 +26,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any, Unpack
 
-from modelguard import _extras, _units
+from modelguard import _extras
 from modelguard.errors import ModelGuardError
-from modelguard.frameworks._answers import Answer, WebOptions
+from modelguard.frameworks._web import CallOptions, Web
 from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
 __all__ = ["aio_interceptor", "interceptor"]
@@ -50,13 +51,11 @@ _PUSHBACK = "grpc-retry-pushback-ms"
 _NO_DEADLINE = 365 * 86_400.0
 
 
-def interceptor(
-    *,
-    deadline: _units.Duration | None = None,
-    detail: bool = False,
-    fair_by: str | Callable[[Any], Hashable] | None = None,
-    priority: Callable[[Any], int] | None = None,
-) -> Any:
+#: Gives a block for the batched calls of one RPC.
+_Scope = Callable[[], AbstractContextManager[None]]
+
+
+def interceptor(**options: Unpack[CallOptions]) -> Any:
     """Make an interceptor for ``grpc.server``.
 
     The batched calls of an RPC have the client's deadline, and are cancelled when it cancels: waiting items are not
@@ -77,57 +76,33 @@ def interceptor(
         InvalidOption: An option is invalid.
         NotSupported: grpcio is not installed.
     """
-    options = WebOptions(deadline=deadline, detail=detail, fair_by=fair_by, priority=priority)
-    grpc = _extras.load("grpc", "modelguard.frameworks.grpc")
-    return type("ModelGuardInterceptor", (_Interceptor, grpc.ServerInterceptor), {})(grpc, options)
+    return _made("interceptor", _Interceptor, "grpc", options)
 
 
-def aio_interceptor(
-    *,
-    deadline: _units.Duration | None = None,
-    detail: bool = False,
-    fair_by: str | Callable[[Any], Hashable] | None = None,
-    priority: Callable[[Any], int] | None = None,
-) -> Any:
+def aio_interceptor(**options: Unpack[CallOptions]) -> Any:
     """Make an interceptor for ``grpc.aio.server``: as :func:`interceptor`, also for servicers that are not coroutines.
 
     Args:
-        deadline: As there.
-        detail: As there.
-        fair_by: As there.
-        priority: As there.
+        options: Those of :func:`interceptor`.
 
     Raises:
         InvalidOption: An option is invalid.
         NotSupported: grpcio is not installed.
     """
-    options = WebOptions(deadline=deadline, detail=detail, fair_by=fair_by, priority=priority)
+    return _made("aio_interceptor", _AioInterceptor, "grpc.aio", options)
+
+
+def _made(maker: str, kind: type[_Wrapping], module: str, options: CallOptions) -> Any:
+    web = Web.read(options, owner=f"{maker}()")
     grpc = _extras.load("grpc", "modelguard.frameworks.grpc")
-    aio = importlib.import_module("grpc.aio")
-    return type("AioModelGuardInterceptor", (_AioInterceptor, aio.ServerInterceptor), {})(grpc, options)
-
-
-class _Call:
-    def __init__(self, options: WebOptions, context: Any) -> None:
-        own = options.timeout(None)
-        bounds = [bound for bound in (own, context.time_remaining()) if isinstance(bound, float | int)]
-        self._options = options
-        self._context = context
-        self._request = WebRequest(min((bound for bound in bounds if bound < _NO_DEADLINE), default=None))
-        self.cancel = self._request.disconnect
-        self.end = self._request.answered
-
-    def scope(self) -> AbstractContextManager[None]:
-        header = None
-        if isinstance(self._options.fair_by, str):
-            header = dict(self._context.invocation_metadata()).get(self._options.fair_by.lower())
-        return on_behalf_of(self._request, *self._options.identify(self._context, header))
+    base = importlib.import_module(module).ServerInterceptor
+    return type("ModelGuardInterceptor", (kind, base), {})(grpc, web)
 
 
 class _Wrapping:
-    def __init__(self, grpc: Any, options: WebOptions) -> None:
+    def __init__(self, grpc: Any, web: Web) -> None:
         self._grpc = grpc
-        self._options = options
+        self._web = web
 
     def wrap(self, handler: Any) -> Any:
         """A handler like this one, with a function that is wrapped; None if there is no such method."""
@@ -140,58 +115,45 @@ class _Wrapping:
         return make(function, handler.request_deserializer, handler.response_serializer)
 
     def _wrapped(self, function: Any, *, streaming: bool) -> Any:
-        return self._wrapped_stream(function) if streaming else self._wrapped_unary(function)
-
-    def _wrapped_unary(self, function: Any) -> Any:
         def serve(request: Any, context: Any) -> Any:
-            call = self._begin(context)
-            try:
-                with call.scope():
-                    return function(request, context)
-            except (ModelGuardError, ExceptionGroup) as error:
-                self._abort(context, error)
-                raise
-            finally:
-                call.end()
+            with self._serving(context, self._abort) as scope, scope():
+                return function(request, context)
 
-        return serve
-
-    def _wrapped_stream(self, function: Any) -> Any:
-        def serve(request: Any, context: Any) -> Iterator[Any]:
-            call = self._begin(context)
-            try:
-                with call.scope():
+        def serve_stream(request: Any, context: Any) -> Iterator[Any]:
+            with self._serving(context, self._end_stream) as scope:
+                with scope():
                     parts = iter(function(request, context))
                 while True:
-                    with call.scope():
+                    with scope():
                         try:
                             part = next(parts)
                         except StopIteration:
                             return
                     yield part
-            except (ModelGuardError, ExceptionGroup) as error:
-                self._end_stream(context, error)
-            finally:
-                call.end()
 
-        return serve
+        return serve_stream if streaming else serve
 
-    def _begin(self, context: Any) -> _Call:
-        call = _Call(self._options, context)
-        if not context.add_callback(call.cancel):  # it has ended already
-            call.cancel()
-        return call
+    @contextmanager
+    def _serving(self, context: Any, end: Callable[[Any, Exception], object]) -> Iterator[_Scope]:
+        request, scope = self._begin(context)
+        if not context.add_callback(request.disconnect):  # it has ended already
+            request.disconnect()
+        try:
+            yield scope
+        except (ModelGuardError, ExceptionGroup) as error:
+            end(context, error)
+        finally:
+            request.answered()
+
+    def _begin(self, context: Any) -> tuple[WebRequest, _Scope]:
+        bounds = (self._web.limit, context.time_remaining())
+        timeout = min((bound for bound in bounds if bound is not None and bound < _NO_DEADLINE), default=None)
+        request = WebRequest(timeout)
+        caller = self._web.caller(context, lambda name: dict(context.invocation_metadata()).get(name.lower()))
+        return request, partial(on_behalf_of, request, *caller)
 
     def _abort(self, context: Any, error: Exception) -> None:
-        """End an RPC with a status code; returns if the error is not one for clients.
-
-        Raises:
-            Exception: As gRPC does in ``abort()``.
-        """
-        answer = self._options.answer(error)
-        if answer is not None:
-            _set_pushback(context, answer)
-            context.abort(self._code(answer), answer.detail)
+        context.abort(*self._status(context, error))
 
     def _end_stream(self, context: Any, error: Exception) -> None:
         """Have a stream end with a status code. An asynchronous server may be writing a part: abort() would fail then.
@@ -199,15 +161,22 @@ class _Wrapping:
         Raises:
             Exception: The error, if it is not one for clients.
         """
-        answer = self._options.answer(error)
-        if answer is None:
-            raise error
-        _set_pushback(context, answer)
-        context.set_code(self._code(answer))
-        context.set_details(answer.detail)
+        code, details = self._status(context, error)
+        context.set_code(code)
+        context.set_details(details)
 
-    def _code(self, answer: Answer) -> Any:
-        return getattr(self._grpc.StatusCode, _CODES[answer.status])
+    def _status(self, context: Any, error: Exception) -> tuple[Any, str]:
+        """The status code for an error and its details; when to try again is in the context.
+
+        Raises:
+            Exception: The error, if it is not one for clients.
+        """
+        answer = self._web.answer_or_raise(error)
+        for name, value in answer.headers:
+            if name == "retry-after":
+                read = getattr(context, "trailing_metadata", tuple)  # not there in threads of an asynchronous server
+                context.set_trailing_metadata((*(read() or ()), (_PUSHBACK, str(int(value) * 1000))))
+        return getattr(self._grpc.StatusCode, _CODES[answer.status]), answer.detail
 
 
 class _Interceptor(_Wrapping):
@@ -220,62 +189,36 @@ class _AioInterceptor(_Wrapping):
         return self.wrap(await continuation(details))
 
     def _wrapped(self, function: Any, *, streaming: bool) -> Any:
-        if inspect.isasyncgenfunction(function):
-            return self._wrapped_async_generator(function)
-        if inspect.iscoroutinefunction(function):  # a streaming one writes to its context
-            return self._wrapped_coroutine(function)
-        return super()._wrapped(function, streaming=streaming)  # gRPC calls it in a thread
-
-    def _wrapped_coroutine(self, function: Any) -> Any:
         async def serve(request: Any, context: Any) -> Any:
-            call = _Call(self._options, context)
-            try:
-                with call.scope():
+            async with self._aserving(context) as scope:
+                with scope():
                     return await function(request, context)
-            except asyncio.CancelledError:
-                call.cancel()  # for calls that run in threads
-                raise
-            except (ModelGuardError, ExceptionGroup) as error:
-                await self._abort_async(context, error)
-                raise
-            finally:
-                call.end()
 
-        return serve
-
-    def _wrapped_async_generator(self, function: Any) -> Any:
-        async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
-            call = _Call(self._options, context)
-            parts = function(request, context)
-            try:
+        async def serve_generator(request: Any, context: Any) -> AsyncIterator[Any]:
+            async with aclosing(function(request, context)) as parts, self._aserving(context) as scope:
                 while True:
-                    with call.scope():
+                    with scope():
                         try:
                             part = await anext(parts)
                         except StopAsyncIteration:
                             return
                     yield part
-            except asyncio.CancelledError:
-                call.cancel()
-                raise
-            except (ModelGuardError, ExceptionGroup) as error:
-                await self._abort_async(context, error)
-                raise
-            finally:
-                call.end()
-                await parts.aclose()
 
-        return serve
+        if inspect.isasyncgenfunction(function):
+            return serve_generator
+        if inspect.iscoroutinefunction(function):  # a streaming one writes to its context
+            return serve
+        return super()._wrapped(function, streaming=streaming)  # gRPC calls it in a thread
 
-    async def _abort_async(self, context: Any, error: Exception) -> None:
-        answer = self._options.answer(error)
-        if answer is not None:
-            _set_pushback(context, answer)
-            await context.abort(self._code(answer), answer.detail)
-
-
-def _set_pushback(context: Any, answer: Answer) -> None:
-    for name, value in answer.headers:
-        if name == "retry-after":
-            read = getattr(context, "trailing_metadata", tuple)  # not there in threads of an asynchronous server
-            context.set_trailing_metadata((*(read() or ()), (_PUSHBACK, str(int(value) * 1000))))
+    @asynccontextmanager
+    async def _aserving(self, context: Any) -> AsyncIterator[_Scope]:
+        request, scope = self._begin(context)
+        try:
+            yield scope
+        except asyncio.CancelledError:
+            request.disconnect()  # for calls that run in threads
+            raise
+        except (ModelGuardError, ExceptionGroup) as error:
+            await context.abort(*self._status(context, error))
+        finally:
+            request.answered()

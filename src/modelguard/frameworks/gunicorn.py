@@ -48,7 +48,14 @@ from typing import TYPE_CHECKING, Any
 from modelguard import _units, prefork, telemetry
 from modelguard.errors import ForkHazard, GuardClosed, InvalidOption, ModelGuardError
 from modelguard.frameworks._gunicorn_molds import Molds, needed
-from modelguard.frameworks._workers import MetricFiles, PreforkOptions, generations, guards_to_share, log_report
+from modelguard.frameworks._workers import (
+    LOAD_TIMEOUT,
+    MetricFiles,
+    PreforkOptions,
+    SharedModels,
+    guards_to_share,
+    log_report,
+)
 from modelguard.runtime import background, fork
 from modelguard.sharing import _prefork, _trial
 from modelguard.telemetry.reasons import Reason
@@ -67,9 +74,6 @@ control_socket_disable = True
 
 #: The number of bytes that POSIX guarantees a pipe writes at once.
 _MESSAGE = 512
-
-#: Seconds that the fork of a worker waits for running loads.
-_LOAD_TIMEOUT = 60.0
 
 #: gunicorn's own worker classes without ASGI.
 _WSGI_ONLY = ("sync", "gthread", "gevent", "eventlet", "tornado")
@@ -131,7 +135,7 @@ class _Master:
         self.replacement = RollingReplacement(server, timeout=2 * _options.warm_timeout)
         self._server = server
         self._guards = guards_to_share()
-        self._prepared: tuple[int, ...] = ()
+        self._models = SharedModels(self._guards, _options)
         self._forks_worker = False
         self._requests, self._send_requests = os.pipe()
         self._pid = os.getpid()
@@ -154,7 +158,9 @@ class _Master:
         self._manage_workers, server.manage_workers = server.manage_workers, self._manage
         self._spawn_worker, server.spawn_worker = server.spawn_worker, self._spawn
         if not with_molds:
-            self._prepare()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ForkHazard)  # the report has them
+                self._log_report(self._models.prepare())
             return
         self._molds = Molds(
             server,
@@ -233,7 +239,7 @@ class _Master:
         if self._molds is not None:
             pid = self._molds.spawn()
         else:
-            _prefork.wait_for_loads(_LOAD_TIMEOUT)
+            _prefork.wait_for_loads(LOAD_TIMEOUT)
             self._renew()
             self._before_worker()
             try:
@@ -263,26 +269,21 @@ class _Master:
         if self._molds is not None:
             self._replace(self._molds.step())
             return
-        if generations(self._guards) == self._prepared or not all(guard.ready for guard in self._guards):
-            return
         stale = list(self._server.WORKERS)
         try:
-            self._prepare()
+            report = self._models.renew()
         except Exception:  # the master must not end
-            self._prepared = generations(self._guards)  # once for each load
             self._server.log.exception("modelguard: the new weights cannot be shared; workers keep the old ones")
             return
-        self._replace(stale)
+        if report is not None:
+            self._log_report(report)
+            self._replace(stale)
 
     def _replace(self, stale: list[int]) -> None:
         for pid in stale:
             self.replacement.request(pid, "there are new weights")
 
-    def _prepare(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ForkHazard)  # the report has them
-            report = _options.prepare(self._guards)
-        self._prepared = generations(self._guards)
+    def _log_report(self, report: prefork.ForkReport) -> None:
         log_report(self._server.log, report, _options.on_hazard, self._server.num_workers)
 
 

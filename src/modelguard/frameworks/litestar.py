@@ -13,12 +13,12 @@ plugin adds the middleware, a handler for each of modelguard's errors, and route
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 from modelguard import _extras
 from modelguard.errors import ModelGuardError
-from modelguard.frameworks._answers import ANSWERED, WebOptions
+from modelguard.frameworks._answers import ANSWERED
+from modelguard.frameworks._web import Options, Web
 from modelguard.frameworks.asgi import ModelGuardMiddleware, Receive, Scope, Send
 
 __all__ = ["ModelGuardPlugin"]
@@ -38,11 +38,11 @@ class ModelGuardPlugin:
         NotSupported: Litestar is not installed; when an application is made with the plugin.
     """
 
-    def __init__(self, **options: Any) -> None:
-        if isinstance(guards := options.get("guards"), Iterator):
-            options["guards"] = tuple(guards)  # each route has a middleware that reads them
-        ModelGuardMiddleware(_not_found, **options)  # checks the options
+    def __init__(self, **options: Unpack[Options]) -> None:
+        self._web = Web.read(options)
         self._options = options
+        if self._web.guards is not None:
+            options["guards"] = self._web.guards  # each route has a middleware that reads them: an iterator ends
 
     def on_app_init(self, app_config: Any) -> Any:
         """Called by Litestar."""
@@ -50,16 +50,15 @@ class ModelGuardPlugin:
         app_config.route_handlers.extend(self._routes())
         app_config.after_exception.append(_reraise_on_websocket)
         if ModelGuardError not in app_config.exception_handlers:
-            handle = _handler(WebOptions(detail=self._options.get("detail", False)))
+            handle = _handler(self._web)
             for kind in ANSWERED:
                 app_config.exception_handlers.setdefault(kind, handle)
         return app_config
 
     def _routes(self) -> list[Any]:
         """Routes for the paths that the middleware answers."""
-        probes = [self._options.get(name, f"/{name}") for name in ("livez", "readyz")]
-        admin = self._options.get("admin")
-        paths = [path for path in probes if path is not None] + list(() if admin is None else admin.paths)
+        commands = () if self._web.admin is None else self._web.admin.paths
+        paths = [path for path in (self._web.livez, self._web.readyz, *commands) if path is not None]
         return [_litestar("handlers").asgi(path, copy_scope=False)(_not_found) for path in paths]
 
 
@@ -72,13 +71,11 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noq
     raise _litestar("exceptions").NotFoundException
 
 
-def _handler(options: WebOptions) -> Any:
+def _handler(web: Web) -> Any:
     make = _litestar("response").Response
 
     def handle(_: Any, error: Exception) -> Any:
-        answer = options.answer(error)
-        if answer is None:
-            raise error
+        answer = web.answer_or_raise(error)
         headers = dict(answer.headers)
         media_type = headers.pop("content-type")
         return make(answer.body, status_code=answer.status, headers=headers, media_type=media_type)

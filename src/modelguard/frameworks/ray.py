@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from http import HTTPStatus
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 from urllib.parse import quote
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Overloaded
-from modelguard.frameworks._answers import Answer, WebOptions, problem
+from modelguard.frameworks._answers import Answer, problem
+from modelguard.frameworks._web import Web
 from modelguard.isolation.isolate import Isolated
 from modelguard.lifecycle.guard import ModelGuard, guard_of
 from modelguard.serving import Batched, BatchedStream, Limits
@@ -40,6 +41,8 @@ __all__ = [
     "run",
 ]
 
+
+T = TypeVar("T")
 
 # A lock for processes on many machines that share only a key-value store, to replace one process at a time.
 #
@@ -257,7 +260,7 @@ class Replica:
         self._function: Batched[Any, Any] = resolve_name(self.reference)
         self._model = _model(self._function)
         self._due: tuple[int, tuple[Reason, ...]] | None = None
-        self._web = WebOptions()
+        self._web = Web()
         self._request: type[Any] = importlib.import_module("starlette.requests").Request
         self._replacement = ReplacementLock(
             _Store(), f"{context.app_name}/{context.deployment}", context.replica_tag, timeout=self.replace_timeout
@@ -307,23 +310,19 @@ class Replica:
         """
         self._checks += 1
         if self._checks == _SERVING_SINCE_CHECK:
-            await self._release_lock()
+            await self._on_lock("release", self._replacement.release)
         reasons = self._reasons()
         if not reasons or time.monotonic() - self._started < self.min_lifetime:
             return
-        try:
-            acquired = await asyncio.to_thread(self._replacement.acquire)
-        except Exception:  # noqa: BLE001 - a store that cannot be reached is no reason to stop a working replica
-            logger.exception("modelguard: replica %s could not acquire the replacement lock", self._name)
-            return
-        if acquired:
+        if await self._on_lock("acquire", self._replacement.acquire):
             raise RuntimeError(f"replica {self._name} must be replaced: {', '.join(map(str, reasons))}")
 
-    async def _release_lock(self) -> None:
+    async def _on_lock(self, what: str, do: Callable[[], T]) -> T | None:
         try:
-            await asyncio.to_thread(self._replacement.release)
-        except Exception:  # noqa: BLE001 - it can serve; the next replacement waits for replace_timeout
-            logger.exception("modelguard: replica %s could not release the replacement lock", self._name)
+            return await asyncio.to_thread(do)
+        except Exception:  # noqa: BLE001 - it can serve without the store; a next replacement waits for replace_timeout
+            logger.exception("modelguard: replica %s could not %s the replacement lock", self._name, what)
+            return None
 
     def _policy_due(self, reasons: tuple[Reason, ...]) -> None:
         self._due = (self._model.status().generation, reasons)
@@ -341,7 +340,7 @@ class Replica:
         return made
 
     async def _answer(self, request: Any) -> Any:
-        timeout = self._web.timeout(request.headers.get(self._web.timeout_header))
+        timeout = self._web.timeout(request.headers.get)
         if isinstance(timeout, Answer):
             return _response(timeout)
         try:

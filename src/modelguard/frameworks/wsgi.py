@@ -13,78 +13,16 @@ WSGI does not report when a client disconnects, so calls for clients that have d
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, Never, Unpack
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError
-from modelguard.frameworks._answers import ANSWERED, Answer, Ready, WebOptions, check_names
-from modelguard.frameworks.admin import Admin, check_admin
+from modelguard.frameworks._answers import ANSWERED, Answer
+from modelguard.frameworks._web import Options, Web
 from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
 __all__ = ["ModelGuardMiddleware", "install"]
-
-Header = Callable[[str], str | None]
-
-
-class RequestOptions:
-    """The options of :class:`modelguard.frameworks.wsgi.ModelGuardMiddleware`; functions get the framework's request.
-
-    Raises:
-        InvalidOption: An option is invalid, or there is no such option.
-    """
-
-    @check_names
-    def __init__(
-        self,
-        *,
-        deadline: _units.Duration | None = None,
-        timeout_header: str | None = "Request-Timeout",
-        livez: str | None = "/livez",
-        readyz: str | None = "/readyz",
-        admin: Admin | None = None,
-        guards: Iterable[Ready] | None = None,
-        detail: bool = False,
-        fair_by: str | Callable[[Any], Hashable] | None = None,
-        priority: Callable[[Any], int] | None = None,
-    ) -> None:
-        self._admin = check_admin(admin)
-        self._options = WebOptions(
-            deadline=deadline,
-            timeout_header=timeout_header,
-            livez=livez,
-            readyz=readyz,
-            guards=guards,
-            detail=detail,
-            fair_by=fair_by,
-            priority=priority,
-        )
-
-    def command(self, method: str, path: str, query: str, header: Header) -> Answer | Callable[[], Answer] | None:
-        """As :meth:`Admin.command`; None without an admin route."""
-        admin = self._admin
-        return None if admin is None else admin.command(method, path, query, lambda: header("Authorization"))
-
-    def timeout(self, method: str, path: str, header: Header) -> float | Answer | None:
-        """The time limit of a request in seconds, None for no limit; or the answer to a probe or an invalid header."""
-        name = self._options.timeout_header
-        return self._options.probe(method, path) or self._options.timeout(None if name is None else header(name))
-
-    def on_behalf_of(self, web_request: WebRequest, request: Any, header: Header) -> AbstractContextManager[None]:
-        """The block for the batched calls of a request.
-
-        Raises:
-            InvalidOption: ``fair_by`` returned a key that is not hashable, or ``priority`` no priority.
-            Exception: What these functions raised.
-        """
-        name = self._options.fair_by
-        key, priority = self._options.identify(request, header(name) if isinstance(name, str) else None)
-        return on_behalf_of(web_request, key, priority)
-
-    def answer(self, error: Exception) -> Answer | None:
-        """The answer to an error; None if it is not an error for clients."""
-        return self._options.answer(error)
-
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -116,64 +54,23 @@ class ModelGuardMiddleware:
         InvalidOption: An option is invalid, or there is no such option.
     """
 
-    @check_names
-    def __init__(
-        self,
-        app: App,
-        *,
-        deadline: _units.Duration | None = None,
-        timeout_header: str | None = "Request-Timeout",
-        livez: str | None = "/livez",
-        readyz: str | None = "/readyz",
-        admin: Admin | None = None,
-        guards: Iterable[Ready] | None = None,
-        detail: bool = False,
-        fair_by: str | Callable[[dict[str, Any]], Hashable] | None = None,
-        priority: Callable[[dict[str, Any]], int] | None = None,
-    ) -> None:
+    def __init__(self, app: App, *misplaced: Never, **options: Unpack[Options]) -> None:
         self.app = app
-        self._admin = check_admin(admin)
-        self._options = WebOptions(
-            deadline=deadline,
-            timeout_header=timeout_header,
-            livez=livez,
-            readyz=readyz,
-            guards=guards,
-            detail=detail,
-            fair_by=fair_by,
-            priority=priority,
-        )
-        self._timeout_variable = _variable(timeout_header)
-        self._key_variable = _variable(fair_by if isinstance(fair_by, str) else None)
+        self._web = Web.read(options, misplaced)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Serve one request."""
-        path = environ.get("PATH_INFO", "")
-        if self._admin is not None:
-            query = environ.get("QUERY_STRING", "")
-            command = self._admin.command(
-                environ["REQUEST_METHOD"], path, query, lambda: environ.get("HTTP_AUTHORIZATION")
-            )
-            if command is not None:
-                answer = command if isinstance(command, Answer) else command()
-                return _respond(answer, environ, start_response)
-        header = None if self._timeout_variable is None else environ.get(self._timeout_variable)
-        probe = self._options.probe(environ["REQUEST_METHOD"], path)
-        timeout = probe or self._options.timeout(header)
-        if isinstance(timeout, Answer):
-            return _respond(timeout, environ, start_response)
-        return self._serve(environ, start_response, timeout)
-
-    def _serve(
-        self, environ: dict[str, Any], start_response: Callable[..., Any], timeout: float | None
-    ) -> Iterable[bytes]:
-        header = None if self._key_variable is None else environ.get(self._key_variable)
-        body = _Body(WebRequest(timeout), start_response, *self._options.identify(environ, header))
+        method, path, query = environ["REQUEST_METHOD"], environ.get("PATH_INFO", ""), environ.get("QUERY_STRING", "")
+        step = self._web.receive(method, path, query, partial(_header, environ))
+        if isinstance(step, Answer):
+            return _respond(step, environ, start_response)
+        caller = self._web.caller(environ, partial(_header, environ))
+        body = _Body(WebRequest(step), start_response, caller)
         try:
             return body.begin(self.app, environ)
         except (ModelGuardError, ExceptionGroup) as error:
             body.close()
-            answer = self._options.answer(error)
+            answer = self._web.answer(error)
             if answer is None or body.begun:
                 raise
             return _respond(answer, environ, start_response)
@@ -188,9 +85,9 @@ class _Body:
     The response begins with the first bytes: an error before them can still be answered.
     """
 
-    def __init__(self, request: WebRequest, start_response: Callable[..., Any], key: Hashable, priority: int) -> None:
+    def __init__(self, request: WebRequest, start_response: Callable[..., Any], caller: tuple[Hashable, int]) -> None:
         self._request = request
-        self._caller = key, priority
+        self._caller = caller
         self._start_response = start_response
         self._start: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._result: Any = ()
@@ -241,21 +138,18 @@ class _Body:
 
     def _write(self, data: bytes) -> Any:
         """The old way to send bytes, which ``start_response`` returns."""
-        if self._start is not None:
-            args, kwargs = self._start
-            self._start, self.begun = None, True
-            self._real_write = self._start_response(*args, **kwargs)
+        self._begin()
         return None if self._real_write is None else self._real_write(data)
 
     def _begin(self) -> None:
         if self._start is not None:
             args, kwargs = self._start
             self._start, self.begun = None, True
-            self._start_response(*args, **kwargs)
+            self._real_write = self._start_response(*args, **kwargs)
 
 
-def _variable(header: str | None) -> str | None:
-    return None if header is None else f"HTTP_{header.upper().replace('-', '_')}"
+def _header(environ: dict[str, Any], name: str) -> str | None:
+    return environ.get(f"HTTP_{name.upper().replace('-', '_')}")
 
 
 def _is_ready(result: Any, environ: dict[str, Any]) -> bool:
@@ -264,7 +158,7 @@ def _is_ready(result: Any, environ: dict[str, Any]) -> bool:
     return isinstance(result, list | tuple) or (isinstance(wrapper, type) and isinstance(result, wrapper))
 
 
-def install(app: Any, **options: Any) -> None:
+def install(app: Any, **options: Unpack[Options]) -> None:
     """Wrap a Flask application in the middleware, and register handlers for modelguard's errors.
 
     Args:
@@ -282,12 +176,10 @@ def install(app: Any, **options: Any) -> None:
         )
         raise InvalidOption("app", app, why=why, fix=fix)
     middleware = ModelGuardMiddleware(app.wsgi_app, **options)  # checks the options before anything is changed
-    web = middleware._options  # noqa: SLF001 - of this module
+    web = middleware._web  # noqa: SLF001 - of this module
 
     def handle(error: ModelGuardError) -> tuple[bytes, int, list[tuple[str, str]]]:
-        answer = web.answer(error)
-        if answer is None:  # registered for an error that it does not handle
-            raise error
+        answer = web.answer_or_raise(error)
         return answer.body, answer.status, list(answer.headers)
 
     app.wsgi_app = middleware
@@ -296,5 +188,5 @@ def install(app: Any, **options: Any) -> None:
 
 
 def _respond(answer: Answer, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-    start_response(answer.status_line, list(answer.headers))
-    return [] if environ["REQUEST_METHOD"] == "HEAD" else [answer.body]
+    start_response(f"{answer.status} {answer.reason}", list(answer.headers))
+    return [answer.body_for(environ["REQUEST_METHOD"])]

@@ -1,4 +1,4 @@
-"""The events: their fields, their level and sentence in the log, and what they add to the metrics.
+"""The events: their fields, and their level and sentence in the log. ``_metrics.py`` has what is counted of them.
 
 Times are seconds, sizes are bytes of private memory, errors are one line of text.
 """
@@ -6,39 +6,14 @@ Times are seconds, sizes are bytes of private memory, errors are one line of tex
 import logging
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, dataclass_transform
 
 from modelguard import _units
 from modelguard.telemetry.reasons import PROTECT_MEMORY, Reason
 
 #: Seconds. A shorter wait for a pause would be shown as 0.0.
 _WORTH_MENTIONING = 0.05
-
-
-class Measure(NamedTuple):
-    """What an event adds to a metric, or sets it to: the metric's name, the amount, and the second label's value."""
-
-    name: str
-    amount: float = 1
-    value: str | None = None
-
-
-def _each(name: str, reasons: tuple[Reason, ...]) -> Iterator[Measure]:
-    return (Measure(name, 1, reason.kind) for reason in reasons)
-
-
-def _of_malloc(in_use: int | None, held: int | None) -> Iterator[Measure]:
-    for name, amount in (("allocator.in_use", in_use), ("allocator.held", held)):
-        if amount is not None:
-            yield Measure(name, amount)
-
-
-def _of_gpu(allocated: int | None, reserved: int | None) -> Iterator[Measure]:
-    if allocated is not None and reserved is not None:
-        yield Measure("gpu.allocated", allocated)
-        yield Measure("gpu.reserved", reserved)
 
 
 def _listed(reasons: tuple[Reason, ...]) -> str:
@@ -56,6 +31,7 @@ def _in_brackets(version: str | None) -> str:
 # What all events have in common.
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """The base of all events.
@@ -70,7 +46,12 @@ class Event:
     pid: int = field(default_factory=os.getpid)
     time: float = field(default_factory=time.time)
 
-    _usual_level: ClassVar[int] = logging.INFO
+    _usual_level: ClassVar[int]
+
+    def __init_subclass__(cls, *, level: int = logging.INFO) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+        cls._usual_level = level
+        cls.__module__ = "modelguard.telemetry"  # where users import it from
 
     def _level(self) -> int:
         return self._usual_level
@@ -78,10 +59,6 @@ class Event:
     def _sentence(self) -> str:
         """What the log says after the guard's name."""
         raise NotImplementedError
-
-    def _measures(self) -> Iterator[Measure]:
-        """What it adds to the metrics in ``_metrics.py``."""
-        yield from ()
 
 
 # Events of guards, pools and replicas: their loads, releases and policies.
@@ -107,7 +84,6 @@ PostponeCause = Literal["paused", "min_lifetime"]
 Callback = Literal["reload_on", "probe", "recycle", "release", "unload"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReloadDue(Event):
     """A policy has become due; a reload follows."""
 
@@ -117,11 +93,7 @@ class ReloadDue(Event):
     def _sentence(self) -> str:
         return f"reload due after generation {self.generation}: {_listed(self.reasons)}"
 
-    def _measures(self) -> Iterator[Measure]:
-        return _each("reloads.due", self.reasons)
 
-
-@dataclass(frozen=True, kw_only=True)
 class ReloadPostponed(Event):
     """Policies have become due, and what they ask for must wait. Each policy is reported once for each generation.
 
@@ -151,33 +123,21 @@ class ReloadPostponed(Event):
         what = f"generation {self.generation}" if self.worker is None else f"worker {self.worker}"
         return f"{what} is due, but {until}: {_listed(self.reasons)}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("reloads.postponed", len(self.reasons), self.cause)
 
-
-@dataclass(frozen=True, kw_only=True)
 class GuardPaused(Event):
     """``pause()`` was called: policies start nothing until ``resume()``."""
 
     def _sentence(self) -> str:
         return "paused: policies start nothing until resume()"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("paused")
 
-
-@dataclass(frozen=True, kw_only=True)
 class GuardResumed(Event):
     """``resume()`` was called after ``pause()``: policies decide again."""
 
     def _sentence(self) -> str:
         return "resumed: policies decide again"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("paused", 0)
 
-
-@dataclass(frozen=True, kw_only=True)
 class UnloadStarted(Event):
     """The model is released until its next use: ``Idle`` is due, or ``unload()`` was called.
 
@@ -190,13 +150,8 @@ class UnloadStarted(Event):
     def _sentence(self) -> str:
         return f"generation {self.generation} is released until the next use: {_listed(self.reasons)}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("unloads")
-        yield Measure("idle", 1)
 
-
-@dataclass(frozen=True, kw_only=True)
-class RolledBack(Event):
+class RolledBack(Event, level=logging.WARNING):
     """``rollback()`` has made the previous generation current again.
 
     Attributes:
@@ -211,18 +166,11 @@ class RolledBack(Event):
     replaced: int
     replaced_version: str | None
 
-    _usual_level: ClassVar[int] = logging.WARNING
-
     def _sentence(self) -> str:
         replaced = _numbered(self.replaced, self.replaced_version)
         return f"rolled back to {_numbered(self.generation, self.version)}, from {replaced}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("rollbacks")
-        yield Measure("generation", self.generation)
 
-
-@dataclass(frozen=True, kw_only=True)
 class ReplayFinished(Event):
     """A new model was compared with the current one on recorded calls. It holds no input and no answer.
 
@@ -249,23 +197,25 @@ class ReplayFinished(Event):
     seconds: float
     accepted: bool
 
+    @property
+    def outcome(self) -> Literal["accepted", "rejected", "not_compared"]:
+        """What came of it."""
+        if not self.accepted:
+            return "rejected"
+        return "accepted" if self.compared else "not_compared"
+
     def _level(self) -> int:
-        return logging.INFO if self.accepted and self.compared else logging.WARNING
+        return logging.INFO if self.outcome == "accepted" else logging.WARNING
 
     def _sentence(self) -> str:
         which = f"{_numbered(self.generation, self.version)} against generation {self.current}"
-        if self.accepted and not self.compared:
+        if self.outcome == "not_compared":
             return f"{which}: none of {self.recorded} recorded calls could be compared"
         slowdown = "" if self.slowdown is None else f", and the median call takes {self.slowdown:.2f} times as long"
         agreed = f"{self.agreed} of {self.compared} answers agree ({self.recorded} calls were recorded)"
-        return f"{which}: {agreed}{slowdown}; {'accepted' if self.accepted else 'rejected'} after {self.seconds:.2f} s"
-
-    def _measures(self) -> Iterator[Measure]:
-        accepted = "accepted" if self.compared else "not_compared"
-        yield Measure("replays", 1, accepted if self.accepted else "rejected")
+        return f"{which}: {agreed}{slowdown}; {self.outcome} after {self.seconds:.2f} s"
 
 
-@dataclass(frozen=True, kw_only=True)
 class RecycleAsked(Event):
     """A policy has become due in a process that is replaced as a whole: the server was asked for a new process."""
 
@@ -275,11 +225,7 @@ class RecycleAsked(Event):
     def _sentence(self) -> str:
         return f"asked the server for a new process after generation {self.generation}: {_listed(self.reasons)}"
 
-    def _measures(self) -> Iterator[Measure]:
-        return _each("recycles.asked", self.reasons)
 
-
-@dataclass(frozen=True, kw_only=True)
 class SwapChosen(Event):
     """How the next generation replaces the current one, and why.
 
@@ -298,11 +244,7 @@ class SwapChosen(Event):
     def _sentence(self) -> str:
         return f"replacing the model by {self.swap}: {self.why}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("swaps.chosen", 1, self.swap)
 
-
-@dataclass(frozen=True, kw_only=True)
 class LoadStarted(Event):
     """The loader is about to be called.
 
@@ -326,13 +268,7 @@ class LoadStarted(Event):
         deferred = f", after waiting {self.deferred_seconds:.1f} s for a pause{grown}" if waited else ""
         return f"loading generation {self.generation}: {_listed(self.reasons)}{deferred}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("loads.started", 1, self.host_lock)
-        yield Measure("load.deferred", self.deferred_seconds)
-        yield from _each("load.reasons", self.reasons)
 
-
-@dataclass(frozen=True, kw_only=True)
 class LoadFinished(Event):
     """A new generation takes calls.
 
@@ -365,21 +301,8 @@ class LoadFinished(Event):
         ready = f"{_numbered(self.generation, self.version)} is ready after {self.seconds:.2f} s"
         return f"{ready} ({size}, longest stall {stall:.0f} ms)"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("loads", 1, self.swap)
-        yield Measure("load.duration", self.seconds)
-        yield Measure("load.stall", self.stall_seconds)
-        yield Measure("load.outage", self.waited_seconds)
-        yield Measure("load.last_success.timestamp", self.time)
-        yield Measure("load.failing", 0)
-        yield Measure("idle", 0)
-        yield Measure("generation", self.generation)
-        yield Measure("model.size", self.model_bytes)
-        yield from _of_gpu(self.gpu_allocated, self.gpu_reserved)
 
-
-@dataclass(frozen=True, kw_only=True)
-class LoadErrored(Event):
+class LoadErrored(Event, level=logging.WARNING):
     """A load failed. The current generation, if there is one, keeps taking calls.
 
     Attributes:
@@ -394,20 +317,12 @@ class LoadErrored(Event):
     retry_after: float
     current: int | None
 
-    _usual_level: ClassVar[int] = logging.WARNING
-
     def _sentence(self) -> str:
         kept = "no model is loaded" if self.current is None else f"generation {self.current} stays in use"
         again = f"next attempt in {self.retry_after:.1f} s"
         return f"load failed (attempt {self.attempt}): {self.error}; {kept}, {again}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("load.failures")
-        yield Measure("load.failing", self.attempt)
-        yield Measure("generation", self.current or 0)
 
-
-@dataclass(frozen=True, kw_only=True)
 class LoadDiscarded(Event):
     """A model was loaded but not used.
 
@@ -429,11 +344,7 @@ class LoadDiscarded(Event):
         }
         return f"a loaded model{_in_brackets(self.version)} was discarded: {why[self.cause]}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("loads.discarded")
 
-
-@dataclass(frozen=True, kw_only=True)
 class GenerationReleased(Event):
     """A generation was unloaded and dropped.
 
@@ -512,20 +423,8 @@ class GenerationReleased(Event):
         kept = "" if self.kept is None else f" ({self.kept})"
         return f"{model} released, {_units.format_bytes(self.freed)} returned to the system{gpu}{kept}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("releases", 1, {False: "gone", True: "alive", None: "unknown"}[self.alive])
-        yield Measure("release.freed", max(0, self.freed))  # a counter must not fall, even if the process has grown
-        yield Measure("release.duration", self.seconds)
-        yield Measure("unload.errors", self.error is not None)
-        yield Measure("release.gpu_freed", max(0, self.gpu_freed or 0))
-        if self.drain_seconds is not None:
-            yield Measure("drain.duration", self.drain_seconds)
-        yield from _of_malloc(self.in_use, self.held)
-        yield from _of_gpu(self.gpu_allocated, self.gpu_reserved_after)
 
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationAbandoned(Event):
+class GenerationAbandoned(Event, level=logging.WARNING):
     """Calls on a replaced or closed generation outlasted the wait for them; it is released when the last of them ends.
 
     Attributes:
@@ -539,18 +438,12 @@ class GenerationAbandoned(Event):
     drain_timeout: float
     version: str | None = None
 
-    _usual_level: ClassVar[int] = logging.WARNING
-
     def _sentence(self) -> str:
         calls = f"{self.in_flight} of its calls outlasted drain_timeout={self.drain_timeout:g} s"
         model = _numbered(self.generation, self.version)
         return f"{model} is abandoned: {calls}; it will be released when they end"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("generations.abandoned")
 
-
-@dataclass(frozen=True, kw_only=True)
 class MemoryTrimmed(Event):
     """Freed memory was returned to the system, because of ``trim_every``.
 
@@ -580,14 +473,7 @@ class MemoryTrimmed(Event):
     def _sentence(self) -> str:
         return f"trimmed, {_units.format_bytes(self.freed)} returned to the system"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("trims")
-        yield Measure("trim.freed", max(0, self.freed))
-        yield Measure("trim.duration", self.seconds)
-        yield from _of_malloc(self.in_use, self.held)
 
-
-@dataclass(frozen=True, kw_only=True)
 class GpuCacheEmptied(Event):
     """A policy on GPU memory has found torch's cache too large, which no reload helps against, and it was emptied.
 
@@ -619,13 +505,8 @@ class GpuCacheEmptied(Event):
         advice = "" if self.advice is None else f". {self.advice}"
         return f"emptied torch's cache because of {self.policy}: {freed} returned to the GPU, {left} reserved{advice}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("gpu.caches_emptied")
-        yield from _of_gpu(self.allocated, self.reserved_after)
 
-
-@dataclass(frozen=True, kw_only=True)
-class GpuOutOfMemory(Event):
+class GpuOutOfMemory(Event, level=logging.WARNING):
     """A call ran out of GPU memory. What its traceback kept alive was freed, and torch's cache emptied.
 
     Attributes:
@@ -643,20 +524,13 @@ class GpuOutOfMemory(Event):
     allocated: int | None
     retry: bool
 
-    _usual_level: ClassVar[int] = logging.WARNING
-
     def _sentence(self) -> str:
         then = "is run once more" if self.retry else "failed"
         left = "" if self.allocated is None else f"; {_units.format_bytes(self.allocated)} stay allocated"
         return f"a call on generation {self.generation} ran out of GPU memory and {then}{left}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("gpu.out_of_memory")
-        yield from _of_gpu(self.allocated, self.reserved_after)
 
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyIgnored(Event):
+class PolicyIgnored(Event, level=logging.WARNING):
     """A policy is ignored for this generation.
 
     It would be due again immediately after every reload, or its probe returns values that change too often.
@@ -674,18 +548,12 @@ class PolicyIgnored(Event):
     detail: str
     cause: str | None = None
 
-    _usual_level: ClassVar[int] = logging.WARNING
-
     def _sentence(self) -> str:
         cause = "" if self.cause is None else f"; what grows in this process: {self.cause}"
         return f"{self.policy} is ignored for generation {self.generation}: {self.detail}{cause}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("policies.ignored")
 
-
-@dataclass(frozen=True, kw_only=True)
-class CallbackErrored(Event):
+class CallbackErrored(Event, level=logging.WARNING):
     """A callable that the user has given (a policy, a probe, a recycler) raised; the guard continued without it.
 
     A probe of ``Changed`` that takes longer than its ``timeout`` counts as one that raised ``TimeoutError``.
@@ -694,20 +562,14 @@ class CallbackErrored(Event):
     callback: Callback
     error: str
 
-    _usual_level: ClassVar[int] = logging.WARNING
-
     def _sentence(self) -> str:
         return f"{self.callback} raised {self.error}"
-
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("callback.errors")
 
 
 # Events of batched functions.
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchFinished(Event):
+class BatchFinished(Event, level=logging.DEBUG):  # it comes with every batch
     """A batch was computed. Emitted only if there is a user-defined hook, or if the log is at level DEBUG.
 
     Attributes:
@@ -732,28 +594,11 @@ class BatchFinished(Event):
     padding: float = 0.0
     hung: int = 0
 
-    _usual_level: ClassVar[int] = logging.DEBUG  # it comes with every batch
-
     def _sentence(self) -> str:
         return f"a batch of {self.size} took {self.run_seconds:.3f} s; {self.waiting} waiting"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("batch.size", self.size)
-        yield Measure("batch.wait", self.wait_seconds)
-        yield Measure("batch.run", self.run_seconds)
-        yield Measure("items.failed", self.failed)
-        yield Measure("queue.depth", self.waiting)
-        yield Measure("batches.hung", self.hung)
-        if self.weight:
-            yield Measure("batch.weight", self.weight)
-            yield Measure("batch.padding", self.padding)
-        if self.reruns:
-            yield Measure("batches.bisected")
-            yield Measure("batch.reruns", self.reruns)
 
-
-@dataclass(frozen=True, kw_only=True)
-class BatchErrored(Event):
+class BatchErrored(Event, level=logging.WARNING):
     """The batch function raised, did not return one result for each item, or has been running for too long.
 
     Attributes:
@@ -770,18 +615,11 @@ class BatchErrored(Event):
     reruns: int
     hung: int = 0
 
-    _usual_level: ClassVar[int] = logging.WARNING
-
     def _sentence(self) -> str:
         kept = f"{self.size - self.failed} of {self.size} items succeeded when they were run again"
         return f"a batch failed with {self.error}; " + (kept if self.reruns else f"all {self.size} items fail")
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("batches.failed")
-        yield Measure("batches.hung", self.hung)
 
-
-@dataclass(frozen=True, kw_only=True)
 class BatchSizeChosen(Event):
     """``max_size="auto"`` lets batches have more or fewer items than before, by a quarter at least.
 
@@ -812,13 +650,8 @@ class BatchSizeChosen(Event):
             return f"batches of at most {self.size}, for {slo}; one item alone takes {self.item_seconds:.3g} s"
         return f"{slo} is out of reach: one item alone takes {self.item_seconds:.3g} s; items run alone"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("batch.max_size", self.size)
-        yield Measure("slo.unreachable", not self.reachable)
 
-
-@dataclass(frozen=True, kw_only=True)
-class RequestsRefused(Event):
+class RequestsRefused(Event, level=logging.WARNING):
     """Requests were refused or dropped since the last event of this kind. Emitted at most once a second.
 
     Attributes:
@@ -839,8 +672,6 @@ class RequestsRefused(Event):
     cancelled: int
     waiting: int
 
-    _usual_level: ClassVar[int] = logging.WARNING
-
     def _sentence(self) -> str:
         counts = {
             "queue full": self.full,
@@ -853,18 +684,8 @@ class RequestsRefused(Event):
         listed = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
         return f"requests without a result: {listed}; {self.waiting} waiting"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("requests.refused", self.full, "full")
-        yield Measure("requests.refused", self.late, "late")
-        yield Measure("requests.refused", self.open, "circuit_open")
-        yield Measure("requests.refused", self.quota, "quota")
-        yield Measure("requests.expired", self.expired)
-        yield Measure("requests.cancelled", self.cancelled)
-        yield Measure("queue.depth", self.waiting)
 
-
-@dataclass(frozen=True, kw_only=True)
-class CircuitOpened(Event):
+class CircuitOpened(Event, level=logging.WARNING):
     """Several consecutive batches have failed, or a probe has failed: requests are refused for a while.
 
     Attributes:
@@ -877,26 +698,16 @@ class CircuitOpened(Event):
     retry_after: float
     error: str
 
-    _usual_level: ClassVar[int] = logging.WARNING
-
     def _sentence(self) -> str:
         retry = f"next try in {self.retry_after:.1f} s"
         return f"circuit open after {self.failures} failed batches, {retry}: {self.error}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("circuit.open", 1)
-        yield Measure("circuit.openings")
 
-
-@dataclass(frozen=True, kw_only=True)
 class CircuitClosed(Event):
     """The probe has succeeded: requests are accepted again."""
 
     def _sentence(self) -> str:
         return "circuit closed"
-
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("circuit.open", 0)
 
 
 # Events of the worker processes of isolated functions.
@@ -909,7 +720,6 @@ class CircuitClosed(Event):
 WorkerEndCause = Literal["recycled", "crashed", "timeout", "cancelled", "closed", "idle"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkerStarted(Event):
     """A worker of an isolated function takes calls.
 
@@ -926,13 +736,7 @@ class WorkerStarted(Event):
     def _sentence(self) -> str:
         return f"worker {self.worker} takes calls after {self.seconds:.3f} s"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("workers.started")
-        yield Measure("worker.startup", self.seconds)
-        yield Measure("idle", 0)
 
-
-@dataclass(frozen=True, kw_only=True)
 class WorkerEnded(Event):
     """A worker of an isolated function has ended.
 
@@ -964,11 +768,7 @@ class WorkerEnded(Event):
         }
         return f"worker {self.worker} ended after {self.age:.1f} s: {why[self.cause]}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("workers.ended", 1, self.cause)
 
-
-@dataclass(frozen=True, kw_only=True)
 class WorkersReleased(Event):
     """Nobody has called an isolated function, so all of its workers have ended. Its mold stays for the next call.
 
@@ -997,16 +797,11 @@ class WorkersReleased(Event):
         freed = f"{_units.format_bytes(self.freed)} returned to the system"
         return f"{self.workers} workers ended until the next call, {freed}: {_listed(self.reasons)}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("idle", 1)
-        yield Measure("workers.freed", max(0, self.freed))
-
 
 # What ``modelguard.diagnosis.watch`` reports.
 
 
-@dataclass(frozen=True, kw_only=True)
-class GrowthFound(Event):
+class GrowthFound(Event, level=logging.WARNING):
     """``modelguard.diagnosis.watch`` has decided that the memory of this process grows with its calls, and why.
 
     Attributes:
@@ -1026,17 +821,11 @@ class GrowthFound(Event):
     growth: int
     calls: int
 
-    _usual_level: ClassVar[int] = logging.WARNING
-
     def _sentence(self) -> str:
         grown = f"memory grows with the calls, by {_units.format_bytes(self.growth)} so far"
         if self.cause is None:
             return f"{grown}; the cause is not known"
         return f"{grown}, {self.share:.0%} of it by {self.cause}: {self.seen}. {self.fix}"
 
-    def _measures(self) -> Iterator[Measure]:
-        yield Measure("growth.found")
 
-
-for _kind in (Event, *Event.__subclasses__()):
-    _kind.__module__ = "modelguard.telemetry"  # where users import them from
+Event.__module__ = "modelguard.telemetry"

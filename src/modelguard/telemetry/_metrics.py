@@ -1,4 +1,4 @@
-"""The metrics by name, kind and unit. What an event adds to them stands with the event, in ``_events.py``.
+"""The metrics, and which events each is read from.
 
 The hooks of Prometheus and OpenTelemetry both use this module, so they report the same numbers under the same names.
 Labels are few, and their values are fixed: with an error's text or a file's name in a label, a metric would grow
@@ -8,31 +8,45 @@ forever.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Literal, NamedTuple, get_args
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, get_args
 
 from modelguard.runtime import fork
 from modelguard.telemetry import _events as events
-from modelguard.telemetry._events import Measure
 from modelguard.telemetry.reasons import ReasonKind
 
 Subject = Literal["guard", "function", "service"]
 Mode = Literal["livemax", "livesum"]
 
-REASONS: tuple[ReasonKind, ...] = get_args(ReasonKind)
-SWAPS: tuple[events.Swap, ...] = get_args(events.Swap)
-LOCKS: tuple[events.HostLockHeld, ...] = get_args(events.HostLockHeld)
-POSTPONED: tuple[events.PostponeCause, ...] = get_args(events.PostponeCause)
-WORKER_ENDS: tuple[events.WorkerEndCause, ...] = get_args(events.WorkerEndCause)
-REPLAYS = ("accepted", "rejected", "not_compared")
+#: What an event adds to a metric, or sets it to; None for nothing. With a second label: the label's value, or an amount
+#: for each of its values.
+Amount = float | str | Mapping[str, float] | None
 
+REASONS: tuple[ReasonKind, ...] = get_args(ReasonKind)
 #: From half a second for a spaCy pipeline to minutes for a language model on a slow disk.
 _LOADING = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 #: From times that no client notices to times that every client notices.
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+
+_BUCKETS = {"load.duration": _LOADING, "drain.duration": _LOADING, "batch.size": _SIZES}
+
+#: The second labels, and all their values.
+_LABELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "loads.started": ("host_lock", get_args(events.HostLockHeld)),
+    "load.reasons": ("reason", REASONS),
+    "loads": ("swap", get_args(events.Swap)),
+    "reloads.due": ("reason", REASONS),
+    "reloads.postponed": ("cause", get_args(events.PostponeCause)),
+    "recycles.asked": ("reason", REASONS),
+    "replays": ("outcome", ("accepted", "rejected", "not_compared")),
+    "releases": ("outcome", ("gone", "alive", "unknown")),
+    "requests.refused": ("reason", ("full", "late", "circuit_open", "quota")),
+    "swaps.chosen": ("swap", ("load_first", "drain_first")),
+    "workers.ended": ("cause", get_args(events.WorkerEndCause)),
+}
 
 _SUFFIXES = {"s": "_seconds", "By": "_bytes"}
 
@@ -41,10 +55,11 @@ class Metric(NamedTuple):
     """One metric.
 
     Attributes:
-        name: Its OpenTelemetry name, without ``modelguard.``.
         kind: ``counter`` (only grows), ``gauge`` (the last value counts), ``histogram``.
+        name: Its OpenTelemetry name, without ``modelguard.``.
         help: What it shows, in one line.
         subject: The label with the name of the guard, function or watch: ``guard``, ``function`` or ``service``.
+        sources: What each event adds to it, by the name of the event's class.
         unit: OpenTelemetry's notation of the unit: ``s``, ``By``, or the counted thing in braces.
         label: A second label; None for most metrics.
         values: All values of that label.
@@ -53,10 +68,11 @@ class Metric(NamedTuple):
         only_current: Of the second label's values, which are not known beforehand, only the current one has a series.
     """
 
-    name: str
     kind: Literal["counter", "gauge", "histogram"]
+    name: str
     help: str
-    subject: Subject = "guard"
+    subject: Subject
+    sources: Mapping[str, Callable[[Any], Amount]]
     unit: str = "{event}"
     label: str | None = None
     values: tuple[str, ...] = ()
@@ -79,139 +95,175 @@ class Metric(NamedTuple):
         return (self.subject,) if self.label is None else (self.subject, self.label)
 
 
-def _all() -> Iterator[Metric]:
-    yield from _of_loads()
-    yield from _of_releases()
-    yield from _of_batches()
-    yield from _of_workers()
-    yield _counter(
-        "service", "growth.found", "Times that memory was found to grow with the calls, or for another cause."
+#: Each metric in a line: its kind, name, unit, the events that it is read from, and what it shows. ``max`` and ``sum``
+#: are gauges, by how those of several processes are combined. An event without a field or a number counts 1.
+_TABLES: dict[Subject, str] = {
+    "guard": """
+counter   loads.started {event}        LoadStarted.host_lock         Loads that started, by the lock that they held.
+counter   load.reasons {event}         LoadStarted.by_reason         Loads that started, counted once for each reason.
+counter   load.deferred s              LoadStarted.deferred_seconds  Time that loads waited for a pause between calls.
+counter   loads {event}                LoadFinished.swap             Loads after which a new generation serves.
+counter   load.failures {event}        LoadErrored                   Loads that failed.
+counter   loads.discarded {event}      LoadDiscarded                 Models that were loaded but never served.
+histogram load.duration s              LoadFinished.seconds          Time of load, validation and warm-up.
+histogram load.stall s                 LoadFinished.stall_seconds    Longest pause of other threads in a load.
+counter   load.outage s                LoadFinished.waited_seconds   Time in which no generation served (drain_first).
+max       load.last_success.timestamp s LoadFinished.time             Time of the last successful load, since the epoch.
+max       load.failing {load}          LoadErrored.attempt,LoadFinished=0 \
+    Loads that have failed in a row; 0 after a success.
+max       generation {generation}      LoadFinished.generation,RolledBack.generation,LoadErrored.serving \
+    Number of the current generation; 0 if a load failed and there is none.
+max       model.size By                LoadFinished.model_bytes      Size of the model, measured at its load.
+counter   reloads.due {event}          ReloadDue.by_reason           Due policies that led to a reload.
+counter   reloads.postponed {event}    ReloadPostponed.by_cause      Due policies that must wait.
+sum       paused {process}             GuardPaused,GuardResumed=0    Processes in which the guard is paused.
+counter   unloads {event}              UnloadStarted                 Models released until their next use.
+counter   rollbacks {event}            RolledBack                    Rollbacks to the previous model.
+counter   replays {event}              ReplayFinished.outcome \
+    New models compared with the current one on recorded calls.
+sum       idle {process}               UnloadStarted,WorkersReleased,LoadFinished=0,WorkerStarted=0 \
+    Processes whose model, or its workers, is released until the next use.
+counter   recycles.asked {event}       RecycleAsked.by_reason \
+    Due policies that led to a request for a new worker.
+counter   swaps.chosen {event}         SwapChosen.swap               How the next generation replaces the current one.
+counter   policies.ignored {event}     PolicyIgnored \
+    Policies that were ignored because a reload could not help.
+counter   callback.errors {event}      CallbackErrored               User callables that raised.
+counter   releases {event}             GenerationReleased.freed_or_not \
+    Released generations, by whether the model was freed.
+counter   release.freed By             GenerationReleased.freed      Private memory returned by releases.
+histogram release.duration s           GenerationReleased.seconds    Time of unload, collection and trim.
+histogram drain.duration s             GenerationReleased.drain_seconds Time until the last call had ended.
+counter   unload.errors {event}        GenerationReleased.hook_raised Unload hooks that raised.
+counter   generations.abandoned {event} GenerationAbandoned \
+    Replaced generations with calls that outlasted drain_timeout.
+max       allocator.in_use By          GenerationReleased.in_use,MemoryTrimmed.in_use \
+    Memory that malloc had handed out after a release or a trim.
+max       allocator.held By            GenerationReleased.held,MemoryTrimmed.held \
+    Memory that malloc had taken from the system by then.
+sum       gpu.allocated By             LoadFinished.gpu_allocated,GenerationReleased.gpu_allocated,\
+GpuCacheEmptied.allocated,GpuOutOfMemory.allocated GPU memory in tensors after a load, a release or a repair.
+sum       gpu.reserved By              LoadFinished.gpu_reserved,GenerationReleased.gpu_reserved_after,\
+GpuCacheEmptied.reserved_after,GpuOutOfMemory.reserved_after GPU memory that torch had reserved by then.
+counter   release.gpu_freed By         GenerationReleased.gpu_freed  GPU memory returned by releases.
+counter   gpu.caches_emptied {event}   GpuCacheEmptied \
+    Times that torch's cache was too large for a policy.
+counter   gpu.out_of_memory {event}    GpuOutOfMemory                Calls that ran out of GPU memory.
+counter   trims {event}                MemoryTrimmed                 Trims made because of trim_every.
+counter   trim.freed By                MemoryTrimmed.freed           Private memory returned by these trims.
+histogram trim.duration s              MemoryTrimmed.seconds         Time of these trims.
+counter   workers.started {event}      WorkerStarted                 Workers of an isolated function that came up.
+counter   workers.ended {event}        WorkerEnded.cause             Workers of an isolated function that ended.
+counter   workers.freed By             WorkersReleased.freed \
+    Memory returned by workers that ended until the next call.
+histogram worker.startup s             WorkerStarted.seconds         Time until a new worker takes calls.
+""",
+    "function": """
+histogram batch.size {item}            BatchFinished.size            Items in a batch.
+histogram batch.wait s                 BatchFinished.wait_seconds    Wait of a batch's first item.
+histogram batch.run s                  BatchFinished.run_seconds     Time of a batch, with reruns.
+counter   batch.weight {unit}          BatchFinished.weight          Weight of the batches, with padding.
+counter   batch.padding {unit}         BatchFinished.padding         Weight of their padding.
+max       batch.max_size {item}        BatchSizeChosen.size          Most items in a batch, as chosen for slo.
+sum       slo.unreachable {process}    BatchSizeChosen.unreachable \
+    Processes in which one item alone takes longer than slo.
+counter   batches.failed {event}       BatchErrored                  Batches in which the function raised.
+sum       batches.hung {batch}         BatchFinished.hung,BatchErrored.hung Batches that run for longer than hang_after.
+counter   batches.bisected {event}     BatchFinished.bisected \
+    Batches that were run again in parts, to find the failing items.
+counter   batch.reruns {event}         BatchFinished.reruns          Calls to find the failing items.
+counter   items.failed {event}         BatchFinished.failed          Items that got an error as their result.
+counter   requests.refused {event}     RequestsRefused.refused       Requests refused immediately.
+counter   requests.expired {event}     RequestsRefused.expired       Requests dropped at their deadline.
+counter   requests.cancelled {event}   RequestsRefused.cancelled \
+    Requests dropped because their caller no longer waits.
+sum       queue.depth {item}           BatchFinished.waiting,RequestsRefused.waiting Items that are waiting.
+sum       circuit.open {process}       CircuitOpened,CircuitClosed=0 Processes with an open circuit.
+counter   circuit.openings {event}     CircuitOpened                 How often the circuit opened.
+""",
+    "service": """
+counter   growth.found {event}         GrowthFound \
+    Times that memory was found to grow with the calls, or for another cause.
+""",
+}
+
+#: What the table reads from an event that is not one of its fields.
+_COMPUTED: dict[str, Callable[[Any], Amount]] = {
+    "bisected": lambda event: event.reruns > 0,
+    "by_cause": lambda event: {event.cause: len(event.reasons)},
+    "by_reason": lambda event: Counter(reason.kind for reason in event.reasons),
+    "freed_or_not": lambda event: {False: "gone", True: "alive", None: "unknown"}[event.alive],
+    "hook_raised": lambda event: event.error is not None,
+    "refused": lambda event: {"full": event.full, "late": event.late, "circuit_open": event.open, "quota": event.quota},
+    "serving": lambda event: event.current or 0,
+    "unreachable": lambda event: not event.reachable,
+}
+
+_INFO = "1 for the version of the current model, as its loader gave it."
+#: A gauge that the recorder sets.
+_MODEL_INFO = Metric("gauge", "model.info", _INFO, "guard", {}, "{model}", label="version", only_current=True)
+
+
+def _read(subject: Subject, line: str) -> Metric:
+    kind, name, unit, sources, text = line.split(maxsplit=4)
+    label, values = _LABELS.get(name, (None, ()))
+    return Metric(
+        "gauge" if kind in {"max", "sum"} else kind,  # type: ignore[arg-type] # a test looks at each
+        name,
+        text,
+        subject,
+        dict(map(_read_source, sources.split(","))),
+        unit,
+        label,
+        values,
+        _BUCKETS.get(name, _SHORT) if kind == "histogram" else (),
+        "livesum" if kind == "sum" else "livemax",
     )
 
 
-def _counter(subject: Subject, name: str, text: str, label: str | None = None, values: tuple[str, ...] = ()) -> Metric:
-    return Metric(name, "counter", text, subject, "{event}", label, values)
+def _read_source(source: str) -> tuple[str, Callable[[Any], Amount]]:
+    event, _, field = source.partition(".")
+    if field:
+        return event, _COMPUTED.get(field) or attrgetter(field)
+    event, _, number = source.partition("=")
+    amount = int(number or 1)
+    return event, lambda _event: amount
 
 
-def _of_loads() -> Iterator[Metric]:
-    counter = partial(_counter, "guard")
-    yield counter("loads.started", "Loads that started, by the lock that they held.", "host_lock", LOCKS)
-    yield counter("load.reasons", "Loads that started, counted once for each reason.", "reason", REASONS)
-    yield Metric("load.deferred", "counter", "Time that loads waited for a pause between calls.", unit="s")
-    yield counter("loads", "Loads after which a new generation serves.", "swap", SWAPS)
-    yield counter("load.failures", "Loads that failed.")
-    yield counter("loads.discarded", "Models that were loaded but never served.")
-    yield Metric("load.duration", "histogram", "Time of load, validation and warm-up.", unit="s", buckets=_LOADING)
-    yield Metric("load.stall", "histogram", "Longest pause of other threads in a load.", unit="s", buckets=_SHORT)
-    yield Metric("load.outage", "counter", "Time in which no generation served (drain_first).", unit="s")
-    yield Metric("load.last_success.timestamp", "gauge", "Time of the last successful load, since the epoch.", unit="s")
-    yield Metric("load.failing", "gauge", "Loads that have failed in a row; 0 after a success.", unit="{load}")
-    yield Metric(
-        "generation",
-        "gauge",
-        "Number of the current generation; 0 if a load failed and there is none.",
-        unit="{generation}",
+METRICS = {
+    metric.name: metric
+    for metric in (
+        *(_read(subject, line) for subject, table in _TABLES.items() for line in table.strip().splitlines()),
+        _MODEL_INFO,
     )
-    yield Metric(
-        "model.info",
-        "gauge",
-        "1 for the version of the current model, as its loader gave it.",
-        unit="{model}",
-        label="version",
-        only_current=True,
-    )
-    yield Metric("model.size", "gauge", "Size of the model, measured at its load.", unit="By")
-    yield counter("reloads.due", "Due policies that led to a reload.", "reason", REASONS)
-    yield counter("reloads.postponed", "Due policies that must wait.", "cause", POSTPONED)
-    yield Metric("paused", "gauge", "Processes in which the guard is paused.", unit="{process}", mode="livesum")
-    yield counter("unloads", "Models released until their next use.")
-    yield counter("rollbacks", "Rollbacks to the previous model.")
-    yield counter("replays", "New models compared with the current one on recorded calls.", "outcome", REPLAYS)
-    yield Metric(
-        "idle",
-        "gauge",
-        "Processes whose model, or its workers, is released until the next use.",
-        unit="{process}",
-        mode="livesum",
-    )
-    yield counter("recycles.asked", "Due policies that led to a request for a new worker.", "reason", REASONS)
-    yield counter("swaps.chosen", "How the next generation replaces the current one.", "swap", SWAPS[1:])
-    yield counter("policies.ignored", "Policies that were ignored because a reload could not help.")
-    yield counter("callback.errors", "User callables that raised.")
+}
+
+#: The metrics that are read from each kind of event.
+_METRICS_OF: dict[str, list[Metric]] = {}
+for _metric in METRICS.values():
+    for _kind in _metric.sources:
+        _METRICS_OF.setdefault(_kind, []).append(_metric)
 
 
-def _of_workers() -> Iterator[Metric]:
-    yield _counter("guard", "workers.started", "Workers of an isolated function that came up.")
-    yield _counter("guard", "workers.ended", "Workers of an isolated function that ended.", "cause", WORKER_ENDS)
-    yield Metric("workers.freed", "counter", "Memory returned by workers that ended until the next call.", unit="By")
-    yield Metric("worker.startup", "histogram", "Time until a new worker takes calls.", unit="s", buckets=_SHORT)
+class Measure(NamedTuple):
+    """What an event adds to a metric, or sets it to, and the second label's value if there is such a label."""
+
+    metric: Metric
+    value: str | None
+    amount: float
 
 
-def _of_releases() -> Iterator[Metric]:
-    yield Metric(
-        "releases",
-        "counter",
-        "Released generations, by whether the model was freed.",
-        label="outcome",
-        values=("gone", "alive", "unknown"),
-    )
-    yield Metric("release.freed", "counter", "Private memory returned by releases.", unit="By")
-    yield Metric("release.duration", "histogram", "Time of unload, collection and trim.", unit="s", buckets=_SHORT)
-    yield Metric("drain.duration", "histogram", "Time until the last call had ended.", unit="s", buckets=_LOADING)
-    yield Metric("unload.errors", "counter", "Unload hooks that raised.")
-    yield Metric("generations.abandoned", "counter", "Replaced generations with calls that outlasted drain_timeout.")
-    yield Metric("allocator.in_use", "gauge", "Memory that malloc had handed out after a release or a trim.", unit="By")
-    yield Metric("allocator.held", "gauge", "Memory that malloc had taken from the system by then.", unit="By")
-    yield Metric(
-        "gpu.allocated",
-        "gauge",
-        "GPU memory in tensors after a load, a release or a repair.",
-        unit="By",
-        mode="livesum",
-    )
-    yield Metric("gpu.reserved", "gauge", "GPU memory that torch had reserved by then.", unit="By", mode="livesum")
-    yield Metric("release.gpu_freed", "counter", "GPU memory returned by releases.", unit="By")
-    yield Metric("gpu.caches_emptied", "counter", "Times that torch's cache was too large for a policy.")
-    yield Metric("gpu.out_of_memory", "counter", "Calls that ran out of GPU memory.")
-    yield Metric("trims", "counter", "Trims made because of trim_every.")
-    yield Metric("trim.freed", "counter", "Private memory returned by these trims.", unit="By")
-    yield Metric("trim.duration", "histogram", "Time of these trims.", unit="s", buckets=_SHORT)
-
-
-def _of_batches() -> Iterator[Metric]:
-    counter = partial(_counter, "function")
-    yield Metric("batch.size", "histogram", "Items in a batch.", "function", "{item}", buckets=_SIZES)
-    yield Metric("batch.wait", "histogram", "Wait of a batch's first item.", "function", "s", buckets=_SHORT)
-    yield Metric("batch.run", "histogram", "Time of a batch, with reruns.", "function", "s", buckets=_SHORT)
-    yield Metric("batch.weight", "counter", "Weight of the batches, with padding.", "function", "{unit}")
-    yield Metric("batch.padding", "counter", "Weight of their padding.", "function", "{unit}")
-    yield Metric("batch.max_size", "gauge", "Most items in a batch, as chosen for slo.", "function", "{item}")
-    yield Metric(
-        "slo.unreachable",
-        "gauge",
-        "Processes in which one item alone takes longer than slo.",
-        "function",
-        "{process}",
-        mode="livesum",
-    )
-    yield counter("batches.failed", "Batches in which the function raised.")
-    yield Metric(
-        "batches.hung", "gauge", "Batches that run for longer than hang_after.", "function", "{batch}", mode="livesum"
-    )
-    yield counter("batches.bisected", "Batches that were run again in parts, to find the failing items.")
-    yield counter("batch.reruns", "Calls to find the failing items.")
-    yield counter("items.failed", "Items that got an error as their result.")
-    yield counter(
-        "requests.refused", "Requests refused immediately.", "reason", ("full", "late", "circuit_open", "quota")
-    )
-    yield counter("requests.expired", "Requests dropped at their deadline.")
-    yield counter("requests.cancelled", "Requests dropped because their caller no longer waits.")
-    yield Metric("queue.depth", "gauge", "Items that are waiting.", "function", "{item}", mode="livesum")
-    yield Metric("circuit.open", "gauge", "Processes with an open circuit.", "function", "{process}", mode="livesum")
-    yield counter("circuit.openings", "How often the circuit opened.")
-
-
-METRICS = {metric.name: metric for metric in _all()}
+def measures(event: events.Event) -> Iterator[Measure]:
+    """What an event adds to the metrics."""
+    kind = type(event).__name__
+    for metric in _METRICS_OF.get(kind, ()):
+        amount = metric.sources[kind](event)
+        if isinstance(amount, str):
+            yield Measure(metric, amount, 1)
+        elif isinstance(amount, Mapping):
+            yield from (Measure(metric, value, count) for value, count in amount.items())
+        elif amount is not None:  # a counter must not fall, even if the process has grown
+            yield Measure(metric, None, max(0, amount) if metric.kind == "counter" else amount)
 
 
 # Writes what events add to the metrics with a metrics library: one event at a time, from any thread.
@@ -225,17 +277,13 @@ _MAX_ZEROS = 4
 def _zeros(subject: Subject) -> tuple[Measure, ...]:
     """The zeros at a subject's first event: ``increase()`` does not see a first failure without them."""
     return tuple(
-        Measure(metric.name, 0, value)
+        Measure(metric, value, 0)
         for metric in METRICS.values()
         if metric.subject == subject
         and len(metric.values) <= _MAX_ZEROS
-        and (metric.kind == "counter" or _summed(metric))
+        and (metric.kind == "counter" or metric.mode == "livesum")
         for value in metric.values or (None,)
     )
-
-
-def _summed(metric: Metric) -> bool:
-    return metric.kind == "gauge" and metric.mode == "livesum"
 
 
 #: Held while a metric is written, and during a fork: if another thread held the lock of a metrics library during a
@@ -287,15 +335,14 @@ class Recorder:
             raise failed
 
     def _record_event(self, event: events.Event) -> None:
-        measures = tuple(event._measures())  # noqa: SLF001 - of this package
-        if not measures:
+        told = tuple(measures(event))
+        if not told:
             return
-        subject = METRICS[measures[0].name].subject
+        subject = told[0].metric.subject
         if (subject, event.guard) not in self._seen:
             self._seen.add((subject, event.guard))
-            measures = (*_zeros(subject), *measures)
-        for name, amount, value in measures:
-            metric = METRICS[name]
+            told = (*_zeros(subject), *told)
+        for metric, value, amount in told:
             self._record(metric, (event.guard,) if value is None else (event.guard, value), amount)
         if isinstance(event, events.LoadFinished | events.RolledBack):
             self._show_version(event.guard, event.generation, event.version)
@@ -307,10 +354,9 @@ class Recorder:
 
     def _show_version(self, guard: str, generation: int, version: str | None) -> None:
         """Show one version of a guard's model at a time: a metric must not grow with each new one."""
-        metric = METRICS["model.info"]
         _, shown = self._versions.pop(guard, (0, None))
         if shown is not None and shown != version:
-            self._record(metric, (guard, shown), 0)
+            self._record(_MODEL_INFO, (guard, shown), 0)
         if version is not None:
             self._versions[guard] = generation, version
-            self._record(metric, (guard, version), 1)
+            self._record(_MODEL_INFO, (guard, version), 1)

@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["Clock", "Env", "Finished", "Loader", "Model", "assert_no_growth", "assert_shared_after_fork"]
 
 # Imported on first use, because pytest loads the plugin in every run, even if no test uses it.
-_LATER = {
-    "Clock": "_clock",
-    "Env": "_children",
-    "Finished": "_children",
-    "Loader": "_loader",
-    "Model": "_loader",
-    "assert_no_growth": "_no_growth",
-    "assert_shared_after_fork": "_children",
+_MODULES = {
+    "_children": "Env Finished assert_shared_after_fork",
+    "_clock": "Clock",
+    "_loader": "Loader Model",
+    "_no_growth": "assert_no_growth",
 }
+_LATER = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

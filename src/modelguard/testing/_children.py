@@ -23,6 +23,7 @@ from modelguard.lifecycle.guard import ModelGuard
 from modelguard.sharing import _graph
 from modelguard.sharing._immortal import immortalize_unsupported
 from modelguard.sharing._trial import ForkedChild
+from modelguard.testing._loader import OfTest
 
 #: Bytes of the smallest model that can be tested: any forked interpreter copies about this much.
 _SMALLEST = 4_000_000
@@ -71,9 +72,7 @@ def assert_shared_after_fork(
         LoadFailed: The guard's model could not be loaded.
     """
     __tracebackhide__ = True
-    if not callable(read):
-        fix = "Give a function of the model, such as lambda model: model('a text')."
-        raise InvalidOption("read", read, why="must be a function of one argument", fix=fix)
+    _units.function(read, "read", "the model", fix="Give for example lambda model: model('a text').")
     if not sys.platform.startswith("linux"):
         raise NotSupported("assert_shared_after_fork", reason=f"it requires Linux, and this is {sys.platform}")
     if immortalize is True and (why := immortalize_unsupported()) is not None:
@@ -194,15 +193,14 @@ class Finished:
         return self.stdout.splitlines()
 
 
-class Env:
+class Env(OfTest):
     """Runs programs as ``modelguard run`` does: the variables of a preset are set when the interpreter starts.
 
     If this process has its own values for variables of the preset, as on a CI machine, they are ignored.
     """
 
     def __init__(self, test: str) -> None:
-        self._test = test
-        self._over = False
+        super().__init__("modelguard_env", test)
 
     def __call__(
         self,
@@ -230,20 +228,13 @@ class Env:
             NotSupported: An allocator was named, but nothing can be preloaded here.
             AssertionError: The program failed or did not end; the message contains its output.
         """
-        if self._over:
-            why = f"belongs to {self._test}, which has ended"
-            fix = "Request the fixture in each test that uses it."
-            raise InvalidOption("modelguard_env", program, why=why, fix=fix)
+        self._require_test(program)
         if not isinstance(program, str) or not program.strip():
             fix = "Give Python source, such as 'import os; print(os.environ)'."
             raise InvalidOption("program", program, why="must be Python source, and not empty", fix=fix)
-        wanted = _preset(preset)
-        own = dict(environ or {})
-        inherited = {
-            name: value
-            for name, value in _launcher.inherited().items() | dict(os.environ).items()
-            if wanted is None or name not in {knob.name for knob in wanted.knobs}
-        }
+        wanted, own = _preset(preset), dict(environ or {})
+        replaced = () if wanted is None else {knob.name for knob in wanted.knobs}
+        inherited = {name: value for name, value in _launcher.inherited().items() if name not in replaced}
         plan = _launcher.plan(
             [sys.executable, "-c", textwrap.dedent(program)],
             preset=wanted,
@@ -252,18 +243,12 @@ class Env:
         )
         return _finished(plan, own, _units.seconds(timeout, "timeout"))
 
-    def end(self) -> None:
-        """End the test."""
-        self._over = True
-
 
 def _preset(preset: str | _presets.Preset | None) -> _presets.Preset | None:
-    if not isinstance(preset, str):
-        if preset is None or isinstance(preset, _presets.Preset):
-            return preset
-        fix = "Give the name of a preset, or the result of presets.get()."
-        raise InvalidOption("preset", preset, why=f"must be a preset, not {_units.kind_of(preset)}", fix=fix)
-    return reduce(or_, (_presets.get(name.strip()) for name in preset.split(",")))
+    if isinstance(preset, str):
+        return reduce(or_, (_presets.get(name.strip()) for name in preset.split(",")))
+    fix = "Give the name of a preset, or the result of presets.get()."
+    return None if preset is None else _units.instance(preset, "preset", _presets.Preset, "a preset", fix=fix)
 
 
 def _finished(plan: _launcher.Plan, own: Mapping[str, str], timeout: float) -> Finished:

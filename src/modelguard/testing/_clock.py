@@ -21,7 +21,7 @@ from modelguard.runtime import own_thread
 from modelguard.runtime.background import TICKER, Ticked
 from modelguard.runtime.host_lock import Held, HostLock
 from modelguard.serving import _shared_threads, deadlines
-from modelguard.testing._loader import any_held
+from modelguard.testing._loader import OfTest, any_held
 
 # A GPU whose use a test sets, for policies on machines that have none.
 
@@ -62,7 +62,7 @@ _TIMEOUT = 10.0
 _START = 100_000_000
 
 
-class Clock:
+class Clock(OfTest):
     """Time, memory and randomness for the guards and pools that a test makes.
 
     It begins at an arbitrary time, with 100 MB of private memory, no memory limit, unlimited headroom, and nothing on
@@ -74,29 +74,11 @@ class Clock:
     and the timeouts of leases. For everything in ``batched`` real time goes on, and :meth:`advance` adds to it.
     """
 
-    # A misspelt attribute is an error, and does not go unnoticed.
-    __slots__ = (
-        "_gpu",
-        "_headroom",
-        "_installed",
-        "_limit",
-        "_lock",
-        "_memory",
-        "_over",
-        "_probed",
-        "_runtime",
-        "_test",
-        "_threads",
-        "_ticks",
-        "_wall_at_zero",
-    )
-
     def __init__(self, test: str) -> None:
-        self._test = test
+        super().__init__("modelguard_clock", test)
         self._lock = threading.Lock()
         self._ticks = math.ceil(time.monotonic()) * _TICKS
         self._wall_at_zero = time.time() - self._clock()
-        self._over = False
         self._probed = False
         self._memory = _START
         self._gpu = OneGpu()
@@ -274,7 +256,7 @@ class Clock:
         for engine in outliving:
             if engine.state.current is not None:
                 TICKER.add(engine)
-        self._over = True
+        super().end()
 
     # Evaluating the policies
 
@@ -329,15 +311,6 @@ class Clock:
     def _start_probe(self, work: Callable[[], None], name: str) -> None:
         self._probed = True
         self._start(work, name)
-
-    def _require_test(self, use: str) -> None:
-        if self._over:
-            raise InvalidOption(
-                "modelguard_clock",
-                use,
-                why=f"belongs to {self._test}, which has ended",
-                fix="Request the fixture in each test that uses it, and do not keep it.",
-            )
 
 
 class _FreeLock(HostLock):

@@ -13,12 +13,38 @@ from modelguard import _units
 from modelguard.errors import InvalidOption
 from modelguard.runtime.fork import WeakRegistry
 
-__all__ = ["Loader", "Model", "any_held"]
-
 #: Real seconds to wait for a load.
 _TIMEOUT = 10.0
 
 _loaders: WeakRegistry[Loader] = WeakRegistry()
+
+
+class Strict:
+    """A misspelt attribute of it is an error, and does not go unnoticed."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not name.startswith("_") and not hasattr(type(self), name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        super().__setattr__(name, value)
+
+
+class OfTest(Strict):
+    """What a fixture gives to one test, and is of no use after it."""
+
+    def __init__(self, fixture: str, test: str) -> None:
+        self._fixture = fixture
+        self._test = test
+        self._over = False
+
+    def end(self) -> None:
+        """End the test."""
+        self._over = True
+
+    def _require_test(self, use: str) -> None:
+        if self._over:
+            why = f"belongs to {self._test}, which has ended"
+            fix = "Request the fixture in each test that uses it, and do not keep it."
+            raise InvalidOption(self._fixture, use, why=why, fix=fix)
 
 
 class Model:
@@ -37,7 +63,7 @@ class Model:
         return f"<Model {self.number}>" if self.key is None else f"<Model {self.number} of {self.key!r}>"
 
 
-class Loader:
+class Loader(Strict):
     """Makes models for guards (called without arguments) and pools (called with a key).
 
     Args:
@@ -48,26 +74,11 @@ class Loader:
         calls: How often it was called, including failures.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_delay",
-        "_error",
-        "_failures",
-        "_held",
-        "_lock",
-        "_make",
-        "_models",
-        "_open",
-        "_reached",
-        "_sleep",
-        "calls",
-    )
+    calls = 0
 
     def __init__(self, make: Callable[..., Any] | None = None, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        if make is not None and not callable(make):
-            why = f"must be a function, not {_units.kind_of(make)}"
-            raise InvalidOption("make", make, why=why, fix="Pass the function itself, without calling it.")
-        self.calls = 0
+        if make is not None:
+            _units.function(make, "make", "a pool's key, or of nothing", fix="Pass the function itself, uncalled.")
         self._make = make
         self._sleep = sleep
         self._delay = 0.0
@@ -104,12 +115,9 @@ class Loader:
         try:
             self._models.append(weakref.ref(model))
         except TypeError:
-            raise InvalidOption(
-                "make",
-                self._make,
-                why=f"returned {_units.kind_of(model)}, which has no weak references, so it cannot be tracked",
-                fix="Return an object of your own class that contains it.",
-            ) from None
+            why = f"returned {_units.kind_of(model)}, which has no weak references, so it cannot be tracked"
+            fix = "Return an object of your own class that contains it."
+            raise InvalidOption("make", self._make, why=why, fix=fix) from None
         return model
 
     @property
@@ -138,10 +146,8 @@ class Loader:
         Raises:
             InvalidOption: ``times`` is not a number of loads, or ``error`` is not an exception object.
         """
-        if times is not None and (isinstance(times, bool) or not isinstance(times, int) or times < 0):
-            raise InvalidOption(
-                "times", times, why="must be a whole number of at least 0", fix="Write times=2, or times=None for all."
-            )
+        if times is not None:
+            _units.whole_number(times, "times", at_least=0, fix="Write times=2, or times=None for all.")
         if error is not None and not isinstance(error, BaseException):
             given = error.__name__ if isinstance(error, type) else "OSError"
             raise InvalidOption("error", error, why="must be an exception object", fix=f"Write error={given}('...').")

@@ -39,10 +39,6 @@ class Fill(NamedTuple):
     used: float
     limit: float
 
-    @property
-    def full(self) -> bool:
-        return self.used >= self.limit
-
     def __str__(self) -> str:
         return f"{self.name} (filled to {self.used:,} of {self.limit:,})"
 
@@ -144,10 +140,8 @@ def assert_no_growth(
         WouldDeadlock: ``fn`` is async, and an event loop is running here.
     """
     __tracebackhide__ = True
-    if not callable(fn):
-        raise InvalidOption("fn", fn, why="must be a function", fix="Pass the function itself.")
-    if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
-        raise InvalidOption("calls", calls, why="must be a whole number of at least 1", fix="Write calls=100.")
+    _units.function(fn, "fn", "one input", fix="Pass the function itself.")
+    _units.whole_number(calls, "calls", fix="Write calls=100.")
     spare = _units.size(tolerance, "tolerance")
     feed = _feed(inputs)
     run = _runner(fn)

@@ -12,7 +12,7 @@ pytest.importorskip("gunicorn")
 
 from modelguard import guard
 from modelguard.frameworks import gunicorn as ours
-from modelguard.frameworks._workers import PreforkOptions, generations
+from modelguard.frameworks._workers import PreforkOptions
 
 
 class Settings:
@@ -54,7 +54,7 @@ def test_a_renewal_that_fails_ends_neither_the_master_nor_its_workers(
     master = ours._Master(server)
     os.set_blocking(master._requests, False)
     try:
-        master._prepared = generations((nlp,))
+        master._models.prepared = (nlp.status().generation,)
         master._manage_workers = server.manage_workers
         tried: list[int] = []
 

@@ -87,9 +87,14 @@ def test_new_weights_are_prepared_once_for_each_load(worker: Workers, monkeypatc
     monkeypatch.setattr(_prefork, "loading", lambda: None)  # the old generation may still be on its way out
     prepared: list[int] = []
     monkeypatch.setattr(Workers, "log", lambda self, report: None)
-    monkeypatch.setattr(PreforkOptions, "prepare", lambda self, guards: prepared.append(guards[0].status().generation))
+
+    def prepare(self: PreforkOptions, guards: Any) -> str:
+        prepared.append(guards[0].status().generation)
+        return "a report"
+
+    monkeypatch.setattr(PreforkOptions, "prepare", prepare)
     one = worker._guards[0]
-    worker._generations = _workers.generations(worker._guards)
+    worker._models.prepared = worker._models._generations()
     worker._renew()
     assert [] == prepared
     one.reload()

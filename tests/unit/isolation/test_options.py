@@ -9,7 +9,7 @@ import pytest
 
 from modelguard import TTL, Changed, Idle, Isolated, Swap, Uses, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.frameworks._answers import WebOptions
+from modelguard.frameworks._web import Web
 from modelguard.isolation import status
 from modelguard.isolation._isolation_options import ScopeName
 from modelguard.lifecycle.guard import guards
@@ -261,7 +261,7 @@ class TestReadiness:
     def test_the_probe_waits_for_it(self) -> None:
         """/readyz is false while no worker can answer, and names the function."""
         isolated = isolate(name="slow to load")(predict)
-        probe = WebOptions().probe("GET", "/readyz")
+        probe = Web().probe("GET", "/readyz")
         assert probe is not None
         assert b"slow to load" in probe.body
         assert not isolated.ready
@@ -272,7 +272,7 @@ class TestReadiness:
         used.load()
         with caplog.at_level("WARNING", "modelguard"):
             for _ in range(3):
-                assert WebOptions(guards=[used, isolated]).probe("GET", "/readyz") is not None
+                assert Web(guards=[used, isolated]).probe("GET", "/readyz") is not None
         (told,) = (message for message in caplog.messages if "never called" in message)
         assert "nothing has called or loaded never called yet" in told
         assert "guards=[...] without it" in told

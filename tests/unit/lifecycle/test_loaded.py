@@ -13,7 +13,7 @@ from tests.unit.lifecycle.world import MB, World, run, until
 from modelguard import Loaded, telemetry
 from modelguard.errors import InvalidOption, ModelRejected
 from modelguard.facts._proc import ShownVersion, maps, versions_in
-from modelguard.frameworks._answers import WebOptions
+from modelguard.frameworks._web import Web
 from modelguard.lifecycle import _loading
 
 linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no /proc")
@@ -105,10 +105,10 @@ def test_the_readiness_probe_shows_versions(world: World) -> None:
     guards = [first, second, world.guard(name="d")]
     for guard in [*guards, plain]:
         guard.load()
-    answer = WebOptions(guards=guards).probe("GET", "/readyz")
+    answer = Web(guards=guards).probe("GET", "/readyz")
     assert answer is not None
     assert {"status": "ready", "versions": {"a": "v1", "b": "v2"}} == json.loads(answer.body)
-    answer = WebOptions(guards=guards[2:]).probe("GET", "/readyz")
+    answer = Web(guards=guards[2:]).probe("GET", "/readyz")
     assert answer is not None
     assert {"status": "ready"} == json.loads(answer.body)
 
