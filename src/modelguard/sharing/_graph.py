@@ -41,20 +41,39 @@ HANDLES: Mapping[str, tuple[str, ...]] = {kind: tuple(names.split()) for kind, n
 
 #: What modules define. It is made on import, and lives as long as the program.
 _DEFINITIONS = (
-    "builtins.type builtins.function builtins.code builtins.method_descriptor builtins.wrapper_descriptor "
-    "builtins.classmethod_descriptor builtins.getset_descriptor builtins.member_descriptor builtins.property "
-    "builtins.classmethod builtins.staticmethod functools._lru_cache_wrapper numpy.ufunc"
-).split()
+    "builtins.type",
+    "builtins.function",
+    "builtins.code",
+    "builtins.method_descriptor",
+    "builtins.wrapper_descriptor",
+    "builtins.classmethod_descriptor",
+    "builtins.getset_descriptor",
+    "builtins.member_descriptor",
+    "builtins.property",
+    "builtins.classmethod",
+    "builtins.staticmethod",
+    "functools._lru_cache_wrapper",
+    "numpy.ufunc",
+)
 _CODE = (
     *_DEFINITIONS,
-    *(
-        "builtins.module builtins.frame builtins.traceback builtins.generator builtins.coroutine "
-        "builtins.async_generator builtins.super "
-        "weakref.ReferenceType weakref.ProxyType weakref.CallableProxyType "
-        # Not code, but not the model's own either: shared by everything that logs, or runs in the same context.
-        "logging.Filterer logging.LogRecord logging.Manager "
-        "_contextvars.Context _contextvars.ContextVar _contextvars.Token"
-    ).split(),
+    "builtins.module",
+    "builtins.frame",
+    "builtins.traceback",
+    "builtins.generator",
+    "builtins.coroutine",
+    "builtins.async_generator",
+    "builtins.super",
+    "weakref.ReferenceType",
+    "weakref.ProxyType",
+    "weakref.CallableProxyType",
+    # Not code, but not the model's own either: shared by everything that logs, or runs in the same context.
+    "logging.Filterer",
+    "logging.LogRecord",
+    "logging.Manager",
+    "_contextvars.Context",
+    "_contextvars.ContextVar",
+    "_contextvars.Token",
 )
 
 _KINDS = {

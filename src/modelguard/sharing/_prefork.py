@@ -245,9 +245,9 @@ def prepare(
     """Prepare this process to be forked into workers that share its models. Call it last, just before the fork.
 
     It loads the models, searches for hazards, runs each warm-up in a trial child, collects garbage, freezes the
-    remaining objects and makes the models' objects and the program immortal, in this order. Children that are forked from now on repair
-    what a fork breaks and warm up by themselves (``os.register_at_fork``). In a server's hook, call :func:`in_child` as
-    well: it raises the errors of that repair.
+    remaining objects and makes the models' objects and the program immortal, in this order. Children that are forked
+    from now on repair what a fork breaks and warm up by themselves (``os.register_at_fork``). In a server's hook, call
+    :func:`in_child` as well: it raises the errors of that repair.
 
     Args:
         guards: The guards whose models are shared. Default: every guard made with ``prefork=True``.
