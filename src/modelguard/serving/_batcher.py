@@ -511,7 +511,8 @@ class Batcher:
         return None
 
     def _start_thread(self) -> None:
-        wakeup, holder = Wakeup(), [self]
+        wakeup = Wakeup()
+        holder: list[Batcher] = [self]
         self._wakeups.add(wakeup)
         self._count += 1
         try:
