@@ -331,10 +331,12 @@ class Batcher:
             with self._lock:
                 if together:
                     self._queue.admit_together(requests, deadlines.clock())
+                    due = min((request.deadline for request in requests), default=math.inf)
                 else:
                     self._queue.admit(requests[0], deadlines.clock())
+                    due = requests[0].deadline
                 wakeup = self._find_thread() if requests else None
-                self._look_at(min([request.deadline for request in requests], default=math.inf))
+                self._look_at(due)
             if wakeup is not None:
                 wakeup.set()
             if self._deferred or self._queue.undelivered:
