@@ -331,10 +331,12 @@ class Batcher:
             with self._lock:
                 if together:
                     self._queue.admit_together(requests, deadlines.clock())
+                    due = min((request.deadline for request in requests), default=math.inf)
                 else:
                     self._queue.admit(requests[0], deadlines.clock())
+                    due = requests[0].deadline
                 wakeup = self._find_thread() if requests else None
-                self._look_at(min([request.deadline for request in requests], default=math.inf))
+                self._look_at(due)
             if wakeup is not None:
                 wakeup.set()
             if self._deferred or self._queue.undelivered:
@@ -511,7 +513,8 @@ class Batcher:
         return None
 
     def _start_thread(self) -> None:
-        wakeup, holder = Wakeup(), [self]
+        wakeup = Wakeup()
+        holder: list[Batcher] = [self]
         self._wakeups.add(wakeup)
         self._count += 1
         try:

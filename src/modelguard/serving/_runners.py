@@ -291,7 +291,7 @@ class StreamRun:
             extras: Keyword arguments that all requests share.
         """
         try:
-            return self._computed(self._to_end(start, extras))
+            return self.computed(self._to_end(start, extras))
         except BaseException as error:  # noqa: BLE001 - an error that cannot be copied or printed
             failures = [Failure(batch_failed(error, self._function.name, len(self._items))) for _ in self._items]
             return Computed(failures, len(failures), "failed", error)
@@ -365,7 +365,7 @@ class StreamRun:
                     if not request.full:
                         self._stalls.credit(request)
 
-    def _computed(self, error: BaseException | None) -> Computed:
+    def computed(self, error: BaseException | None) -> Computed:
         live = self._callers.waiting()
         if error is None:
             self._succeeded += sum(live)

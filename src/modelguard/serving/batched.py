@@ -212,6 +212,7 @@ class Batched(Decorated, Generic[X, Y]):
         if len(listed) > (most := self.limits.max_queue):
             why = f"{len(listed)} items never fit into a queue of max_queue={most}; pass fewer at a time"
             raise ItemRefused(self.name, why=why)
+        waiters: list[TrioWaiter] = []
         try:
             loop = get_running_loop()
             requests: list[Any] = [LoopRequest(item, loop) for item in listed]
@@ -222,7 +223,7 @@ class Batched(Decorated, Generic[X, Y]):
             self._prepare(request, timeout, priority, extras, others)
         self._batcher.put(*requests, together=True)
         try:
-            if requests and requests[0].loop is None:
+            if waiters:
                 return [await one.result(request.future) for one, request in zip(waiters, requests, strict=True)]
             return list(await asyncio.gather(*(request.future for request in requests)))
         except BaseException:
