@@ -104,7 +104,7 @@ def _remedies_text(trials: Trials) -> Iterator[str]:
         yield f"Remedies, in fresh processes with {trials.calls:,} calls each:"
         yield ""
         heads = ("", "MB per 1,000 calls", "CPU time", "p99", "held", "rounds")
-        rows = [heads]
+        rows: list[tuple[str, ...]] = [heads]
         for one in (trials.nothing, *trials.tried):
             cpu, p99 = (f"{times(ratio)} {milliseconds(each)}" for ratio, each in costs(one))
             name = f"{one.name}{' *' if one.front else ''}"
