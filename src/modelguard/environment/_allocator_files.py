@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
@@ -339,8 +339,8 @@ def find(
     Raises:
         InvalidOption: ``kind`` is not a known allocator.
     """
-    if kind is not None:
-        _units.one_of(kind, "kind", get_args(Kind), what="allocator")
+    if kind not in (None, "glibc", "unknown"):
+        _units.one_of(kind, "kind", PACKAGES, what="allocator")
     found: dict[Path, AllocatorFile] = {}
     folders = [*_folders(root, environ)]
     for known in _KNOWN:

@@ -273,7 +273,7 @@ def get(name: str, *, workers: int = 1, distinct_shapes: int | None = None, cpus
     if distinct_shapes is not None:
         _units.whole_number(distinct_shapes, "distinct_shapes")
     if cpus is not None:  # more than any machine has, infinity and NaN are slips
-        _units.number(cpus, "cpus", fix="Write for example cpus=4 or cpus=2.5.", most=1_000_000)
+        _units.number(cpus, "cpus", fix="Write for example cpus=4 or cpus=2.5.", most=100_000)
     return Preset(name, recipe.does, recipe.knobs(_Service(workers, distinct_shapes, cpus)))
 
 

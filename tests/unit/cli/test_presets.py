@@ -46,15 +46,12 @@ def test_a_format_is_written_and_nothing_else(capsys: pytest.CaptureFixture[str]
     ("words", "said"),
     [
         (["torch-gpu"], "Did you mean 'torch-cpu'?"),
-        (
-            ["nothing-like-it"],
-            "The presets are torch-cpu, torch-cpu-dynamic, torch-cuda-dynamic, ",
-        ),
+        (["nothing-like-it"], "Write one of 'torch-cpu', 'torch-cpu-dynamic', 'torch-cuda-dynamic', "),
         (["torch-cpu", "--workers", "0"], "--workers='0': must be a whole number of at least 1"),
         (["torch-cpu", "--workers", "two"], "--workers='two': must be a whole number of at least 1"),
         (["torch-cpu", "--cpus", "nan"], "--cpus=nan: must be a number above 0"),
         (["torch-cpu", "--distinct-shapes", "0"], "--distinct-shapes='0': must be a whole number of at least 1"),
-        (["torch-cpu", "--format", "toml"], "The formats are shell, env, gunicorn, dockerfile, systemd, kubernetes."),
+        (["torch-cpu", "--format", "toml"], "Write one of 'shell', 'env', 'gunicorn', 'dockerfile',"),
         (["--format", "shell"], "--format='shell': requires the name of a preset. Add one"),
     ],
 )
