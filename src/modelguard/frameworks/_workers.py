@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import mmap
 import os
-import struct
 import sys
 import tempfile
 import threading
@@ -270,36 +269,32 @@ class SharedState:
     Made in the parent; all processes forked from it share the same memory.
     """
 
-    _VERSION = struct.Struct("=Q")
-    _LEFT_AT = struct.Struct("=d")
-
     def __init__(self) -> None:
         with tempfile.TemporaryFile() as file:
             self._file = os.dup(file.fileno())  # open for as long as this process and its children live
-        os.ftruncate(self._file, self._VERSION.size + self._LEFT_AT.size)
-        self._bytes = mmap.mmap(self._file, 0)
+        os.ftruncate(self._file, 16)
+        shared = memoryview(mmap.mmap(self._file, 0))
+        self._version, self._left_at = shared[:8].cast("Q"), shared[8:].cast("d")
 
     @property
     def weights_version(self) -> int:
-        number: int = self._VERSION.unpack_from(self._bytes)[0]
-        return number
+        return self._version[0]
 
     @weights_version.setter
     def weights_version(self, number: int) -> None:
-        self._VERSION.pack_into(self._bytes, 0, number)
+        self._version[0] = number
 
     def try_leave(self, now: float) -> bool:
         """Whether the calling worker may leave: True for one worker at a time, until its replacement has started."""
         with self._locked():
-            (left_at,) = self._LEFT_AT.unpack_from(self._bytes, self._VERSION.size)
-            if left_at and now - left_at < _REPLACE_TIMEOUT:
+            if self._left_at[0] and now - self._left_at[0] < _REPLACE_TIMEOUT:
                 return False
-            self._LEFT_AT.pack_into(self._bytes, self._VERSION.size, now)
+            self._left_at[0] = now
             return True
 
     def worker_started(self) -> None:
         with self._locked():
-            self._LEFT_AT.pack_into(self._bytes, self._VERSION.size, 0.0)
+            self._left_at[0] = 0.0
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -210,7 +210,8 @@ class HeldResponse:
     of modelguard, its own answer is sent instead.
     """
 
-    def __init__(self, client: Client, send: Send) -> None:
+    def __init__(self, scope: Scope, client: Client, send: Send) -> None:
+        self._scope = scope
         self._client = client
         self._send = send
         self._held: list[Message] = []
@@ -229,6 +230,11 @@ class HeldResponse:
         self.begun = self.begun or kind == "http.response.start"
         await self._send(message)
 
+    async def refuse(self, answer: Answer) -> None:
+        """Send this answer instead of what was held back. The server drops it if the client has disconnected."""
+        self._held = []
+        await Response(answer)(self._scope, self._client.receive, self._send)
+
     async def release(self) -> None:
         """Send what was held back."""
         held, self._held = self._held, []
@@ -243,37 +249,31 @@ class WebsocketEnd:
     Args:
         scope: The connection's.
         send: The server's.
+        client: Has its answer when the application ends the connection.
         accepted: Whether it was accepted already.
-        answered: Called when the application ends the connection.
     """
 
-    def __init__(
-        self,
-        scope: Scope,
-        send: Send,
-        *,
-        accepted: bool = False,
-        answered: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, scope: Scope, send: Send, client: Client | None = None, *, accepted: bool = False) -> None:
         self._can_deny = _DENIAL in (scope.get("extensions") or {})
         self._send = send
-        self._answered = answered
+        self._client = client
         self._accepted = accepted
-        self.ended = False
+        self.begun = False
 
     async def send(self, message: Message) -> None:
         """Send a message of the application, and note what it does."""
         kind = message["type"]
         self._accepted = self._accepted or kind == "websocket.accept"
         if kind == "websocket.close" or kind.startswith(_DENIAL):
-            self.ended = True
-            self._answered()
+            self.begun = True
+            if self._client is not None:
+                self._client.answered()
         await self._send(message)
 
     async def refuse(self, answer: Answer) -> None:
         """End the connection with this answer. Nothing is sent to a client that has disconnected."""
-        self.ended = True
-        if answer.status == CLIENT_GONE:
+        self.begun = True
+        if answer.status == CLIENT_GONE or (self._client is not None and self._client.disconnected):
             return
         if not self._accepted and self._can_deny:
             await _respond(self._send, _DENIAL, answer, answer.body)
@@ -281,6 +281,9 @@ class WebsocketEnd:
         code = _CLOSE_CODES.get(answer.status, _TRY_AGAIN_LATER)
         reason = answer.detail.encode()[:_LONGEST_REASON].decode(errors="ignore")
         await self._send({"type": "websocket.close", "code": code, "reason": reason})
+
+    async def release(self) -> None:
+        """As of a response; nothing is held back here."""
 
 
 async def _respond(send: Send, kind: str, answer: Answer, body: bytes) -> None:
@@ -335,9 +338,10 @@ class ModelGuardMiddleware:
     Args:
         app: The application.
         deadline: Bound on the batched calls of every request, from its arrival. Default: no bound.
-        timeout_header: The header with which a client can shorten it, in seconds; None to read none.
-        livez: Path of the liveness probe; None to leave it to the application.
-        readyz: Path of the readiness probe; None to leave it to the application.
+        timeout_header: The header with which a client can shorten it, in seconds; None to read none. Default:
+            ``Request-Timeout``.
+        livez: Path of the liveness probe; None to leave it to the application. Default: ``/livez``.
+        readyz: Path of the readiness probe; None to leave it to the application. Default: ``/readyz``.
         admin: A route to show, reload, unload, pause and resume guards: :mod:`modelguard.frameworks.admin`. Default:
             none.
         guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
@@ -383,44 +387,28 @@ class ModelGuardMiddleware:
         step = await self._web.areceive(scope["method"], path, query, partial(_header, scope))
         if isinstance(step, Answer):
             await Response(step)(scope, receive, send)
-        else:
-            await self._serve_request(scope, receive, send, step)
-
-    async def _serve_request(self, scope: Scope, receive: Receive, send: Send, timeout: float | None) -> None:
-        client = client_of(receive, timeout)
-        response = HeldResponse(client, send)
-        try:
-            with on_behalf_of(client.request, *self._web.caller(scope, partial(_header, scope))):
-                await self.app(scope, client.receive, response.send)
-            await response.release()
-        except (ModelGuardError, ExceptionGroup) as error:
-            answer = self._web.answer(error)
-            if answer is not None and not response.begun:
-                await Response(answer)(scope, receive, send)  # the server drops it if the client has disconnected
-                return
-            await response.release()
-            if answer is None or answer.status != CLIENT_GONE or not client.disconnected:
-                raise  # else a server would log the error, and nobody is there for the rest of the response
-        except BaseException:
-            await response.release()
-            raise
-        finally:
-            client.answered()
+            return
+        client = client_of(receive, step)
+        await self._serve(scope, client, HeldResponse(scope, client, send))
 
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = client_of(receive, None)
-        end = WebsocketEnd(scope, send, answered=client.answered)
+        await self._serve(scope, client, WebsocketEnd(scope, send, client))
+
+    async def _serve(self, scope: Scope, client: Client, end: HeldResponse | WebsocketEnd) -> None:
         try:
             with on_behalf_of(client.request, *self._web.caller(scope, partial(_header, scope))):
                 await self.app(scope, client.receive, end.send)
         except (ModelGuardError, ExceptionGroup) as error:
             answer = self._web.answer(error)
-            if answer is None or end.ended:
-                raise
-            if not client.disconnected:
+            if answer is not None and not end.begun:
                 await end.refuse(answer)
+            # else a server would log the error, and nobody is there for the rest of the response
+            elif answer is None or answer.status != CLIENT_GONE or not client.disconnected:
+                raise
         finally:
             client.answered()
+            await end.release()
 
 
 def _answer_inside_sanic(app: Any, web: Web) -> None:

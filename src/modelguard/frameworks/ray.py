@@ -401,10 +401,8 @@ def _reference(function: Any) -> str:
         why = "yields its results in parts, and a deployment returns whole ones"
         fix = "Write a class for @serve.deployment with a method that iterates over f.stream(item)."
         raise InvalidOption("function", function, why=why, fix=fix)
-    if not isinstance(function, Batched):
-        why = f"must be a batched function, not {_units.kind_of(function)}"
-        fix = "Put @batched(max_size=...) above the guard's decorator, and pass the decorated function."
-        raise InvalidOption("function", function, why=why, fix=fix)
+    fix = "Put @batched(max_size=...) above the guard's decorator, and pass the decorated function."
+    _units.instance(function, "function", Batched, "a batched function", fix=fix)
     try:
         _model(function)
     except InvalidOption:

@@ -35,20 +35,7 @@ class ModelGuardMiddleware:
 
     Args:
         app: The application.
-        deadline: Bound on the batched calls of every request, from its arrival. Default: no bound.
-        timeout_header: The header with which a client can shorten it, in seconds; None to read none.
-        livez: Path of the liveness probe; None to leave it to the application.
-        readyz: Path of the readiness probe; None to leave it to the application.
-        admin: A route to show, reload, unload, pause and resume guards: :mod:`modelguard.frameworks.admin`. Default:
-            none.
-        guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
-        detail: Whether a response contains the error's own text, with names of functions and figures. For development.
-        fair_by: Whose a request is, so that callers share every batched function fairly: the name of a header, or a
-            function of the WSGI environment that gives a key, anything hashable. Requests without the header share one
-            key. Whoever can set the header can choose any key, so name one that your proxy sets. Default: nobody's; no
-            header is read.
-        priority: How urgent a request is, compared with others under the same key: a function of the WSGI environment
-            that gives a whole number from 0 to 1,000. Default: 0.
+        options: Those of the other, of which ``fair_by`` and ``priority`` may be functions of the WSGI environment.
 
     Raises:
         InvalidOption: An option is invalid, or there is no such option.

@@ -184,9 +184,7 @@ def listening() -> bool:
 
 
 def _check(hook: Hook) -> None:
-    if not callable(hook):
-        why = f"must be a function of one event, not {_units.kind_of(hook)}"
-        raise InvalidOption("hook", hook, why=why, fix="Pass the function itself, without calling it: add_hook(note).")
+    _units.function(hook, "hook", "one event", fix="Pass the function itself, without calling it: add_hook(note).")
     if getattr(hook, "__module__", None) in _FACTORIES and isinstance(hook, FunctionType):
         name = hook.__name__
         raise InvalidOption("hook", hook, why="makes a hook and is not one", fix=f"Call it: add_hook({name}()).")

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from modelguard import _extras
-from modelguard.errors import InvalidOption
+from modelguard import _extras, _units
 from modelguard.telemetry import _events as events
 from modelguard.telemetry import _metrics
 from modelguard.telemetry._metrics import WRITE_LOCK, Recorder
@@ -50,9 +49,9 @@ def opentelemetry(
         ("meter_provider", meter_provider, metrics.MeterProvider),
         ("tracer_provider", tracer_provider, trace.TracerProvider),
     ):
-        if given is not None and not isinstance(given, kind):
-            why = f"must be OpenTelemetry's {kind.__name__}"
-            raise InvalidOption(argument, given, why=why, fix="Leave it out to use the global one, or give one.")
+        if given is not None:
+            fix = "Leave it out to use the global one, or give one."
+            _units.instance(given, argument, kind, f"OpenTelemetry's {kind.__name__}", fix=fix)
     meter = metrics.get_meter(_NAME, meter_provider=meter_provider)
     instruments = {metric.name: _make(metrics, meter, metric) for metric in _metrics.METRICS.values()}
     return _OpenTelemetryHook(instruments, _LoadSpans(trace, trace.get_tracer(_NAME, tracer_provider=tracer_provider)))
@@ -191,19 +190,17 @@ def _api(module: str) -> Any:
 
 
 def _make(api: Any, meter: Any, metric: _metrics.Metric) -> Callable[..., None]:
-    about = {"unit": metric.unit, "description": metric.help}
+    about = {"name": metric.full_name, "unit": metric.unit, "description": metric.help}
+    write: Callable[..., None]
     if metric.kind == "counter":
-        add: Callable[..., None] = meter.create_counter(metric.full_name, **about).add
-        return add
-    if metric.only_current:
+        write = meter.create_counter(**about).add
+    elif metric.only_current:
         current = _Current(api)
-        meter.create_observable_gauge(metric.full_name, [current.observe], **about)
-        return current.put
-    if metric.kind == "gauge":
-        put: Callable[..., None] = meter.create_gauge(metric.full_name, **about).set
-        return put
-    buckets = list(metric.buckets)
-    observe: Callable[..., None] = meter.create_histogram(
-        metric.full_name, **about, explicit_bucket_boundaries_advisory=buckets
-    ).record
-    return observe
+        meter.create_observable_gauge(callbacks=[current.observe], **about)
+        write = current.put
+    elif metric.kind == "gauge":
+        write = meter.create_gauge(**about).set
+    else:
+        buckets = list(metric.buckets)
+        write = meter.create_histogram(**about, explicit_bucket_boundaries_advisory=buckets).record
+    return write

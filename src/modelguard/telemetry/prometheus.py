@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelguard import _extras
+from modelguard import _extras, _units
 from modelguard.errors import InvalidOption
 from modelguard.telemetry import _metrics
 from modelguard.telemetry._metrics import Recorder
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["prometheus"]
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+#: The method that writes an amount.
+_WRITES = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
 #: In multiprocess mode, the hook that writes this process's files.
 _writer: weakref.ref[_PrometheusHook] | None = None
@@ -51,9 +54,8 @@ def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], N
     client = _extras.load("prometheus_client", "modelguard.telemetry.prometheus")
     if registry is None:
         registry = client.REGISTRY
-    if not isinstance(registry, client.CollectorRegistry):
-        why = "must be a CollectorRegistry of prometheus_client"
-        raise InvalidOption("registry", registry, why=why, fix="Leave it out, or give one.")
+    kind = "a CollectorRegistry of prometheus_client"
+    _units.instance(registry, "registry", client.CollectorRegistry, kind, fix="Leave it out, or give one.")
     several = _writes_files()
     if several:
         _reject_second_writer(registry)
@@ -89,12 +91,7 @@ def _record(
         metrics[metric.name].remove(*labels)
         return
     series = metrics[metric.name].labels(*labels)
-    if metric.kind == "counter":
-        series.inc(amount)
-    elif metric.kind == "gauge":
-        series.set(amount)
-    else:
-        series.observe(amount)
+    getattr(series, _WRITES[metric.kind])(amount)
 
 
 def _writes_files() -> bool:
@@ -134,10 +131,9 @@ def _register(client: Any, registry: Any) -> dict[str, Any]:
 
 
 def _make(client: Any, metric: _metrics.Metric, registry: Any) -> Any:
-    kind = {"counter": client.Counter, "gauge": client.Gauge, "histogram": client.Histogram}[metric.kind]
-    more: dict[str, Any] = {}
-    if metric.kind == "histogram":
-        more["buckets"] = metric.buckets
-    elif metric.kind == "gauge":
-        more["multiprocess_mode"] = metric.mode
+    kind, more = {
+        "counter": (client.Counter, {}),
+        "gauge": (client.Gauge, {"multiprocess_mode": metric.mode}),
+        "histogram": (client.Histogram, {"buckets": metric.buckets}),
+    }[metric.kind]
     return kind(metric.prometheus_name, metric.help, metric.labels, registry=registry, **more)
