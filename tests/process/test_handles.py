@@ -177,6 +177,13 @@ class HostHandle(_Isolated):
         "rollback": (NoPreviousModel, "molds that processes share are not kept"),
     }
 
+    def ready(self) -> bool:
+        """As the broker has told this process, which may be a moment after ``load()`` has returned."""
+        deadline = time.monotonic() + 2
+        while not self.it.ready and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return bool(self.it.ready)
+
     def gone(self) -> None:
         """The broker and its mold are ending when the last process has left."""
         until(lambda: self.alive() == 0, "the end of the mold")
