@@ -19,7 +19,18 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from tests.contract.handles import EVERYTHING, IN_PROCESS, TIMEOUT, Handle, Running, Variant, parametrize, spawn, until
+from tests.contract.handles import (
+    EVERYTHING,
+    IN_PROCESS,
+    TIMEOUT,
+    Handle,
+    Running,
+    Variant,
+    needs,
+    parametrize,
+    spawn,
+    until,
+)
 from tests.contract.test_handles import (
     Make,
     TestALoadThatFails,
@@ -308,13 +319,14 @@ class TestFork:
         with handle.busy() as running:
 
             def child() -> None:
-                assert 0 == handle.in_flight()
+                assert handle.kind == "host" or 0 == handle.in_flight()  # a broker counts the calls of all processes
                 handle.it.close()
                 assert handle.refuses()
 
             in_child(child)
             assert running.end() <= handle.copies
 
+    @needs("in process")  # an isolated function that its parent has closed is open in the child
     def test_a_child_of_a_closed_handle_may_open_it(self, make: Make) -> None:
         """The parent's stays closed."""
         handle = make()
