@@ -19,7 +19,18 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from tests.contract.handles import EVERYTHING, IN_PROCESS, TIMEOUT, Handle, Running, Variant, parametrize, spawn, until
+from tests.contract.handles import (
+    EVERYTHING,
+    IN_PROCESS,
+    TIMEOUT,
+    Handle,
+    Running,
+    Variant,
+    needs,
+    parametrize,
+    spawn,
+    until,
+)
 from tests.contract.test_handles import (
     Make,
     TestALoadThatFails,
@@ -177,6 +188,13 @@ class HostHandle(_Isolated):
         "rollback": (NoPreviousModel, "molds that processes share are not kept"),
     }
 
+    def ready(self) -> bool:
+        """As the broker has told this process, which may be a moment after ``load()`` has returned."""
+        deadline = time.monotonic() + 2
+        while not self.it.ready and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return bool(self.it.ready)
+
     def gone(self) -> None:
         """The broker and its mold are ending when the last process has left."""
         until(lambda: self.alive() == 0, "the end of the mold")
@@ -301,13 +319,14 @@ class TestFork:
         with handle.busy() as running:
 
             def child() -> None:
-                assert 0 == handle.in_flight()
+                assert handle.kind == "host" or 0 == handle.in_flight()  # a broker counts the calls of all processes
                 handle.it.close()
                 assert handle.refuses()
 
             in_child(child)
             assert running.end() <= handle.copies
 
+    @needs("in process")  # an isolated function that its parent has closed is open in the child
     def test_a_child_of_a_closed_handle_may_open_it(self, make: Make) -> None:
         """The parent's stays closed."""
         handle = make()

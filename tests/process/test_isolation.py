@@ -24,7 +24,6 @@ from modelguard import Isolated, batched, deadline, telemetry
 from modelguard.errors import (
     CircuitOpen,
     DeadlineExceeded,
-    GuardClosed,
     LoadFailed,
     LoadTimeout,
     NoPreviousModel,
@@ -271,16 +270,6 @@ class TestDoors:
             for future in [*running, *waiting]:
                 future.cancel()
 
-    def test_it_is_closed_and_opened_again(self) -> None:
-        """After close() every door is shut; entering it again opens them."""
-        with using(functions.where):
-            pass
-        for door in (functions.where, functions.where.submit):
-            with pytest.raises(GuardClosed):
-                door()
-        with using(functions.where) as where:
-            assert where()
-
 
 class TestDeaths:
     @pytest.mark.parametrize(
@@ -481,16 +470,6 @@ class TestPolicies:
             assert first != undoable()
         functions.ASKED.unlink()
 
-    def test_idle_ends_all_processes_until_the_next_call(self) -> None:
-        """The mold and its workers are gone, the function stays ready, and a call gets a new mold."""
-        with functions.sleepy as sleepy:
-            first = sleepy()
-            wait_until(lambda: "idle" == sleepy.status().state, "the end of the mold")
-            wait_until(lambda: not molds(), "the end of all processes")
-            assert sleepy.ready
-            assert first != sleepy()
-        wait_until(lambda: not molds(), "the end of all molds")
-
 
 class TestReloads:
     def test_no_call_waits_for_a_reload(self) -> None:
@@ -518,17 +497,6 @@ class TestReloads:
             assert [] == failures
             assert first + 1 == new.generation
             wait_until(lambda: not old & {process.pid for process in molds()}, "the end of the old mold")
-
-    def test_a_failed_reload_changes_nothing(self, switch: Callable[[str], None]) -> None:
-        """The old mold serves on, and the failure is named."""
-        with using(functions.ends) as ends:
-            switch("fail")
-            with pytest.raises(LoadFailed, match="no weights"):
-                ends.reload()
-            assert "x" == ends("x")
-            assert "degraded" == ends.status().state
-            switch("")
-            wait_until(lambda: "ready" == ends.status().state, "the retry")
 
     def test_a_load_that_fails_is_reported(self, switch: Callable[[str], None]) -> None:
         """LoadFailed has the loader's own error and its traceback as causes."""

@@ -78,16 +78,6 @@ class TestPause:
             watching.resume()
             wait_until(lambda: watching() != second, "the next mold")
 
-    def test_an_idle_mold_stays(self) -> None:
-        """``Idle`` is a policy too."""
-        with using(functions.sleepy) as sleepy:
-            mold = sleepy.status().mold
-            sleepy.pause()
-            wait_until(lambda: sleepy.status().postponed is not None, "it is due")
-            assert ("ready", mold) == (sleepy.status().state, sleepy.status().mold)
-            sleepy.resume()
-            wait_until(lambda: sleepy.status().state == "idle", "the end of the mold")
-
     def test_crashes_and_deadlines_are_no_policies(self) -> None:
         """A dead worker, a hung call and a dead mold cost what they cost without a pause."""
         with using(functions.ends) as ends:
@@ -123,16 +113,6 @@ class TestPause:
 
 
 class TestUnload:
-    def test_all_processes_end_until_the_next_call(self) -> None:
-        """Mold and workers, and with them all of their memory."""
-        with using(functions.where) as where:
-            mold, ended = where.status().mold, pids(where)
-            where.unload()
-            wait_until(lambda: not any(map(alive, {mold, *ended})), "their end")
-            assert ("idle", None, ()) == (where.status().state, where.status().mold, where.status().workers)
-            assert mold != where()[0]
-            assert "ready" == where.status().state
-
     def test_the_calls_that_run_end_first(self) -> None:
         """The mold waits for them, as for the end of a stream."""
         with using(functions.items) as items:
@@ -144,13 +124,6 @@ class TestUnload:
             assert [1, 2] == list(stream)
             unloading.join(60)
             assert (False, "idle") == (unloading.is_alive(), items.status().state)
-
-    def test_without_a_mold_it_does_nothing(self) -> None:
-        """Neither before the first call, nor twice."""
-        with using(functions.where) as where:
-            where.unload()
-            where.unload("10s")
-            assert "idle" == where.status().state
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests.process import isolated_functions as functions
 from tests.process.harness import wait_until
 
 from modelguard import telemetry
-from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NotSupported, Overloaded, WorkerCrashed
+from modelguard.errors import DeadlineExceeded, LoadFailed, NotSupported, Overloaded, WorkerCrashed
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -82,18 +82,6 @@ class TestKeys:
 
 
 class TestCommands:
-    def test_a_reload_makes_new_molds_for_the_next_calls(self, speak: Any) -> None:
-        """It returns at once; a call that runs keeps its mold."""
-        _, first, _ = speak("a")
-        busy = speak.submit("b", do="hang")
-        wait_until(lambda: speak.status().in_flight, "the call runs")
-        speak.reload()
-        assert first != speak("a")[1]
-        assert {"a", "b"} == set(speak.status().pool.models)
-        with pytest.raises(DeadlineExceeded):
-            busy.result(60)
-        assert "b" == speak("b")[0]
-
     def test_unload_ends_the_molds_of_all_keys(self, speak: Any) -> None:
         """When it returns; the next call starts one."""
         molds = {speak(key)[1] for key in "ab"}
@@ -158,22 +146,6 @@ class TestFailures:
         assert "a" == speak("a", do="same")[0]
         with pytest.raises(NotSupported, match=r"has the model of key 'a'"):
             speak("a", do="other")
-
-    def test_there_is_no_way_back(self, speak: Any) -> None:
-        """No key's mold is kept."""
-        with pytest.raises(NotSupported, match="rollback"):
-            speak.rollback()
-
-    def test_after_the_end(self) -> None:
-        """close() ends every key's processes, and it can be opened again."""
-        with functions.speak as speak:
-            assert speak("a")
-        wait_until(lambda: not family(), "the end of all processes")
-        with pytest.raises(GuardClosed):
-            speak("a")
-        with functions.speak as speak:
-            assert speak("a")
-        wait_until(lambda: not family(), "the end of all processes")
 
 
 def test_many_keys_from_many_threads(speak: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelguard import Isolated, batched, guard, isolate, pool, replicas
-from modelguard.errors import GuardClosed, LoadFailed
+from modelguard.errors import GuardClosed
 
 
 def function(items: list[int]) -> list[int]:
@@ -36,21 +36,16 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 CASES = pytest.mark.parametrize("kind", KINDS)
 
 
-@CASES
-def test_the_last_exit_closes(kind: str) -> None:
-    """A part of an application that enters it too does not close it for the others; afterwards it is closed."""
-    make, use = KINDS[kind]
-    entered = make()
-    with entered:
+def test_the_last_exit_closes() -> None:
+    """Of a batched function; of the others ``tests/contract/test_handles.py`` proves it."""
+    entered = batched(max_size=2)(function)
+    for _ in range(2):
         with entered:
-            use(entered)
-        use(entered)
-    with pytest.raises(GuardClosed):
-        use(entered)
-    with entered:
-        use(entered)
-    with pytest.raises(GuardClosed):
-        use(entered)
+            with entered:
+                entered(1)
+            entered(1)
+        with pytest.raises(GuardClosed):
+            entered(1)
 
 
 @CASES
@@ -94,34 +89,6 @@ def test_an_entry_while_the_last_exit_closes_leaves_it_open(kind: str) -> None:
 
     for between in range(5):
         asyncio.run(main(between))
-
-
-def test_an_entry_that_fails_does_not_count() -> None:
-    """Nobody leaves it, so the next exit closes."""
-    broken = [True]
-
-    def load() -> dict[str, str]:
-        if broken:
-            raise OSError(broken.pop())
-        return {}
-
-    nlp = guard(load, reload_on=None)
-    with pytest.raises(LoadFailed), nlp:
-        pass
-    nlp.reload()
-    with nlp:
-        use_guard(nlp)
-    with pytest.raises(GuardClosed):
-        use_guard(nlp)
-
-
-def test_an_explicit_close_closes_at_once() -> None:
-    """However many have entered."""
-    nlp = guard(dict, reload_on=None)
-    with nlp, nlp:
-        nlp.close()
-        with pytest.raises(GuardClosed):
-            use_guard(nlp)
 
 
 def test_each_of_two_decorators_is_entered_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

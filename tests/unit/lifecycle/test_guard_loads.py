@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import TIMEOUT, World, number, outcome, until
+from tests.unit.lifecycle.world import World, number, outcome, until
 
 from modelguard import Backoff, ModelGuard, Uses
 from modelguard.errors import LoadFailed, ModelRejected
@@ -28,33 +28,6 @@ async def anumber(guard: ModelGuard[Any]) -> int:
 
 
 class TestOneFlight:
-    def test_under_threads(self, world: World) -> None:
-        """Sixteen threads that ask for the first model at once share one load."""
-        guard = world.guard()
-        world.loader.hold()
-        calls = [world.spawn(number, guard) for _ in range(CROWD)]
-        until(waiting(guard, CROWD))
-        world.loader.open.set()
-        assert [1] * CROWD == [outcome(call) for call in calls]
-        assert (1, 1) == (world.loader.calls, len(world.seen(LoadFinished)))
-
-    def test_under_tasks(self, world: World) -> None:
-        """Fifty tasks on one event loop share one load, and the loop goes on meanwhile."""
-        guard = world.guard()
-        world.loader.hold()
-
-        async def open_when_all_wait() -> None:
-            while not waiting(guard, TASKS)():  # the loop would not come here if one of them blocked it
-                await asyncio.wait_for(asyncio.to_thread(world.loader.reached), TIMEOUT)
-            world.loader.open.set()
-
-        async def main() -> list[int]:
-            numbers = await asyncio.gather(*(anumber(guard) for _ in range(TASKS)), open_when_all_wait())
-            return numbers[:TASKS]
-
-        assert [1] * TASKS == asyncio.run(main())
-        assert 1 == world.loader.calls
-
     def test_under_threads_and_tasks(self, world: World) -> None:
         """Threads and tasks of several event loops may wait for the same load."""
         guard = world.guard()
@@ -77,36 +50,8 @@ class TestOneFlight:
 
         assert "model" == asyncio.run(main())
 
-    def test_loading_twice_loads_once(self, world: World) -> None:
-        """After ``load()`` and ``aload()`` a generation serves; if one does already they do nothing."""
-        guard = world.guard()
-        guard.load()
-        guard.load()
-        asyncio.run(guard.aload())
-        assert 1 == world.loader.calls
-
-    def test_nothing_is_loaded_before_it_is_needed(self, world: World) -> None:
-        """Making a guard, asking for its status and decorating with it load nothing."""
-        guard = world.guard()
-        guard(lambda model: model)
-        assert (0, "new", False) == (world.loader.calls, guard.status().state, guard.ready)
-
 
 class TestAFailedLoad:
-    def test_is_told_once_to_all_who_waited(self, world: World) -> None:
-        """Every caller that waited for a failed load gets its own error, with the loader's as its cause."""
-        guard = world.guard()
-        world.loader.fails = True
-        world.loader.hold()
-        calls = [world.spawn(number, guard) for _ in range(CROWD)]
-        until(waiting(guard, CROWD))
-        world.loader.open.set()
-        errors = [call.exception(TIMEOUT) for call in calls]
-        assert {LoadFailed} == {type(error) for error in errors}
-        assert {OSError} == {type(error.__cause__) for error in errors if error is not None}
-        assert CROWD == len({id(error) for error in errors})
-        assert 1 == world.loader.calls
-
     def test_is_told_at_once_until_the_backoff_has_passed(self, world: World) -> None:
         """Later callers get ``LoadFailed`` without another load, with the time of the next attempt."""
         guard = world.guard(backoff=Backoff("8s"))

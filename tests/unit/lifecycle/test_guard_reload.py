@@ -13,9 +13,9 @@ import pytest
 from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number, outcome, until
 
 from modelguard import Backoff, ModelGuard
-from modelguard.errors import LoadFailed, Reloading, WouldDeadlock
+from modelguard.errors import LoadFailed, WouldDeadlock
 from modelguard.runtime.host_lock import HostLock
-from modelguard.telemetry import GenerationReleased, LoadDiscarded, LoadErrored, LoadFinished, SwapChosen
+from modelguard.telemetry import LoadDiscarded, LoadErrored, LoadFinished, SwapChosen
 
 
 @pytest.fixture
@@ -27,38 +27,6 @@ def guard(world: World) -> ModelGuard[Any]:
 
 
 class TestReload:
-    def test_replaces_the_model(self, world: World, guard: ModelGuard[Any]) -> None:
-        """When ``reload()`` returns, the new generation serves; the old one is released behind it."""
-        guard.reload()
-        assert (2, 2, 1) == (number(guard), guard.status().generation, guard.status().reloads)
-        world.join()
-        assert [1] == [event.generation for event in world.seen(GenerationReleased)]
-        assert guard.status().last_release is world.last(GenerationReleased)
-
-    def test_need_not_be_waited_for(self, world: World, guard: ModelGuard[Any]) -> None:
-        """With ``wait=False`` it returns at once, and the old generation serves until the new one is there."""
-        world.loader.hold()
-        guard.reload(wait=False)
-        world.loader.reached()
-        assert ("reloading", 1) == (guard.status().state, number(guard))
-        world.loader.open.set()
-        world.join()
-        assert ("ready", 2) == (guard.status().state, number(guard))
-
-    def test_ends_waiting_when_its_time_is_over(self, world: World, guard: ModelGuard[Any]) -> None:
-        """After ``timeout`` it raises ``Reloading``; the reload goes on."""
-        world.loader.hold()
-        with pytest.raises(Reloading):
-            guard.reload(timeout=0)
-        world.loader.open.set()
-        world.join()
-        assert 2 == number(guard)
-
-    def test_from_a_coroutine(self, guard: ModelGuard[Any]) -> None:
-        """``areload()`` is the same without blocking the loop."""
-        asyncio.run(guard.areload())
-        assert 2 == number(guard)
-
     def test_of_a_guard_that_never_loaded(self, world: World) -> None:
         """It is then the first load, and replaces nothing."""
         guard = world.guard()
@@ -102,20 +70,6 @@ class TestReload:
 
 
 class TestAFailedReload:
-    def test_changes_nothing(self, world: World, guard: ModelGuard[Any]) -> None:
-        """The old generation serves on, and the state says that the guard is degraded, and why."""
-        world.loader.fails = True
-        with pytest.raises(LoadFailed, match="no weights"):
-            guard.reload()
-        status = guard.status()
-        assert ("degraded", 1, 1, "OSError: no weights") == (
-            status.state,
-            status.generation,
-            status.failures,
-            status.last_error,
-        )
-        assert (1, True, 1) == (number(guard), guard.ready, world.last(LoadErrored).current)
-
     def test_is_retried_with_backoff(self, world: World, guard: ModelGuard[Any]) -> None:
         """It is tried again when its backoff has passed, not before, and then the guard is ready again."""
         world.loader.fails = True

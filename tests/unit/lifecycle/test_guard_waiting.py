@@ -93,21 +93,6 @@ class TestWhileAModelIsReplaced:
 class TestCommandsWhileAModelServes:
     """Nobody is told that there is no model while one takes calls."""
 
-    def test_a_reload_that_fails(self, world: World) -> None:
-        """Its error names the generation that serves on, and why that was not replaced."""
-        guard = world.guard()
-        guard.load()
-        world.loader.fails = True
-        said = "guard 'model' has not replaced generation 1, which serves on: OSError: no weights"
-        for reload in (guard.reload, lambda: asyncio.run(guard.areload())):
-            with pytest.raises(LoadFailed, match=said) as failed:
-                reload()
-            assert (1, True, 1) == (failed.value.current, guard.ready, number(guard))
-        guard.unload()
-        with pytest.raises(LoadFailed, match="guard 'model' has no model: OSError: no weights") as failed:
-            number(guard)
-        assert failed.value.current is None
-
     def test_commands_whose_time_is_over(self, world: World) -> None:
         """What they wait for goes on, and their error says which generation serves meanwhile."""
         guard = world.guard(swap="load_first")
@@ -197,14 +182,3 @@ def test_deadlines_that_cannot_be_meant_are_refused(world: World, timeout: Any) 
         with pytest.raises(InvalidOption) as refusal:
             use(timeout)
         assert "timeout" == refusal.value.argument
-
-
-def test_a_failure_is_told_from_a_thread_as_from_a_task(world: World) -> None:
-    """Waiting threads and waiting tasks get the same failure."""
-    guard = world.guard()
-    world.loader.fails = True
-    world.loader.hold()
-    calls = [world.spawn(number, guard), world.spawn(asyncio.run, anumber(guard))]
-    until(lambda: len(guard.engine.state.waiting) == 2)
-    world.loader.open.set()
-    assert [LoadFailed, LoadFailed] == [type(call.exception(TIMEOUT)) for call in calls]

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.lifecycle.world import MB, World, number, outcome, until
 
 from modelguard import TTL, Idle, ModelGuard, Policy, Uses, replicas
-from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, PolicyNeverFires, Reloading, WouldDeadlock
+from modelguard.errors import InvalidOption, LoadFailed, PolicyNeverFires, Reloading, WouldDeadlock
 from modelguard.lifecycle import _load_waits
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._policy import subset
@@ -66,13 +66,6 @@ class TestIdle:
             idle_for(world, guard, 9)
         idle_for(world, guard, 2)
         assert "idle" == guard.status().state
-
-    def test_a_call_that_runs_is_use(self, world: World) -> None:
-        """However long it takes."""
-        guard = world.guard(reload_on=Idle("10s"))
-        with guard.lease():
-            idle_for(world, guard, 60)
-            assert "ready" == guard.status().state
 
     def test_a_call_that_has_just_begun_keeps_the_model(self, world: World) -> None:
         """It begins between the check and the release: nobody waits, and the model stays."""
@@ -357,24 +350,6 @@ class TestKeep:
 
 
 class TestUnload:
-    def test_releases_until_the_next_use(self, world: World) -> None:
-        """For guards without ``Idle`` too; a guard without a model is not ready then."""
-        guard = world.guard()
-        number(guard)
-        guard.unload()
-        assert ("idle", False, ("requested",)) == (guard.status().state, guard.ready, world.reasons(UnloadStarted))
-        assert 2 == number(guard)
-
-    def test_without_a_model_does_nothing(self, world: World) -> None:
-        """Before the first load, and twice."""
-        guard = world.guard()
-        guard.unload()
-        assert ("new", 0) == (guard.status().state, world.loader.calls)
-        number(guard)
-        guard.unload()
-        guard.unload()
-        assert 1 == len(world.seen(UnloadStarted))
-
     def test_waits_for_the_calls_that_run(self, world: World) -> None:
         """They end on their model; calls that come meanwhile get the next one."""
         guard = world.guard()
@@ -426,25 +401,6 @@ class TestUnload:
         world.join()
         assert "ready" == guard.status().state
 
-    def test_inside_a_call_is_refused(self, world: World) -> None:
-        """It would wait for its own end."""
-        guard = world.guard()
-        with guard.lease(), pytest.raises(WouldDeadlock, match="unload"):
-            guard.unload()
-
-    def test_on_a_loop(self, world: World) -> None:
-        """``unload()`` would block it and is refused; ``await aunload()`` does not."""
-        guard = world.guard()
-        number(guard)
-
-        async def work() -> None:
-            with pytest.raises(WouldDeadlock, match="aunload"):
-                guard.unload()
-            await guard.aunload()
-
-        asyncio.run(work())
-        assert "idle" == guard.status().state
-
     def test_by_its_own_loader_is_refused(self, world: World) -> None:
         """A loader that waits for its own end would hang."""
         errors: list[BaseException] = []
@@ -460,16 +416,6 @@ class TestUnload:
         assert 1 == number(guard)
         guard.reload()
         assert 2 == len(errors)
-
-    def test_of_a_closed_guard(self, world: World) -> None:
-        """``GuardClosed``, and ``closed`` is its state also after it was idle."""
-        guard = world.guard()
-        number(guard)
-        guard.unload()
-        guard.close()
-        assert ("closed", False) == (guard.status().state, guard.ready)
-        with pytest.raises(GuardClosed):
-            guard.unload()
 
     def test_a_reload_wakes_it(self, world: World) -> None:
         """``reload()`` loads a model, used or not."""

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.lifecycle.world import MB, World, number, until
 
-from modelguard import TTL, Errors, Idle, MemoryLimit, ModelGuard, Policy, Uses, replicas
+from modelguard import TTL, Errors, MemoryLimit, ModelGuard, Policy, Uses
 from modelguard.errors import InvalidOption
 from modelguard.facts._proc import maps, paused_in
-from modelguard.lifecycle.runtime import use
 from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry import (
     GuardPaused,
@@ -26,7 +25,6 @@ from modelguard.telemetry import (
     RecycleAsked,
     ReloadDue,
     ReloadPostponed,
-    UnloadStarted,
 )
 
 
@@ -57,17 +55,6 @@ def waits_for_quiet(world: World) -> tuple[ModelGuard[object], threading.Event, 
 
 
 class TestPause:
-    def test_no_policy_replaces_the_model(self, world: World) -> None:
-        """However long and often it is due; after ``resume()`` it happens at once."""
-        guard = world.guard(reload_on=TTL("1h", jitter=0) | Uses(3), defer=0)
-        guard.load()
-        guard.pause()
-        for _ in range(5):
-            number(guard)
-            assert 1 == check(world, guard, 7200)
-        guard.resume()
-        assert (2, False) == (check(world, guard), guard.status().paused)
-
     def test_the_status_says_what_waits(self, world: World) -> None:
         """Which policies are due, why it waits, and for how long: nobody knows."""
         guard = world.guard(reload_on=TTL("1h", jitter=0), defer=0)
@@ -99,17 +86,6 @@ class TestPause:
         ]
         assert [(["ttl"], "paused", None), (["memory_limit"], "paused", None)] == seen
 
-    def test_reload_by_hand_still_works(self, world: World) -> None:
-        """So an operator can replace the model during the incident; the guard stays paused."""
-        guard = world.guard(reload_on=Uses(1), defer=0)
-        guard.load()
-        guard.pause()
-        guard.reload()
-        assert (2, True) == (guard.status().generation, guard.status().paused)
-        guard.unload()
-        assert "idle" == guard.status().state
-        assert 3 == number(guard)
-
     def test_what_is_no_longer_due_no_longer_waits(self, world: World) -> None:
         """A call that succeeds ends a row of errors, and nothing happens after ``resume()``."""
         guard = world.guard(reload_on=Errors(1), defer=0)
@@ -129,18 +105,6 @@ class TestPause:
         assert None is guard.status().postponed
         guard.resume()
         assert 1 == check(world, guard)
-
-    def test_idle_models_stay(self, world: World) -> None:
-        """``Idle`` is a policy like the others: it releases nothing while the guard is paused."""
-        guard = world.guard(reload_on=Idle("1m"))
-        guard.load()
-        guard.pause()
-        for _ in range(5):
-            check(world, guard, 60)
-        assert ("ready", []) == (guard.status().state, world.seen(UnloadStarted))
-        guard.resume()
-        check(world, guard)
-        assert "idle" == guard.status().state
 
     def test_no_process_is_replaced(self, world: World) -> None:
         """Where a due policy asks the server for a fresh process, it does not ask."""
@@ -242,26 +206,6 @@ class TestPause:
         guard.close()
         guard.pause()
         assert (2, 1, True) == (len(world.seen(GuardPaused)), len(world.seen(GuardResumed)), guard.status().paused)
-
-    def test_children_are_paused_too(self, world: World) -> None:
-        """A worker that is forked during the incident starts paused."""
-        guard = world.guard(reload_on=Uses(1))
-        guard.load()
-        guard.pause()
-        guard.engine.before_fork()
-        guard.engine.after_fork_in_parent()
-        guard.engine.after_fork_in_child()
-        number(guard)
-        assert (1, True) == (check(world, guard), guard.status().paused)
-
-    def test_replicas_pause_together(self, world: World) -> None:
-        """Each of them, by one call."""
-        with use(lambda: world.runtime):
-            pair = replicas(world.guard(reload_on=Uses(1)), 2)
-        pair.pause()
-        assert [True, True] == [status.paused for status in pair.status()]
-        pair.resume()
-        assert [False, False] == [status.paused for status in pair.status()]
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no /proc")

@@ -24,16 +24,6 @@ class TestModels:
         assert ["a", "b", "a", "b"] == use(pool, "a", "b", "a", "b")
         assert ({"a": 10, "b": 20}, 30 * MB, 2) == (loaded(pool), pool.status().used, pool.status().loads)
 
-    def test_are_loaded_in_one_flight_per_key(self, world: World) -> None:
-        """Sixteen threads that ask for one key at once share one load."""
-        pool = world.pool()
-        world.loader.hold()
-        calls = [world.spawn(use, pool, "a") for _ in range(CROWD)]
-        world.loader.reached()
-        world.loader.open.set()
-        assert [["a"]] * CROWD == [outcome(call) for call in calls]
-        assert (1, 1) == (world.loader.calls, pool.status().loads)
-
     def test_may_be_made_by_an_async_loader(self, world: World) -> None:
         """The loader of a pool may be a coroutine function."""
 
@@ -244,18 +234,6 @@ class TestAFailedLoad:
         world.tick(failure.value.retry_after)
         world.loader.fails = False
         assert ["a"] == use(pool, "a")
-
-    def test_is_told_to_all_who_waited(self, world: World) -> None:
-        """Every caller that waited for the load gets its own error."""
-        pool = world.pool()
-        world.loader.fails = True
-        world.loader.hold()
-        calls = [world.spawn(use, pool, "a") for _ in range(4)]
-        world.loader.reached()
-        until(lambda: len(pool._engine._changed._waiters) == 3)  # type: ignore[attr-defined]
-        world.loader.open.set()
-        errors = [call.exception(TIMEOUT) for call in calls]
-        assert ({LoadFailed}, 4) == ({type(error) for error in errors}, len({id(error) for error in errors}))
 
     def test_is_no_other_key_s_business(self, world: World) -> None:
         """A model that cannot be loaded takes no room, and others are served."""

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.lifecycle.world import MB, TIMEOUT, World
 
 from modelguard import ModelPool
-from modelguard.errors import GuardClosed, LoadFailed, LoadTimeout, Overloaded
+from modelguard.errors import LoadFailed, LoadTimeout, Overloaded
 
 TASKS = 50
 
@@ -33,20 +33,6 @@ def run(main: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(bounded())
 
 
-def test_a_model_is_loaded_beside_the_loop(world: World) -> None:
-    """The event loop goes on while a model loads, and the task gets the model when it is loaded."""
-    pool = world.pool()
-    world.loader.hold()
-
-    async def main() -> tuple[Any, int]:
-        call = asyncio.create_task(key_of(pool, "a"))
-        await elsewhere(world.loader.reached)
-        world.loader.open.set()  # by the loop, which a blocked one could not do
-        return await call, pool.status().in_flight
-
-    assert ("a", 0) == run(main)
-
-
 def test_a_loaded_model_is_lent_at_once(world: World) -> None:
     """What is loaded already needs no thread."""
     pool = world.pool()
@@ -60,16 +46,6 @@ def test_a_loaded_model_is_lent_at_once(world: World) -> None:
     assert ("a", "a") == run(main)
 
 
-def test_tasks_share_one_load(world: World) -> None:
-    """Fifty tasks that ask for one key at once share one load."""
-    pool = world.pool()
-
-    async def main() -> list[Any]:
-        return await asyncio.gather(*(key_of(pool, "a") for _ in range(TASKS)))
-
-    assert (["a"] * TASKS, 1) == (run(main), world.loader.calls)
-
-
 def test_the_end_of_the_time_is_told(world: World) -> None:
     """A task that finds no room until its deadline gets ``Overloaded``."""
     world.model_size = 60 * MB
@@ -81,14 +57,6 @@ def test_the_end_of_the_time_is_told(world: World) -> None:
 
     with pytest.raises(Overloaded, match="no room for key 'b'"):
         run(main)
-
-
-def test_a_failed_load_is_told(world: World) -> None:
-    """A task gets the failure of its load."""
-    world.loader.fails = True
-    pool = world.pool()
-    with pytest.raises(LoadFailed, match="no weights"):
-        run(lambda: key_of(pool, "a"))
 
 
 @pytest.mark.parametrize("kind", [LoadFailed, LoadTimeout])
@@ -224,19 +192,3 @@ def test_plain_calls_on_a_loop_are_served(world: World) -> None:
             return plain("a"), model.key
 
     assert ("a", "b") == run(main)
-
-
-def test_the_context_manager_closes(world: World) -> None:
-    """``async with pool:`` closes the pool at the end of an application's lifespan."""
-    world.model_size = 10 * MB
-    pool = world.pool()
-
-    async def main() -> None:
-        async with pool as entered:
-            assert entered is pool
-            await key_of(pool, "a")
-
-    run(main)
-    assert 100 * MB == world.memory
-    with pytest.raises(GuardClosed):
-        run(lambda: key_of(pool, "a"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from tests.unit.lifecycle.test_pool_idle import pass_time
 from tests.unit.lifecycle.world import MB, World, outcome, until
 
 from modelguard import Changed
-from modelguard.errors import GuardClosed, InvalidOption, Reloading, WouldDeadlock
+from modelguard.errors import WouldDeadlock
 from modelguard.telemetry import GenerationReleased, GuardPaused, GuardResumed, LoadStarted, UnloadStarted
 
 
@@ -63,16 +62,6 @@ class TestUnload:
         outcome(unloading)
         assert ({}, 1) == (pool.status().models, world.loader.calls)
 
-    def test_a_bounded_wait(self, world: World) -> None:
-        """``Reloading`` after ``timeout``; the model is released all the same when its calls have ended."""
-        pool = world.pool()
-        with in_use(world, pool, "a"):
-            with pytest.raises(Reloading):
-                pool.unload(timeout="50ms")
-            assert ["a"] == list(pool.status().models)
-        pass_time(world, pool, 1)
-        assert ({}, ("a",)) == (pool.status().models, pool.status().idle)
-
     def test_inside_a_lease_is_refused(self, world: World) -> None:
         """It would wait for its own end. Other keys may be unloaded there."""
         pool = world.pool()
@@ -82,19 +71,6 @@ class TestUnload:
                 pool.unload()
             pool.unload("b")
         assert ["a"] == list(pool.status().models)
-
-    def test_on_a_loop(self, world: World) -> None:
-        """``unload()`` would block it and is refused; ``await aunload()`` does not."""
-        pool = world.pool()
-        use(pool, "a")
-
-        async def work() -> None:
-            with pytest.raises(WouldDeadlock, match="aunload"):
-                pool.unload()
-            await pool.aunload()
-
-        asyncio.run(work())
-        assert ("a",) == pool.status().idle
 
     def test_by_a_loader_is_refused(self, world: World) -> None:
         """It would wait for its own end."""
@@ -127,20 +103,6 @@ class TestUnload:
         pool.unload()
         assert {} == pool.status().models
 
-    @pytest.mark.parametrize("timeout", [-1, "soon", True])
-    def test_a_bad_timeout(self, world: World, timeout: Any) -> None:
-        """The message names it."""
-        with pytest.raises(InvalidOption, match="timeout="):
-            world.pool().unload(timeout=timeout)
-
-    def test_of_a_closed_pool(self, world: World) -> None:
-        """``GuardClosed``, for a reload too."""
-        pool = world.pool()
-        pool.close()
-        for command in (pool.unload, pool.reload):
-            with pytest.raises(GuardClosed):
-                command()
-
 
 class TestReload:
     def test_each_model_is_loaded_anew_at_its_next_use(self, world: World) -> None:
@@ -152,15 +114,6 @@ class TestReload:
         assert (2, ("a", "b"), 2) == (world.loader.calls, pool.status().idle, len(world.seen(GenerationReleased)))
         with pool.lease("a") as model:
             assert 3 == model.number
-
-    def test_a_call_that_runs_keeps_its_model(self, world: World) -> None:
-        """Later ones get the next, and the old one goes with its call."""
-        pool = world.pool()
-        with in_use(world, pool, "a"):
-            pool.reload("a")
-            assert ["a"] == list(pool.status().models)
-        with pool.lease("a") as model:
-            assert 2 == model.number
 
     def test_a_load_under_way_began_too_early(self, world: World) -> None:
         """Its caller gets that model; the next call one whose load begins after the request."""
@@ -197,16 +150,6 @@ class TestPause:
         pool.pause()
         world.tick(100)
         assert (["b"], {"b": 60}) == (use(pool, "b"), loaded(pool))
-
-    def test_commands_work(self, world: World) -> None:
-        """By hand everything can be ended."""
-        pool = world.pool()
-        use(pool, "a")
-        pool.pause()
-        pool.unload()
-        assert (("a",), ["a"]) == (pool.status().idle, use(pool, "a"))
-        pool.reload()
-        assert ("a", 3) == number(pool, "a")
 
     def test_is_a_switch(self, world: World) -> None:
         """Twice is the same as once; events say when it begins and ends; it outlasts a reopening and a fork."""

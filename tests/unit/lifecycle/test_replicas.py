@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import pickle
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -15,7 +14,6 @@ import pytest
 
 from modelguard import TTL, Idle, MemoryGrowth, MemoryLimit, Swap, Uses, batched, guard
 from modelguard.errors import (
-    GuardClosed,
     InvalidOption,
     LoadFailed,
     ModelRejected,
@@ -345,22 +343,6 @@ def test_memory_is_that_of_the_process(policy: Any, modelguard_clock: Clock, mod
         assert [2, 2] == generations(pair)
 
 
-def test_closing_and_opening_again(pair: ModelReplicas[Any], modelguard_loader: Loader) -> None:
-    """In a lifespan all are loaded at the start and released at the end, as often as it runs."""
-
-    async def lifespan() -> bool:
-        async with pair:
-            return pair.ready
-
-    with pair:
-        assert (2, True) == (modelguard_loader.alive, pair.ready)
-    with pytest.raises(GuardClosed), pair.lease():
-        pass
-    assert (0, False) == (modelguard_loader.alive, pair.ready)
-    assert asyncio.run(lifespan())
-    assert 0 == pair._free.in_use
-
-
 def test_idle_replicas_are_released(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """A copy that is not needed for a while gives its memory back, and is loaded again when it is."""
     pair = replicas(guard(modelguard_loader, reload_on=Idle("10m"), swap=Swap(defer=0)), 2)
@@ -408,12 +390,6 @@ def test_wrong_arguments(modelguard_loader: Loader) -> None:
         replicas(nlp, 2)
     with pytest.raises(TypeError, match="is not called directly"):
         ModelReplicas(nlp)  # type: ignore[arg-type, call-arg]
-
-
-def test_they_cannot_be_pickled(pair: ModelReplicas[Any]) -> None:
-    """Another process makes its own."""
-    with pytest.raises(TypeError, match="import the module that makes them"):
-        pickle.dumps(pair)
 
 
 # Timeouts
@@ -486,9 +462,3 @@ def test_loads_and_releases_may_be_bounded() -> None:
     pair.unload(timeout=TIMEOUT)
     assert ["idle", "idle"] == [one.state for one in pair.status()]
     pair.close()
-
-
-def test_a_wait_that_is_no_bool_is_refused(pair: ModelReplicas[Any]) -> None:
-    """It is meant as a timeout."""
-    with pytest.raises(InvalidOption, match="timeout='5s'"):
-        pair.reload(wait=5)  # type: ignore[arg-type]

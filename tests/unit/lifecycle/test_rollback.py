@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
 import weakref
@@ -28,20 +27,6 @@ from modelguard import (
     telemetry,
 )
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, ModelRejected, NoPreviousModel
-
-
-def test_the_next_call_runs_on_the_previous_model(world: World) -> None:
-    """Nothing is loaded; the bad model is released, and the previous one was never unloaded."""
-    guard = kept(world)
-    assert 2 == number(guard)
-    assert [] == released(world)
-    guard.rollback()
-    assert 1 == number(guard)
-    world.join()
-    assert [2] == released(world)
-    assert 2 == world.loader.calls
-    status = guard.status()
-    assert ("ready", 1, True, 0) == (status.state, status.generation, status.pinned, status.previous)
 
 
 def test_it_is_reported_with_versions(world: World) -> None:
@@ -194,27 +179,6 @@ def test_a_cancelled_load_that_fails_is_no_failure(world: World) -> None:
     world.loader.open.set()
     world.join()
     assert ("ready", 0, []) == (guard.status().state, guard.status().failures, world.seen(telemetry.LoadErrored))
-
-
-def test_inside_a_call_and_on_an_event_loop_it_is_allowed(world: World) -> None:
-    """It waits for nothing: the call goes on with the model that it has."""
-    guard = kept(world)
-
-    @guard
-    def undo(model: Any) -> int:
-        guard.rollback()
-        return int(model.number)
-
-    assert 2 == undo()
-    assert 1 == number(guard)
-    guard.reload()
-    world.join()
-
-    async def on_loop() -> None:
-        guard.rollback()
-
-    asyncio.run(on_loop())
-    assert 1 == number(guard)
 
 
 def test_where_memory_is_short_nothing_is_kept(world: World) -> None:

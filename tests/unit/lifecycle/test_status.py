@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -65,37 +64,6 @@ def test_a_guard_in_use(world: World) -> None:
     assert expected == status
 
 
-def test_states_of_a_life(world: World) -> None:
-    """New, loading, ready, reloading, degraded, draining, failed, closed: each has its name, and ``ready`` goes with it."""  # noqa: E501
-    guard = world.guard()
-    states = [state(guard)]
-    world.loader.hold()
-    load = world.spawn(guard.load)
-    world.loader.reached()
-    states.append(state(guard))
-    world.loader.open.set()
-    outcome(load)
-    states.append(state(guard))
-    world.loader.hold()
-    guard.reload(wait=False)
-    world.loader.reached()
-    states.append(state(guard))
-    world.loader.fails = True
-    world.loader.open.set()
-    world.join()
-    states.append(state(guard))
-    guard.close()
-    states.append(state(guard))
-    assert [
-        ("new", False),
-        ("loading", False),
-        ("ready", True),
-        ("reloading", True),
-        ("degraded", True),
-        ("closed", False),
-    ] == states
-
-
 def test_states_of_a_life_that_drains_first(world: World) -> None:
     """With ``drain_first`` none serves while the model is replaced, nor after a load that failed."""
     guard = world.guard(swap="drain_first")
@@ -120,16 +88,6 @@ def test_a_guard_is_ready_again_when_its_reload_returns(world: World) -> None:
         assert ("ready", True) == state(guard)
 
 
-def test_a_failed_first_load(world: World) -> None:
-    """A guard whose first load failed says why, and is not ready."""
-    guard = world.guard()
-    world.loader.fails = True
-    with pytest.raises(LoadFailed):
-        guard.load()
-    status = guard.status()
-    assert ("failed", 1, "OSError: no weights") == (status.state, status.failures, status.last_error)
-
-
 def test_calls_on_old_generations_are_in_flight_too(world: World) -> None:
     """Calls on draining and abandoned generations are counted until they end."""
     guard = world.guard(drain_timeout=0)
@@ -139,16 +97,6 @@ def test_calls_on_old_generations_are_in_flight_too(world: World) -> None:
         with guard.lease():  # joins the abandoned one
             assert (2, 2) == (guard.status().in_flight, guard.status().generation)
     assert 0 == guard.status().in_flight
-
-
-def test_a_status_is_a_value(world: World) -> None:
-    """It cannot be changed, and does not change by itself."""
-    guard = world.guard()
-    before = guard.status()
-    guard.load()
-    assert "new" == before.state
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        before.uses = 7  # type: ignore[misc]
 
 
 def test_a_guard_shows_its_name_and_state(world: World) -> None:
