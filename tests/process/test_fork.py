@@ -367,7 +367,7 @@ def test_replicas_are_free_in_a_child_whatever_the_parents_threads_do() -> None:
     both = replicas(guard(Model, reload_on=None, name="pair"), 2)
     both.load()
     name = both(lambda model: model.pid)
-    release = held_by_another_thread(both._free._changed)
+    release = held_by_another_thread(both._free.line._turn)
     try:
         in_child(lambda: name() and None)
     finally:

@@ -6,7 +6,6 @@ does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, insta
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from modelguard.errors import InvalidOption, LoadFailed, NoPreviousModel, WouldD
 from modelguard.lifecycle import _load_waits, _loading, _misuse, _release
 from modelguard.lifecycle._checks import Ask, Checks
 from modelguard.lifecycle._generation import Generation, LoadJob, Outcome
-from modelguard.lifecycle._load_waits import wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
+from modelguard.lifecycle._load_waits import until_loaded, wait_for_end_of_job
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle._release import drain_and_release, in_background, release_and_report
 from modelguard.lifecycle._reload import Reload, free, named
@@ -30,7 +29,7 @@ from modelguard.lifecycle.runtime import Fingerprint
 from modelguard.runtime import fork, own_thread, waiting
 from modelguard.runtime.background import TICKER
 from modelguard.runtime.fork import WeakRegistry
-from modelguard.runtime.waiting import Timeout, resolve
+from modelguard.runtime.waiting import Steps, Timeout, resolve
 from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
 
@@ -131,6 +130,7 @@ class Engine(Generic[M]):
         name: The guard's name.
         state: The guard's state, to be read.
         checks: Ask the policies, and start what is due.
+        changed: Called when a load has ended, and while :attr:`GuardState.watched` at the end of each call.
     """
 
     fork_rank = fork.Rank.GUARD
@@ -140,6 +140,7 @@ class Engine(Generic[M]):
         self.state: GuardState[M] = GuardState(options.name)
         self.guard = GuardContext(options, self.state, runtime)
         self.checks = Checks(self.guard, self._start)
+        self.changed: Callable[[], object] = lambda: None
         _hooks.import_events()
         _engines.add(self)
         unload(self.guard)
@@ -187,6 +188,7 @@ class Engine(Generic[M]):
                 return self._start(self.state.finish(job, _MEANWHILE))
             # Reported to those who wait and not raised: this may be the end of a call that succeeded.
             self._reload(job).fail(LoadFailed, str(error), error)
+            self.changed()
             return False
         return True
 
@@ -195,6 +197,7 @@ class Engine(Generic[M]):
             self._reload(job).run()
             self._after_load()
             job = self.state.finish(job, _MEANWHILE)
+            self.changed()
             if job is not None and self.guard.runtime.ticks:
                 with suppress(RuntimeError):  # the interpreter is shutting down
                     TICKER.add(self)
@@ -223,19 +226,22 @@ class Engine(Generic[M]):
         """Seconds that a call waits for the load that it joins; None for as long as that takes."""
         return self.guard.options.wait_timeout if self.state.generations else None
 
-    def _wait_until_ready(self, limit: Timeout) -> None:
+    def _until_loaded(self, limit: Timeout) -> Steps[None]:
         if (future := self.join_load()) is not None:
-            wait_for_load(self.state, future, limit)
+            yield from until_loaded(self.state, future, limit)
 
-    async def _await_until_ready(self, limit: Timeout) -> None:
+    def _until_entered(self, limit: Timeout) -> Steps[Generation[M]]:
+        while (generation := self.state.enter()) is None:
+            yield from self._until_loaded(limit)
+        return generation
+
+    async def _prepare_to_await(self) -> None:
+        """Load here and now in inline mode; else see to it that no load begins that cannot be awaited."""
         if _loading.active():
             await _loading.aload(self.guard)
-            return
-        if self.state.current is None:
+        elif self.state.current is None:
             self.state.raise_if_closed()
-            waiting.require_asyncio("waiting for a model in a coroutine")  # before the load begins
-        if (future := self.join_load()) is not None:
-            await wait_for_load_on_loop(self.state, future, limit)
+            waiting.require_loop("waiting for a model in a coroutine")
 
     def join_load(self) -> Future[Outcome] | None:
         """Join the one load, started here if need be; None if there is a current generation already. Does not block.
@@ -299,22 +305,13 @@ class Engine(Generic[M]):
             GuardClosed, LoadFailed, Reloading, WouldDeadlock: There is no generation to run on.
         """
         generation = self.state.enter()
-        if generation is not None:
-            return generation
-        limit = self._timeout(timeout)
-        while generation is None:
-            self._wait_until_ready(limit)
-            generation = self.state.enter()
-        return generation
+        return waiting.block(self._until_entered(self._timeout(timeout))) if generation is None else generation
 
     async def aenter(self, timeout: float | None = None) -> Generation[M]:
         generation = self.state.enter()
-        if generation is not None:
-            return generation
-        limit = self._timeout(timeout)
-        while generation is None:
-            await self._await_until_ready(limit)
-            generation = self.state.enter()
+        if generation is None:
+            await self._prepare_to_await()
+            generation = await waiting.suspend(self._until_entered(self._timeout(timeout)))
         return generation
 
     def leave(self, generation: Generation[M], *, failed: bool) -> None:
@@ -327,8 +324,9 @@ class Engine(Generic[M]):
         So no policy is asked, and no hook called, which may wait for a lock that this thread holds: the next call asks,
         or the ticker.
         """
-        if self.state.leave(generation, False) and generation.retired:  # noqa: FBT003 - a keyword would cost the hot path
-            in_background(self.guard, functools.partial(self._after_call, generation))
+        state = self.state
+        if state.leave(generation, False) and (generation.retired or state.watched):  # noqa: FBT003 - by position, it is the hot path
+            in_background(self.guard, partial(self._after_call, generation))
 
     def wrapper(  # noqa: C901 - the hot path is written out
         self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]
@@ -417,11 +415,10 @@ class Engine(Generic[M]):
         if not generation.retired:
             self.checks.ask(sample=False)
         elif self.state.retired_call_ended(generation):
-            self._release_in_background(generation)
-
-    def _release_in_background(self, generation: Generation[M]) -> None:
-        """Release an abandoned generation after its last call, which must not wait for that."""
-        in_background(self.guard, functools.partial(release_and_report, self.guard, generation, drain_seconds=None))
+            # After the last call on an abandoned generation, which must not wait for its release.
+            in_background(self.guard, partial(release_and_report, self.guard, generation, drain_seconds=None))
+        if self.state.watched:
+            self.changed()
 
     # Loads
 
@@ -432,11 +429,12 @@ class Engine(Generic[M]):
     def ensure_loaded(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`load`, on an event loop too, which it then blocks."""
         self.state.raise_if_closed()
-        self._wait_until_ready(self._timeout(timeout))
+        waiting.block(self._until_loaded(self._timeout(timeout)))
 
     async def aload(self, timeout: _units.Duration | None = None) -> None:
         self.state.raise_if_closed()
-        await self._await_until_ready(self._timeout(timeout))
+        await self._prepare_to_await()
+        await waiting.suspend(self._until_loaded(self._timeout(timeout)))
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None = None) -> None:
         if wait:
@@ -446,12 +444,12 @@ class Engine(Generic[M]):
                 pass  # a loader that asks for its own reload is refused before the request makes its load stale
         future = self._request_reload()
         if wait:
-            wait_for_load(self.state, future, Timeout(timeout))
+            waiting.block(until_loaded(self.state, future, Timeout(timeout)))
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         self.raise_inside_call("areload")
-        waiting.require_asyncio("waiting for a model in a coroutine")  # before the load begins
-        await wait_for_load_on_loop(self.state, self._request_reload(), Timeout(timeout))
+        waiting.require_loop("waiting for a model in a coroutine")  # before the load begins
+        await waiting.suspend(until_loaded(self.state, self._request_reload(), Timeout(timeout)))
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
         waiting.raise_on_event_loop(self.name, "unload", "await guard.aunload()")
@@ -469,7 +467,7 @@ class Engine(Generic[M]):
                 wait_for_end_of_job(self.state, job, limit)
 
     async def aunload(self, timeout: _units.Duration | None = None) -> None:
-        work = functools.partial(self.unload, timeout)
+        work = partial(self.unload, timeout)
         await waiting.run(work, f"modelguard-unload-{self.name}", self.guard.runtime.start_thread)
 
     def rollback(self) -> None:
@@ -548,7 +546,7 @@ class Engine(Generic[M]):
             self.guard.recorded.clear()
 
     async def aclose(self, timeout: _units.Duration | None = None) -> None:
-        work = functools.partial(self.close, timeout)
+        work = partial(self.close, timeout)
         await waiting.run(work, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
 
     def before_fork(self) -> None:

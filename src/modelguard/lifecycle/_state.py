@@ -86,6 +86,7 @@ class GuardState(Generic[M]):
         epoch: How many forks lie between this process and the one that made the guard.
         job: The load under way, if any.
         paused: Policies start nothing. What others ask for goes on.
+        watched: Somebody waits for the ends of calls.
     """
 
     def __init__(self, name: str) -> None:
@@ -107,7 +108,7 @@ class GuardState(Generic[M]):
         self._released_model: weakref.ref[Any] | None = None
         self.epoch = 0
         self.job: LoadJob | None = None
-        self.paused = False
+        self.paused = self.watched = False
         self.requests = 0
         self.reloads = 0
         self.failures = 0
@@ -271,7 +272,14 @@ class GuardState(Generic[M]):
         """Have the end of a call ask the policy once ``uses`` calls have ended."""
         with self.lock:
             if not generation.retired:
-                generation.alarm = uses
+                generation.alarm = 0 if self.watched else uses
+
+    def watch(self, *, watched: bool) -> None:
+        """Have the end of each call tell those who wait for it, or no longer. Of a guard without policies."""
+        with self.lock:
+            self.watched = watched
+            if self.current is not None:
+                self.set_alarm(self.current, math.inf)
 
     def postpone(self, job: PostponedJob | None) -> None:
         """Record what the policies ask for and must wait; None if that is nothing."""
@@ -625,6 +633,7 @@ class GuardState(Generic[M]):
         self._renew_locks()
         self.epoch += 1
         self.postponed = self.last_release = self.least_memory = None
+        self.watched = False
         self.draining.clear()
         self.abandoned.clear()
         self.left_behind = LeftBehind()

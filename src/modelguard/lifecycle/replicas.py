@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,12 +23,11 @@ from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.pool import PoolLease, call_on
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import start_thread
-from modelguard.runtime.waiting import Timeout
+from modelguard.runtime.waiting import Line, Steps, TimeIsOver, Timeout, Wait
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._state import GuardState
     from modelguard.lifecycle.status import Status
 
 __all__ = [
@@ -44,9 +40,6 @@ __all__ = [
 
 
 M = TypeVar("M")
-
-#: Seconds after which a waiting call looks again while a free replica is being loaded.
-_LOOK = 0.05
 
 
 class FreeReplicas(Generic[M]):
@@ -67,16 +60,11 @@ class FreeReplicas(Generic[M]):
         self._name = name
         self._engines = engines
         self._wait = wait
-        self._start()
+        self.line: Line[None, int] = Line(self._take_free, self.give_back)
+        for engine in engines:
+            engine.changed = self.line.serve  # one that was being loaded may have its model
+        self.after_fork_in_child()
         fork.register(self)
-
-    def _start(self) -> None:
-        # Reentrant: the garbage collector may end a lease in the middle of a change.
-        self._changed = threading.Condition(threading.RLock())
-        self._free = [*range(len(self._engines))]
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._process = os.getpid()
-        self.rolling = threading.Lock()
 
     def take(self, timeout: float | None = None) -> Lease[M]:
         """Take a lease on a free replica, inside a call on the one that this call uses.
@@ -88,29 +76,18 @@ class FreeReplicas(Generic[M]):
         engine = self._enclosing()
         if engine is not None:
             return Lease.take(engine)
-        at = self._wait_for_free(self._wait if timeout is None else timeout)
-        return self._lease(at, timeout)
-
-    def _lease(self, at: int, timeout: float | None) -> Lease[M]:
-        try:
-            lease = _ExclusiveLease.take(self._engines[at], timeout)
-        except BaseException:
-            self._give_back(at)
-            raise
-        return self._bound(lease, at)
+        at = waiting.block(self._until_free(timeout))
+        with self._given_back_if_it_fails(at):
+            return self._bound(_ExclusiveLease.take(self._engines[at], timeout), at)
 
     async def atake(self, timeout: float | None = None) -> Lease[M]:
         """:meth:`take` without blocking the event loop."""
         engine = self._enclosing()
         if engine is not None:
             return await Lease.atake(engine)
-        at = await self._await_free(self._wait if timeout is None else timeout)
-        try:
-            lease = await _ExclusiveLease.atake(self._engines[at], timeout)
-        except BaseException:
-            self._give_back(at)
-            raise
-        return self._bound(lease, at)
+        at = await waiting.suspend(self._until_free(timeout))
+        with self._given_back_if_it_fails(at):
+            return self._bound(await _ExclusiveLease.atake(self._engines[at], timeout), at)
 
     def _bound(self, lease: Any, at: int) -> Lease[M]:
         lease.replica, lease.replicas, lease.process = at, self, self._process
@@ -119,71 +96,55 @@ class FreeReplicas(Generic[M]):
     def _enclosing(self) -> Engine[M] | None:
         return next((engine for engine in self._engines if engine.state.enclosing_generation() is not None), None)
 
-    def _free_now(self) -> int | None:
+    def _take_free(self, _request: None = None) -> int | None:
         """Take a free replica: one that has its model, else one that could be loaded now; None if there is none."""
-        with self._changed:
-            ready = [at for at in self._free if self._engines[at].state.current is not None]
-            chosen = ready or [at for at in self._free if not self._engines[at].loading]
+        while True:
+            free = self._free.copy()
+            ready = [at for at in free if self._engines[at].state.current is not None]
+            chosen = ready or [at for at in free if not self._engines[at].loading]
             if not chosen:
                 return None
-            at: int = chosen[0]
-            self._free.remove(at)
-            return at
+            with suppress(ValueError):  # somebody else has just taken it
+                self._free.remove(chosen[0])
+                return chosen[0]
 
-    def _wait_for_free(self, wait: float) -> int:
-        until = time.monotonic() + wait
-        search = _load_waits.Search(self._states_if_all_load)
-        with self._changed:
-            while (at := self._free_now()) is None:
-                self._changed.wait(search.pause(self._pause(until, wait)))
-                search.look()
+    def _until_free(self, timeout: float | None) -> Steps[int]:
+        wait = self._wait if timeout is None else timeout
+        if not self.line and (at := self._take_free()) is not None:
             return at
+        try:
+            return (yield from self.line.wait(None, Timeout(wait), search=self._search))
+        except TimeIsOver:
+            raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s") from None
 
-    def _states_if_all_load(self) -> list[GuardState[M]]:
-        """The states of all, if none has a model; else none: one that is in use becomes free."""
+    def _search(self) -> None:
+        """Look for loads that wait for this thread, if no replica has a model: one that is in use becomes free."""
         states = [engine.state for engine in self._engines]
-        return states if all(state.current is None and state.job is not None for state in states) else []
+        if all(state.current is None and state.job is not None for state in states):
+            for state in states:
+                _load_waits.raise_if_load_waits_here(state)
 
-    async def _await_free(self, wait: float) -> int:
-        until = time.monotonic() + wait
-        while True:
-            with self._changed:
-                at = self._free_now()
-                if at is not None:
-                    return at
-                waiting.require_asyncio("waiting for a free replica in a coroutine")
-                loop = asyncio.get_running_loop()
-                waiter: asyncio.Future[None] = loop.create_future()
-                pause = self._pause(until, wait)
-                self._waiters.append((loop, waiter))
-            try:
-                await asyncio.wait_for(waiter, pause)
-            except TimeoutError:
-                pass
-            finally:
-                with self._changed, suppress(ValueError):
-                    self._waiters.remove((loop, waiter))
+    @contextmanager
+    def _given_back_if_it_fails(self, at: int) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.give_back(at)
+            raise
 
-    def _pause(self, until: float, wait: float) -> float:
-        """Seconds after which to look again, at the latest."""
-        left = until - time.monotonic()
-        if left <= 0:
-            raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s")
-        return min(left, _LOOK) if self._free else left
-
-    def _give_back(self, at: int) -> None:
-        with self._changed:
-            self._free.append(at)
-            self._changed.notify()
-            waiters, self._waiters = self._waiters, []
-        for loop, waiter in waiters:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_wake, waiter)
+    def give_back(self, at: int) -> None:
+        self._free.append(at)
+        self.line.serve()
 
     def ended(self, lease: _ExclusiveLease[Any]) -> None:
         """Note that a lease has ended."""
         if lease.process == os.getpid():  # else a fork lies between, and all are free here
-            self._give_back(lease.replica)
+            self.give_back(lease.replica)
+
+    @property
+    def in_use(self) -> int:
+        """How many are used by a call."""
+        return len(self._engines) - len(self._free)
 
     # Fork
 
@@ -195,17 +156,11 @@ class FreeReplicas(Generic[M]):
 
     def after_fork_in_child(self) -> None:
         """All are free: the other calls are the parent's. A thread of the parent may have held a lock."""
-        self._start()
-
-    @property
-    def in_use(self) -> int:
-        """How many are used by a call."""
-        return len(self._engines) - len(self._free)
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        # Which are free: changed in single steps, since the garbage collector may end a lease at any point.
+        self._free = [*range(len(self._engines))]
+        self.line.renew()
+        self._process = os.getpid()
+        self.rolling = threading.Lock()
 
 
 class _ExclusiveLease(Lease[M]):
@@ -498,19 +453,13 @@ class ModelReplicas(Entered, Generic[M]):
             self._roll()
         else:
             waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
-            try:
-                self._begin_to_roll().result(limit.left())
-            except TimeoutError:
-                raise Reloading(self._name, waited=limit.waited()) from None
+            waiting.block(self._until_rolled(limit))
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine: does not block the event loop."""
         limit = Timeout(timeout)
-        waiting.require_asyncio("waiting for models in a coroutine")  # before the first load begins
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(self._begin_to_roll()), limit.left())
-        except TimeoutError:
-            raise Reloading(self._name, waited=limit.waited()) from None
+        waiting.require_loop("waiting for models in a coroutine")  # before the first load begins
+        await waiting.suspend(self._until_rolled(limit))
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
         """Release all models until their next use, which loads one again. Blocks.
@@ -552,9 +501,14 @@ class ModelReplicas(Entered, Generic[M]):
         for guard in self._guards:
             guard.resume()
 
-    def _begin_to_roll(self) -> Future[None]:
-        start_thread = self._guards[0].engine.guard.runtime.start_thread
-        return waiting.start(self._roll, f"modelguard-roll-{self._name}", start_thread)
+    def _until_rolled(self, limit: Timeout) -> Steps[None]:
+        rolling = waiting.start(
+            self._roll, f"modelguard-roll-{self._name}", self._guards[0].engine.guard.runtime.start_thread
+        )
+        yield Wait(rolling, limit)
+        if not rolling.done():
+            raise Reloading(self._name, waited=limit.waited())
+        rolling.result()
 
     def _roll(self) -> None:
         with self._free.rolling:
