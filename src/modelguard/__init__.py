@@ -12,11 +12,11 @@ if typing.TYPE_CHECKING:
     from modelguard import allocator, control, errors, memory, prefork, presets, serving, sharing, telemetry, weights
     from modelguard.isolation.isolate import Isolated, isolate
     from modelguard.lifecycle._guard_options import Loaded, Replay, Swap
-    from modelguard.lifecycle._policy import Backoff
     from modelguard.lifecycle.cron import Cron
     from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
     from modelguard.lifecycle.policies import (
         TTL,
+        Backoff,
         Between,
         Changed,
         Errors,
@@ -85,10 +85,10 @@ __all__ = [
 
 _NAMES = {
     "modelguard.isolation.isolate": ("Isolated", "isolate"),
-    "modelguard.lifecycle._policy": ("Backoff",),
     "modelguard.lifecycle.cron": ("Cron",),
     "modelguard.lifecycle.guard": ("ModelGuard", "guard", "guard_of"),
     "modelguard.lifecycle.policies": (
+        "Backoff",
         "TTL",
         "Between",
         "Changed",

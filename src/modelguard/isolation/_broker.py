@@ -46,7 +46,7 @@ from modelguard.isolation._processes import leave
 from modelguard.isolation._scopes import ProcessScope
 from modelguard.isolation._supervisor import Files, supervisor
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._state import Generation
 from modelguard.runtime.background import THREADS, start_thread
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import Event, Reason, WorkerEndCause, logger

@@ -26,8 +26,7 @@ from modelguard.isolation._channel import RemoteTraceback
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import Files, Origin
 from modelguard.lifecycle._guard_options import GuardOptions
-from modelguard.lifecycle._policy import subset
-from modelguard.lifecycle.policies import Changed
+from modelguard.lifecycle.policies import Changed, subset
 from modelguard.runtime import fork
 
 # What a process and the broker of its isolated function say to each other.

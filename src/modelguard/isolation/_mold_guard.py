@@ -27,9 +27,9 @@ from modelguard.isolation._molds import Mold, MoldOptions, SpawnedWorkers, molds
 from modelguard.isolation._supervisor import Files, Origin, supervisor
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._guard_options import GuardOptions, Loaded
-from modelguard.lifecycle._loading import Rejected
-from modelguard.lifecycle._policy import subset
+from modelguard.lifecycle._reload import Rejected
 from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.status import Postponed
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry.reasons import Reason

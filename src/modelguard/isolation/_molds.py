@@ -20,7 +20,7 @@ from modelguard.isolation._channel import Channel, pair, with_remote_traceback
 from modelguard.isolation._mold_workers import MoldOrders, Worker, WorkerPlan, Workers
 from modelguard.isolation._supervisor import Instructions, Launched, Supervisor, launch
 from modelguard.lifecycle._guard_options import GuardOptions
-from modelguard.lifecycle._policy import Backoff
+from modelguard.lifecycle.policies import Backoff
 from modelguard.runtime import fork
 from modelguard.runtime.fork import WeakRegistry
 from modelguard.serving.breaker import Breaker

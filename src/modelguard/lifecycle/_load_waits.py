@@ -13,8 +13,7 @@ from types import FrameType
 from typing import Any
 
 from modelguard.errors import GuardClosed, LoadFailed, Reloading, WouldDeadlock
-from modelguard.lifecycle._generation import LoadJob, Outcome
-from modelguard.lifecycle._state import GuardState
+from modelguard.lifecycle._state import GuardState, LoadJob, Outcome
 from modelguard.runtime import fork
 from modelguard.runtime.waiting import Steps, Timeout, Wait
 

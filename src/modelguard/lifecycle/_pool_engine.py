@@ -24,9 +24,8 @@ from modelguard.errors import (
 )
 from modelguard.facts._proc import ShownPause
 from modelguard.lifecycle import _load_waits
-from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._engine import Engine, Lease
 from modelguard.lifecycle._guard_options import PoolOptions
-from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._pool_models import OVERDUE, REMEMBERED, IdleKeys, PooledModel, PoolLRU, PoolSources, Want
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import TICKER
@@ -59,7 +58,7 @@ def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
     return tuple(_pool_engines)
 
 
-def in_background_of(runtime: Runtime, work: Callable[[], object], name: str) -> None:
+def in_background_of(runtime: Runtime, work: Callable[[], None], name: str) -> None:
     """Do something in another thread; in this one if the system gives none."""
     try:
         runtime.start_thread(work, f"modelguard-line-{name}")
@@ -198,7 +197,8 @@ class PoolEngine(Generic[K, M]):
             engine.state.close()
         self.line.serve()
 
-    def close(self, timeout: Timeout | None = None) -> None:
+    def close(self, timeout: float | None = None) -> None:
+        limit = None if timeout is None else Timeout(timeout)
         waiting.raise_on_event_loop(self.name, "close", "await pool.aclose()")
         TICKER.remove(self)
         with self._lock:
@@ -211,14 +211,13 @@ class PoolEngine(Generic[K, M]):
             releasing = self._releasing
         self.line.serve()
         for engine in engines:
-            engine.close(None if timeout is None else timeout.left())
+            engine.close(None if limit is None else limit.left())
         self._close_evicted()
         if releasing is not None:
-            wait([releasing], _END if timeout is None else timeout.left())
+            wait([releasing], _END if limit is None else limit.left())
 
-    async def aclose(self, timeout: Timeout | None = None) -> None:
-        work = partial(self.close, timeout)
-        await waiting.run(work, f"modelguard-close-{self.name}", self.runtime.start_thread)
+    async def aclose(self) -> None:
+        await waiting.run(self.close, f"modelguard-close-{self.name}", self.runtime.start_thread)
 
     def reopen(self) -> None:
         with self._lock:
@@ -376,7 +375,10 @@ class PoolEngine(Generic[K, M]):
         look = partial(self._press, want)
         found = partial(self._find, want)
         try:
-            return (yield from self.line.wait(found, limit, look=look, search=self._search, every=OVERDUE))
+            place: tuple[PooledModel[M], bool] = yield from self.line.wait(
+                found, limit, look=look, search=self._search, every=OVERDUE
+            )
+            return place  # noqa: TRY300 - typed, as the line is not
         except TimeIsOver:
             raise self.why_full(key) from None
         finally:
@@ -467,13 +469,13 @@ class PoolEngine(Generic[K, M]):
                     self._models.stop_lending_oldest(now, paused=self.paused)
             self.line.serve()
 
-    def _lends(self, model: PooledModel[M], want: Want[K, M] | None = None) -> bool:
+    def _lends(self, model: PooledModel[M], want: Want[Any, M] | None = None) -> bool:
         """Whether the caller may use ``model`` now. While it loads, only its own warm-up may."""
         overdue = model.overdue(self.runtime.clock(), paused=self.paused)
         if overdue < 0 and not model.loading:
             return True
         if want is None:
-            want = Want(model, list(self._models.values()), 0.0)  # type: ignore[arg-type] # for its context alone
+            want = Want(None, list(self._models.values()), 0.0)
         if model.loading:
             return want.is_inside(model)
         # Bounded, or streams that overlap, as a pool of threads steps them, could keep the old model for ever. The

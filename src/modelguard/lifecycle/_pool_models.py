@@ -80,7 +80,7 @@ class PooledModel(Generic[M]):
         The loop over the generator must not wait for the end of the generator. On an event loop all streams share one
         thread, so there it says nothing.
         """
-        if self.engine is None or waiting.on_event_loop():
+        if self.engine is None or waiting.on_any_loop():
             return False
         return any(lease.held_here() is not None for lease in list(self.engine.state.held_leases))
 

@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _public, _units
-from modelguard._entered import Entered
 from modelguard.errors import InvalidOption, Overloaded, Reloading
 from modelguard.lifecycle import _load_waits, _misuse
-from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._generation import KnownModels
-from modelguard.lifecycle._leases import Lease
-from modelguard.lifecycle._policy import NextCheck, Policy, Snapshot, alternatives
+from modelguard.lifecycle._engine import Engine, Lease
+from modelguard.lifecycle._state import KnownModels
 from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.handle import ModelHandle
+from modelguard.lifecycle.policies import NextCheck, Policy, Snapshot, alternatives
 from modelguard.lifecycle.pool import PoolLease, call_on
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import start_thread
@@ -104,9 +103,10 @@ class FreeReplicas(Generic[M]):
             chosen = ready or [at for at in free if not self._engines[at].loading]
             if not chosen:
                 return None
+            at: int = chosen[0]
             with suppress(ValueError):  # somebody else has just taken it
-                self._free.remove(chosen[0])
-                return chosen[0]
+                self._free.remove(at)
+                return at
 
     def _until_free(self, timeout: float | None) -> Steps[int]:
         wait = self._wait if timeout is None else timeout
@@ -207,18 +207,14 @@ class Turns:
     """Gives one replica after another the turn to be replaced.
 
     Args:
-        loading: Whether a replica is being replaced, for each.
-        loaded: Whether it has a model, for each.
+        engines: Of the replicas; they may come later.
         clock: Returns the time in seconds.
     """
 
     fork_rank = fork.Rank.REPLICAS  # nothing else is taken while its lock is held
 
-    def __init__(
-        self, loading: Sequence[Callable[[], bool]], loaded: Sequence[Callable[[], bool]], clock: Callable[[], float]
-    ) -> None:
-        self._loading = loading
-        self._loaded = loaded
+    def __init__(self, engines: Sequence[Engine[Any]], clock: Callable[[], float]) -> None:
+        self._engines = engines
         self._clock = clock
         self._lock = threading.RLock()  # reentrant: a signal handler may call another replica
         self._born: dict[int, tuple[int, float]] = {}  # of each replica, its generation and when that was first seen
@@ -236,7 +232,7 @@ class Turns:
     def take(self, replica: int) -> bool:
         """Give a replica its turn, unless another one is being replaced."""
         with self._lock:
-            if any(loading() for other, loading in enumerate(self._loading) if other != replica):
+            if any(engine.loading for other, engine in enumerate(self._engines) if other != replica):
                 return False
             now = self._clock()
             if self._holder is not None:
@@ -272,7 +268,7 @@ class Turns:
 
     def _with_models(self, replica: int) -> list[int]:
         """Replicas that have a model, as this one has; others have released theirs until their next use."""
-        return [one for one in list(self._born) if one == replica or self._loaded[one]()]
+        return [one for one in list(self._born) if one == replica or self._engines[one].state.current is not None]
 
 
 def in_turn(policy: Policy | None, replica: int, turns: Turns) -> Policy | None:
@@ -295,12 +291,8 @@ class _InTurn(Policy):
         self._policy = policy
         self._replica = replica
         self._turns = turns
-        self.kind = policy.kind  # type: ignore[misc] # of the class elsewhere
-        self.reads_memory = policy.reads_memory
-        self.renews = policy.renews
-        self.watches_source = policy.watches_source
-        self.unloads = policy.unloads
-        self.restricts = policy.restricts
+        flags = ("kind", "reads_memory", "renews", "watches_source", "unloads", "restricts")
+        vars(self).update({flag: getattr(policy, flag) for flag in flags})
 
     def due(self, now: Snapshot) -> bool:
         return bool(self.reasons(now))
@@ -331,65 +323,27 @@ class _InTurn(Policy):
         return repr(self._policy)
 
 
-S = TypeVar("S")
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class ModelReplicas(Entered, Generic[M]):
+class ModelReplicas(ModelHandle[M]):
     """Copies of one model in this process, each with a lifecycle of its own. Made by :func:`replicas`.
 
     It is a decorator and a handle, as a guard is, and a context manager that loads on entry and closes on exit, for
     ``with`` and ``async with``.
     """
 
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *args: object, **kwargs: object) -> Self:  # noqa: D102 - Python's own
-            _misuse.check_made_by("replicas(guard(load, reload_on=...), 2)", cls, args, kwargs)
-            return super().__new__(cls)
+    _made_by = "replicas(guard(load, reload_on=...), 2)"
+    _what = "replicas"
 
     def __init__(self, name: str, guards: tuple[ModelGuard[M], ...]) -> None:
-        super().__init__()
-        self._name = name
-        self._guards = guards
         engines = [guard.engine for guard in guards]
+        super().__init__(name, engines)
+        self._guards = guards
         self._free = FreeReplicas(name, engines, engines[0].guard.options.wait_timeout)
-
-    @property
-    def name(self) -> str:
-        """The name of the guard that they were made from. Their own have a number: ``name[0]``."""
-        return self._name
-
-    @property
-    def ready(self) -> bool:
-        """Whether calls get a replica: one has its model, or its next call loads it."""
-        return any(guard.ready for guard in self._guards)
 
     def __repr__(self) -> str:
         return f"<ModelReplicas {self._name!r}, {len(self._guards)} of them>"
 
-    def __reduce__(self) -> Any:
-        raise TypeError(f"replicas {self._name!r} cannot be pickled: import the module that makes them")
-
-    # Use
-
-    @overload
-    def __call__(self, function: classmethod[S, Concatenate[M, P], R], /) -> classmethod[S, P, R]: ...
-    @overload
-    def __call__(self, function: staticmethod[Concatenate[M, P], R], /) -> staticmethod[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[M, P], R], /) -> Callable[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
-    def __call__(self, function: Any, /) -> Any:
-        """Decorate a function that takes the model as its first parameter, after ``self`` or ``cls`` in a class.
-
-        Each call has a replica for itself, from its start to its end: functions, methods, coroutines and generators.
-
-        Raises:
-            InvalidOption: It is not a function, or has no parameter to take the model.
-        """
+    def _decorate(self, function: Any, *, in_use: bool) -> Any:
+        del in_use
         return wrap(
             function,
             call=call_on(lambda _args, _kwargs: self._free.take()),
@@ -409,27 +363,6 @@ class ModelReplicas(Entered, Generic[M]):
         """
         wait = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
         return PoolLease(partial(self._free.take, wait), partial(self._free.atake, wait))
-
-    # Lifecycle
-
-    def load(self, timeout: _units.Duration | None = None) -> None:
-        """Load all replicas, one after another, unless they are loaded. Blocks.
-
-        Args:
-            timeout: How long to wait at most, for all of them together. Default: as long as it takes.
-
-        Raises:
-            LoadFailed, Reloading, GuardClosed, WouldDeadlock: As :meth:`ModelGuard.load`.
-        """
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            guard.load(limit.left())
-
-    async def aload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`load` for a coroutine: does not block the event loop."""
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            await guard.aload(limit.left())
 
     def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
         """Replace all replicas, one after another; the others take the calls meanwhile.
@@ -461,46 +394,6 @@ class ModelReplicas(Entered, Generic[M]):
         waiting.require_loop("waiting for models in a coroutine")  # before the first load begins
         await waiting.suspend(self._until_rolled(limit))
 
-    def unload(self, timeout: _units.Duration | None = None) -> None:
-        """Release all models until their next use, which loads one again. Blocks.
-
-        Args:
-            timeout: How long to wait at most, for all of them together. Default: until they are released.
-
-        Raises:
-            Reloading: ``timeout`` has passed. A release that has begun goes on; the others keep their models.
-            GuardClosed, WouldDeadlock: As :meth:`ModelGuard.unload`.
-        """
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            guard.unload(limit.left())
-
-    async def aunload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`unload` for a coroutine: does not block the event loop."""
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            await guard.aunload(limit.left())
-
-    def rollback(self) -> None:
-        """Go back to the previous model of each replica, as :meth:`ModelGuard.rollback` does. Does not block.
-
-        Raises:
-            NoPreviousModel: One of them keeps none; then all stay as they are.
-            GuardClosed: They are closed.
-        """
-        for guard in sorted(self._guards, key=_previous):  # one without comes first
-            guard.rollback()
-
-    def pause(self) -> None:
-        """Let policies start nothing until :meth:`resume`, as :meth:`ModelGuard.pause` does."""
-        for guard in self._guards:
-            guard.pause()
-
-    def resume(self) -> None:
-        """End :meth:`pause`."""
-        for guard in self._guards:
-            guard.resume()
-
     def _until_rolled(self, limit: Timeout) -> Steps[None]:
         rolling = waiting.start(
             self._roll, f"modelguard-roll-{self._name}", self._guards[0].engine.guard.runtime.start_thread
@@ -524,45 +417,6 @@ class ModelReplicas(Entered, Generic[M]):
     def status(self) -> tuple[Status, ...]:
         """The figures of each replica at this moment."""
         return tuple(guard.status() for guard in self._guards)
-
-    def close(self, timeout: _units.Duration | None = None) -> None:
-        """Close all replicas, as :meth:`ModelGuard.close` does.
-
-        Args:
-            timeout: How long to wait for the calls on all of them together. Default: ``drain_timeout`` for each.
-
-        Raises:
-            InvalidOption: ``timeout`` is not a duration.
-        """
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            guard.close(limit.left())
-
-    async def aclose(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`close` for a coroutine: does not block the event loop."""
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            await guard.aclose(limit.left())
-
-    def _open(self) -> None:
-        self._reopen()
-        self.load()
-
-    async def _aopen(self) -> None:
-        self._reopen()
-        await self.aload()
-
-    def _reopen(self) -> None:
-        for guard in self._guards:
-            guard.engine.reopen()
-
-
-def _previous(guard: ModelGuard[Any]) -> int:
-    return guard.status().previous
-
-
-def _has_model(guard: ModelGuard[Any]) -> bool:
-    return guard.engine.state.current is not None
 
 
 def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
@@ -590,9 +444,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
         InvalidOption: ``model`` is not a guard, is in use already or has ``replay`` or ``Idle(keep="mold")``, or
             ``count`` is invalid.
     """
-    if not isinstance(model, ModelGuard):
-        why = f"must be a guard, not {_units.kind_of(model)}"
-        raise InvalidOption("model", model, why=why, fix="Write replicas(guard(load, reload_on=...), 2).")
+    _units.instance(model, "model", ModelGuard, "a guard", fix="Write replicas(guard(load, reload_on=...), 2).")
     _units.whole_number(count, "count", at_least=2)
     if model.engine.state.generations:
         why = "has loaded a model of its own already"
@@ -607,9 +459,8 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
             "replay", options.swap.replay, why=why, fix="Leave it out, and use validate= to compare the two."
         )
     hide(model)
-    loading: list[Callable[[], bool]] = []
-    loaded: list[Callable[[], bool]] = []
-    turns = Turns(loading, loaded, world.clock)
+    engines: list[Engine[M]] = []
+    turns = Turns(engines, world.clock)
     options = replace(options, family=KnownModels())
     guards = tuple(
         ModelGuard(
@@ -617,9 +468,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
         )
         for at in range(count)
     )
-    for guard in guards:
-        loading.append(partial(getattr, guard.engine, "loading"))
-        loaded.append(partial(_has_model, guard))
+    engines.extend(guard.engine for guard in guards)
     return ModelReplicas(options.name, guards)
 
 

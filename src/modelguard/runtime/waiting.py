@@ -23,21 +23,25 @@ from modelguard.runtime.fork import Wakeup
 
 
 class Timeout:
-    """A bound on all the attempts of one caller together. It starts at once; None means no bound."""
+    """A bound on all the attempts of one caller together. It starts at once; None means no bound.
+
+    Attributes:
+        seconds: All of it.
+    """
 
     def __init__(self, timeout: _units.Duration | None) -> None:
         self._started = time.monotonic()
-        self._seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
+        self.seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
 
     def waited(self) -> float:
         return time.monotonic() - self._started
 
     def left(self) -> float | None:
-        return None if self._seconds is None else max(0.0, self._seconds - self.waited())
+        return None if self.seconds is None else max(0.0, self.seconds - self.waited())
 
     @property
     def over(self) -> bool:
-        return self._seconds is not None and self.waited() >= self._seconds
+        return self.seconds is not None and self.waited() >= self.seconds
 
 
 #: Seconds between two looks of one who waits for what nobody tells.
@@ -118,7 +122,7 @@ def require_asyncio(doing: str) -> None:
 
 def require_loop(doing: str) -> None:
     """:func:`require_asyncio`, and trio will do as well."""
-    if not on_event_loop() and not _on_trio():
+    if not on_any_loop():
         raise _no_loop(doing)
 
 
@@ -128,6 +132,11 @@ def _no_loop(doing: str) -> NotSupported:
         reason="no asyncio event loop runs here, and none of trio. Load the model before the loop starts "
         "(guard.load()), or use the plain function or method in a thread",
     )
+
+
+def on_any_loop() -> bool:
+    """Whether this thread runs an event loop, of asyncio or trio, so that its tasks share it."""
+    return on_event_loop() or _on_trio()
 
 
 def _on_trio() -> bool:

@@ -412,7 +412,7 @@ def test_wrong_arguments(modelguard_loader: Loader) -> None:
 
 def test_they_cannot_be_pickled(pair: ModelReplicas[Any]) -> None:
     """Another process makes its own."""
-    with pytest.raises(TypeError, match="import the module that makes them"):
+    with pytest.raises(TypeError, match="import the module that makes it"):
         pickle.dumps(pair)
 
 
