@@ -412,7 +412,7 @@ A_POOL_THAT_ENDS_MODELS = """
     forking, inside = threading.Event(), threading.Event()
 
     def reload():
-        with voices._engine._changed:  # as inside of reload(), which then asks for checks
+        with voices._engine._lock:  # as inside of reload(), which then asks for checks
             inside.set()
             forking.wait(60)
             threading.Event().wait(0.5)

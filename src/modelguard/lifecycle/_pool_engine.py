@@ -382,11 +382,15 @@ class PoolEngine(Generic[K, M]):
         except TimeIsOver:
             raise self.why_full(key) from None
         finally:
-            # Without a lock: the collector may end a coroutine that was dropped.
-            self._stop_watching(want)
-            if self._first is want:
-                self._first = None
-                in_background_of(self.runtime, self.line.serve, self.name)
+            want.gone = True
+            self._forget(want)
+
+    def _forget(self, want: Want[K, M]) -> None:
+        """Let others come first. Without a lock: the collector may end a coroutine that was dropped."""
+        self._stop_watching(want)
+        if self._first is want:
+            self._first = None
+            in_background_of(self.runtime, self.line.serve, self.name)
 
     def fetch(self, key: K) -> tuple[Future[Lease[M]], bool]:
         """Have one thread take a lease for all who wait for the model of ``key``. Does not block.
@@ -445,6 +449,8 @@ class PoolEngine(Generic[K, M]):
             if want not in self._watchers and (want.awaits is None or not want.awaits.loading):
                 self._watch_for(want)
                 return self._find(want)  # a call may have ended just before it was watched
+            if want.gone:  # in this very moment
+                self._forget(want)
             return None
 
     def _make_place(self, want: Want[K, M]) -> PooledModel[M] | None:
@@ -621,6 +627,7 @@ class PoolEngine(Generic[K, M]):
                 self._models[key] = model  # cachetools evicts unused models until it fits
             except KeyError:
                 self._models.evicted.append(model)
+                model.loading = False  # those who wait for it look again
                 return False
             model.admit(self.runtime.clock(), self.options.ttl * (1 - _JITTER * self.runtime.random()))
             self._loads += 1

@@ -111,11 +111,13 @@ class Want(Generic[K, M]):
     Attributes:
         nested: It is inside a call on one of the models, and must not wait for callers that wait for that one's end.
         awaits: The model that it waits for: one that is being loaded, or that ends.
+        gone: It waits no longer.
     """
 
     def __init__(self, key: K, models: Iterable[PooledModel[M]], now: float) -> None:
         self.key = key
         self.awaits: PooledModel[M] | None = None
+        self.gone = False
         self._inside = [model for model in models if model.encloses_this_call]
         self._half_used = [model for model in models if model.half_used_here()]
         self._since = now

@@ -1030,7 +1030,7 @@ class Idle(Value):
     keep: Literal["mold"] | None
 
     def __init__(self, after: _units.Duration, *, ready: bool = True, keep: Literal["mold"] | None = None) -> None:
-        _units.flag(ready, "ready")
+        _units.instance(ready, "ready", bool, "True or False", fix="Write ready=False.")
         if keep not in ("mold", None):
             fix = "Write keep='mold', or leave it out to release the model too."
             raise InvalidOption("keep", keep, why="must be 'mold' or None", fix=fix)

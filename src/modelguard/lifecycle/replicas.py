@@ -75,18 +75,28 @@ class FreeReplicas(Generic[M]):
         engine = self._enclosing()
         if engine is not None:
             return Lease.take(engine)
-        at = waiting.block(self._until_free(timeout))
-        with self._given_back_if_it_fails(at):
+        at = self._free_now()
+        if at is None:
+            at = waiting.block(self._until_free(timeout))
+        try:
             return self._bound(_ExclusiveLease.take(self._engines[at], timeout), at)
+        except BaseException:
+            self.give_back(at)
+            raise
 
     async def atake(self, timeout: float | None = None) -> Lease[M]:
         """:meth:`take` without blocking the event loop."""
         engine = self._enclosing()
         if engine is not None:
             return await Lease.atake(engine)
-        at = await waiting.suspend(self._until_free(timeout))
-        with self._given_back_if_it_fails(at):
+        at = self._free_now()
+        if at is None:
+            at = await waiting.suspend(self._until_free(timeout))
+        try:
             return self._bound(await _ExclusiveLease.atake(self._engines[at], timeout), at)
+        except BaseException:
+            self.give_back(at)
+            raise
 
     def _bound(self, lease: Any, at: int) -> Lease[M]:
         lease.replica, lease.replicas, lease.process = at, self, self._process
@@ -108,10 +118,12 @@ class FreeReplicas(Generic[M]):
                 self._free.remove(at)
                 return at
 
+    def _free_now(self) -> int | None:
+        """A free one, unless others wait for it."""
+        return None if self.line else self._take_free()
+
     def _until_free(self, timeout: float | None) -> Steps[int]:
         wait = self._wait if timeout is None else timeout
-        if not self.line and (at := self._take_free()) is not None:
-            return at
         try:
             return (yield from self.line.wait(None, Timeout(wait), search=self._search))
         except TimeIsOver:
@@ -123,14 +135,6 @@ class FreeReplicas(Generic[M]):
         if all(state.current is None and state.job is not None for state in states):
             for state in states:
                 _load_waits.raise_if_load_waits_here(state)
-
-    @contextmanager
-    def _given_back_if_it_fails(self, at: int) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.give_back(at)
-            raise
 
     def give_back(self, at: int) -> None:
         self._free.append(at)

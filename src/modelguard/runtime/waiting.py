@@ -117,21 +117,15 @@ def require_asyncio(doing: str) -> None:
         NotSupported: It does not.
     """
     if not on_event_loop():
-        raise _no_loop(doing)
+        reason = "no asyncio event loop runs here. Under trio, use the plain function in a thread"
+        raise NotSupported(doing, reason=f"{reason}: await trio.to_thread.run_sync(...)")
 
 
 def require_loop(doing: str) -> None:
     """:func:`require_asyncio`, and trio will do as well."""
     if not on_any_loop():
-        raise _no_loop(doing)
-
-
-def _no_loop(doing: str) -> NotSupported:
-    return NotSupported(
-        doing,
-        reason="no asyncio event loop runs here, and none of trio. Load the model before the loop starts "
-        "(guard.load()), or use the plain function or method in a thread",
-    )
+        reason = "no asyncio event loop runs here, and none of trio. Load the model before the loop starts"
+        raise NotSupported(doing, reason=f"{reason} (guard.load()), or use the plain function or method in a thread")
 
 
 def on_any_loop() -> bool:

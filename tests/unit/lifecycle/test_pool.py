@@ -175,6 +175,14 @@ class TestNoRoom:
             assert ({"small": 10}, 110 * MB) == (loaded(pool), world.memory)
         assert (["large"], {"large": 95}) == (use(pool, "large"), loaded(pool))
 
+    def test_is_found_out_while_others_wait_for_the_same_model(self, world: World) -> None:
+        """They look for room themselves, and do not wait for a model that has left the pool."""
+        pool = world.pool(Sizes(world, small=10, large=95), wait_timeout=TIMEOUT)
+        with pool.lease("small"):
+            waiting = [world.spawn(use, pool, "large") for _ in range(3)]
+            until(lambda: len(pool._engine.line) == 3)
+        assert [["large"]] * 3 == [outcome(one) for one in waiting]
+
     def test_loses_no_model_that_is_in_use(self, world: World) -> None:
         """A model that does not fit beside those in use leaves them in the pool, whichever was used last."""
         sizes = Sizes(world, a=60, grows=30)
