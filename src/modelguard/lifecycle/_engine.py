@@ -121,7 +121,7 @@ class Engine(Generic[M]):
             return asked
         with self.state.lock:
             request, job = self.state.request((Reason("requested", "requested"),), urgent=True)
-            future = self.state.wait_for_request(request)
+            future = self.state.wait_for(request)
         self._start(job)
         return future
 
@@ -210,7 +210,7 @@ class Engine(Generic[M]):
             left = state.retry_at - self.guard.runtime.clock()
             if state.job is None and state.failure is not None and left > 0:
                 raise state.failure.again(left)
-            future = state.wait_for_any()
+            future = state.wait_for()
             if state.failures:
                 reason = Reason("retry", "retry")
             else:

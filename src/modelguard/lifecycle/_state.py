@@ -24,6 +24,7 @@ from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.facts._proc import ShownPause, ShownVersion
 from modelguard.runtime import own_thread
 from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime.waiting import promise
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import GuardOptions
@@ -137,36 +138,8 @@ class LoadJob:
     threads: set[int] = field(init=False, default_factory=set)
 
 
-# Those who wait for a load.
-
-
-#: How a wait ends: None if a generation was installed, else the error that the waiter raises.
+#: How a wait for a load ends: None if a generation was installed, else the error that the waiter raises.
 Outcome = LoadFailed | GuardClosed | None
-
-
-class Waiters:
-    """Futures, each with the number of the request that it waits for. Used under the guard's lock."""
-
-    def __init__(self) -> None:
-        self._requests: dict[Future[Outcome], int] = {}
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def add(self, request: int) -> Future[Outcome]:
-        future: Future[Outcome] = Future()
-        future.set_running_or_notify_cancel()  # so that a waiter's cancellation cannot touch it
-        self._requests[future] = request
-        return future
-
-    def remove(self, future: Future[Outcome]) -> None:
-        self._requests.pop(future, None)
-
-    def pop(self, covers: float) -> list[Future[Outcome]]:
-        done = [future for future, request in self._requests.items() if request <= covers]
-        for future in done:
-            del self._requests[future]
-        return done
 
 
 # Models that several guards have loaded: those of a pool, or copies of one model. No two may be the same object.
@@ -345,7 +318,8 @@ class GuardState(Generic[M]):
         self.lock = threading.RLock()
         self.drained = threading.Condition(self.lock)
         self.job_ended = threading.Condition(self.lock)
-        self.waiting = Waiters()
+        # Those who wait for a load, each with the number of the request that it must answer; 0 for any load.
+        self.waiting: dict[Future[Outcome], int] = {}
 
     # Calls
 
@@ -452,44 +426,6 @@ class GuardState(Generic[M]):
             return sum(len(generation.leases) for generation in generations if generation is not None)
 
     # In service
-
-    def put_in_service(self, generation: Generation[M], *, keep: bool) -> list[Generation[M]]:
-        """Make ``generation`` the current one; returns those that the caller must drain and release.
-
-        Args:
-            generation: Takes calls from now on.
-            keep: Whether the generation that it replaces is kept for a rollback.
-        """
-        with self.lock:
-            over = [] if (outdated := self.take_previous()) is None else [outdated]
-            self.pinned = False
-            self.generations = generation.number
-            old, self.current = self.current, generation
-            if old is not None:
-                self._retire(old)
-                if keep:
-                    self.draining.discard(old)
-                    self.previous = old
-                else:
-                    over.append(old)
-            self.unloaded = False
-            return over
-
-    def put_back_previous(self) -> tuple[Generation[M], Generation[M]] | None:
-        """Make the previous generation current again, and pin it; None if none is kept, or none is current.
-
-        Returns:
-            The generation that takes calls now, and the one that took them, which the caller must drain and release.
-        """
-        with self.lock:
-            old, back = self.current, self.previous
-            if old is None or back is None:
-                return None
-            self._retire(old)
-            self.current, self.previous, self.pinned = back, None, True
-            back.retired = False
-            back.errors = 0
-            return back, old
 
     def set_alarm(self, generation: Generation[M], uses: float) -> None:
         """Have the end of a call ask the policy once ``uses`` calls have ended."""
@@ -610,29 +546,29 @@ class GuardState(Generic[M]):
 
     # Waiting for a generation
 
-    def wait_for_any(self) -> Future[Outcome]:
-        """Wait for any generation to be installed. The caller has seen that there is none.
+    def wait_for(self, request: int = 0) -> Future[Outcome]:
+        """Wait for a model whose load began after ``request`` was made; 0: for any, since there is none.
 
         Raises:
             GuardClosed: The guard is closed.
         """
         with self.lock:
             self.raise_if_closed()
-            return self.waiting.add(0)
-
-    def wait_for_request(self, request: int) -> Future[Outcome]:
-        """Wait for a model whose load began after ``request`` was made."""
-        with self.lock:
-            if self.closed:
-                done: Future[Outcome] = Future()
-                done.set_result(GuardClosed(self.name))
-                return done
-            return self.waiting.add(request)
+            future: Future[Outcome] = promise()
+            self.waiting[future] = request
+            return future
 
     def stop_waiting(self, future: Future[Outcome]) -> None:
         """Remove a waiter whose time ran out."""
         with self.lock:
-            self.waiting.remove(future)
+            self.waiting.pop(future, None)
+
+    def _answered(self, covers: float) -> list[Future[Outcome]]:
+        """Those whose requests a load has answered. They are told without the lock."""
+        done = [future for future, request in self.waiting.items() if request <= covers]
+        for future in done:
+            del self.waiting[future]
+        return done
 
     def raise_if_closed(self) -> None:
         """Raise GuardClosed after ``close()``."""
@@ -730,11 +666,20 @@ class GuardState(Generic[M]):
                 return False, []
             if generation.number > 1 and not self.unloaded:
                 self.reloads += 1
-            over = self.put_in_service(generation, keep=keep)
+            over = [] if (outdated := self.take_previous()) is None else [outdated]
+            old, self.current = self.current, generation
+            self.generations, self.pinned, self.unloaded = generation.number, False, False
+            if old is not None:
+                self._retire(old)
+                if keep:
+                    self.draining.discard(old)
+                    self.previous = old
+                else:
+                    over.append(old)
             job.replaces = False  # done: the rest of the job is the end of the old generation
             self.model_bytes = max(self.model_bytes or 0, generation.model_bytes)
             self.failures, self.failure, self.retry_at = 0, None, -math.inf
-            waiting = self.waiting.pop(covers)
+            waiting = self._answered(covers)
         for future in waiting:
             future.set_result(None)
         return True, over
@@ -756,7 +701,7 @@ class GuardState(Generic[M]):
             # Not kept: the cause's traceback holds the loader's frames, and these may hold half a model.
             self.failure = failure.again(failure.retry_after)
             self.retry_at = retry_at
-            waiting = self.waiting.pop(covers)
+            waiting = self._answered(covers)
         for future in waiting:
             future.set_result(failure)
 
@@ -816,17 +761,21 @@ class GuardState(Generic[M]):
         """
         with self.lock:
             self.raise_if_closed()
-            swapped = self.put_back_previous()
-            if swapped is None:
+            old, back = self.current, self.previous
+            if old is None or back is None:
                 return None
+            self._retire(old)
+            self.current, self.previous, self.pinned = back, None, True
+            back.retired = False
+            back.errors = 0
             self.failures, self.failure, self.retry_at = 0, None, -math.inf
             waiting: list[Future[Outcome]] = []
             if self.job is not None and self.job.replaces:
                 self.job.cancelled, self.job.replaces, self.job.covers = True, False, self.requests
-                waiting = self.waiting.pop(self.requests)
+                waiting = self._answered(self.requests)
         for future in waiting:
-            future.set_result(failure.again(failure.retry_after, swapped[0].number))
-        return swapped
+            future.set_result(failure.again(failure.retry_after, back.number))
+        return back, old
 
     def close(self) -> Generation[M] | None:
         """Refuse every further call; returns the generation that was current."""
@@ -834,7 +783,7 @@ class GuardState(Generic[M]):
             self.closed = True
             self.unloaded = self.pinned = False
             old = self.retire_current()
-            waiting = self.waiting.pop(math.inf)
+            waiting = self._answered(math.inf)
         for future in waiting:
             future.set_result(GuardClosed(self.name))
         return old
