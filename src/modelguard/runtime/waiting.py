@@ -251,7 +251,7 @@ async def suspend(steps: Steps[T]) -> T:
 
 class _OnAsyncio:
     def __init__(self) -> None:
-        require_asyncio("waiting in a coroutine")
+        require_loop("waiting in a coroutine")
         self._loop = asyncio.get_running_loop()
         self._woken: asyncio.Future[None] = self._loop.create_future()
 
