@@ -349,6 +349,7 @@ class PoolEngine(Generic[K, M]):
     def _until_taken(self, key: K, limit: Timeout) -> Steps[Lease[M]]:
         while True:
             model, mine = yield from self._until_found(key, limit)
+            unpin = partial(self._unpin, model)
             try:
                 if mine:
                     load = partial(self._load, key, model, limit)
@@ -357,8 +358,11 @@ class PoolEngine(Generic[K, M]):
                 assert model.engine is not None  # noqa: S101 - set by _load, before anyone else finds it
                 if (lease := self._lease_of(model.engine)) is not None:
                     return lease
+            except GeneratorExit:  # the coroutine was dropped: the collector, which may be at work, takes no lock
+                unpin = partial(in_background_of, self.runtime, unpin, self.name)
+                raise
             finally:
-                self._unpin(model)
+                unpin()
 
     def _lease_of(self, engine: Engine[M]) -> Lease[M] | None:
         """A lease on a model that was found; None if it was closed since, and the pool was not, or is open again."""

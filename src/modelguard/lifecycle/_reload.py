@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
@@ -189,13 +190,23 @@ def _replay(guard: GuardContext[M], generation: Generation[M], calls: RecordedCa
     Raises:
         Rejected: Too few answers agree, or they take too long.
     """
-    from modelguard.lifecycle._replay import compare  # here, because few guards need it
+    from modelguard.lifecycle._replay import Side, compare  # here, because few guards need it
 
+    running_on = guard.state.running_on
     with _lent_current(guard) as current:
         if current is None:
             return
         started = guard.runtime.clock()
-        found = compare(guard, calls, rule, new=generation, current=current)
+        # Calls that the recorded ones make on the same guard are counted here, and not as traffic.
+        shadow = Generation(current.number, current.model, born=current.born, began=current.began, jitter=0.0)
+        found = compare(
+            calls,
+            rule,
+            guard.runtime.clock,
+            new=Side(generation.model, partial(running_on, generation)),
+            current=Side(shadow.model, partial(running_on, shadow)),
+            retired=lambda: current.retired,
+        )
         objection = found.objection
         telemetry.emit(
             telemetry.ReplayFinished(

@@ -16,19 +16,15 @@ import types
 import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
-
-from modelguard.lifecycle._state import Generation, GuardContext
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import Replay
 
-
-M = TypeVar("M")
 
 # Keeps recorded calls and other calls on one model apart, where calls have never run at the same time.
 #
@@ -344,19 +340,31 @@ class Comparison:
         return self.rule.max_slowdown is not None and ratio > self.rule.max_slowdown
 
 
-def compare(
-    guard: GuardContext[M], calls: RecordedCalls, rule: Replay, *, new: Generation[M], current: Generation[M]
-) -> Comparison:
-    """Run the recorded calls on both models, in turn, until time is up or nobody takes calls from ``current`` any more.
+class Side(NamedTuple):
+    """One of two models that are compared.
 
-    Nothing of this counts as a use of either.
+    Attributes:
+        model: The model.
+        running: Guarded functions that such a block calls run on it.
     """
-    clock = guard.runtime.clock
+
+    model: object
+    running: Callable[[], AbstractContextManager[None]]
+
+
+def compare(
+    calls: RecordedCalls,
+    rule: Replay,
+    clock: Callable[[], float],
+    *,
+    new: Side,
+    current: Side,
+    retired: Callable[[], bool],
+) -> Comparison:
+    """Run the recorded calls on both models, in turn, until time is up or nobody takes calls from the current one."""
     end = clock() + rule.timeout
     recorded = calls.snapshot()
     found = Comparison(rule, len(recorded))
-    # Calls that the recorded ones make on the same guard are counted here, and not as traffic.
-    shadow = Generation(current.number, current.model, born=current.born, began=current.began, jitter=0.0)
     with asyncio.Runner() as runner:
         run = _Run(runner, clock, end)
 
@@ -364,15 +372,15 @@ def compare(
             # It needs no turn, but waits for one, as the other does, so that both are timed after a wait.
             with calls.exclusion.turn(end - clock()):
                 pass
-            with guard.state.running_on(new):
+            with new.running():
                 return run.answer(call, new.model)
 
         def on_current(call: RecordedCall) -> Answer | None:
-            with calls.exclusion.turn(end - clock()) as free, guard.state.running_on(shadow):
-                return run.answer(call, shadow.model) if free else None
+            with calls.exclusion.turn(end - clock()) as free, current.running():
+                return run.answer(call, current.model) if free else None
 
         for number, call in enumerate(recorded):
-            if clock() >= end or current.retired:
+            if clock() >= end or retired():
                 break
             _compare_one(found, call, on_new, on_current, new_first=bool(number % 2))
     found.cut_short = clock() >= end

@@ -12,10 +12,9 @@ from modelguard import _public, _units
 from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import EAGER, Engine, Lease, Wrapper
-from modelguard.lifecycle._guard_options import PoolOptions
+from modelguard.lifecycle._guard_options import KnownModels, PoolOptions
 from modelguard.lifecycle._misuse import call_parameters, plain_function
 from modelguard.lifecycle._pool_engine import PoolEngine
-from modelguard.lifecycle._state import KnownModels
 from modelguard.lifecycle._wrappers import check_function, is_lazy, keep, wrap
 from modelguard.lifecycle.handle import Decorator, Handle
 from modelguard.lifecycle.policies import Backoff, Changed

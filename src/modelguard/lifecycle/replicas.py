@@ -14,7 +14,7 @@ from modelguard import _public, _units
 from modelguard.errors import InvalidOption, Overloaded, Reloading
 from modelguard.lifecycle import _load_waits, _misuse
 from modelguard.lifecycle._engine import Engine, Lease
-from modelguard.lifecycle._state import KnownModels
+from modelguard.lifecycle._guard_options import KnownModels
 from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.handle import ModelHandle

@@ -17,6 +17,7 @@ from modelguard.lifecycle.policies import FileChange
 from modelguard.serving._execution import BatchFunction
 from modelguard.serving._execution import compute as compute_batch
 from modelguard.serving._requests import Request
+from modelguard.serving.status import Batch
 
 #: Memory that a generation held when it settled.
 SETTLED = 100 * MB
@@ -200,7 +201,9 @@ class TestErrorsOfABatch:
 
         guard.load()
         function = BatchFunction(run=compute, name="compute", isolate=True)
-        failed = [compute_batch(function, [Request(item) for item in range(32)], {}).failed for _ in range(times)]
+        failed = [
+            compute_batch(function, Batch([Request(item) for item in range(32)], 0.0, 0.0)).failed for _ in range(times)
+        ]
         world.join()
         return failed[-1]
 
