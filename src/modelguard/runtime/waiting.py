@@ -134,7 +134,11 @@ def on_any_loop() -> bool:
 
 
 def _on_trio() -> bool:
-    return "trio" in sys.modules and bool(sys.modules["trio"].lowlevel.in_trio_task())
+    # Read once: another thread may be in the middle of the import.
+    in_trio_task: Callable[[], bool] | None = getattr(
+        getattr(sys.modules.get("trio"), "lowlevel", None), "in_trio_task", None
+    )
+    return in_trio_task is not None and in_trio_task()
 
 
 async def run(work: Callable[[], T], name: str, start_thread: StartThread) -> T:
