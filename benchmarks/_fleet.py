@@ -26,7 +26,7 @@ from unittest import mock
 from modelguard import Backoff, Policy, guard
 from modelguard.environment import _effect
 from modelguard.errors import ModelGuardError
-from modelguard.lifecycle import _loading
+from modelguard.lifecycle import _reload
 from modelguard.lifecycle.runtime import Fingerprint, Runtime, use
 from modelguard.runtime.host_lock import Held, HostLock
 from modelguard.serving._execution import BatchFunction, compute
@@ -333,7 +333,7 @@ def fleet(conditions: Conditions, size: int, *, seed: int = 1) -> list[History]:
 def _without_real_threads() -> Iterator[None]:
     """Leave out what a load measures and ends in the real process: 10 ms for each of 600,000 loads that take none."""
     meter = nullcontext(SimpleNamespace(longest=0.0))
-    with mock.patch.object(_loading, "StallMeter", return_value=meter), mock.patch.object(_effect, "end_openmp_pool"):
+    with mock.patch.object(_reload, "StallMeter", return_value=meter), mock.patch.object(_effect, "end_openmp_pool"):
         yield
 
 

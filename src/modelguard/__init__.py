@@ -12,11 +12,11 @@ if typing.TYPE_CHECKING:
     from modelguard import allocator, control, errors, memory, prefork, presets, serving, sharing, telemetry, weights
     from modelguard.isolation.isolate import Isolated, isolate
     from modelguard.lifecycle._guard_options import Loaded, Replay, Swap
-    from modelguard.lifecycle._policy import Backoff
     from modelguard.lifecycle.cron import Cron
     from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
     from modelguard.lifecycle.policies import (
         TTL,
+        Backoff,
         Between,
         Changed,
         Errors,
@@ -86,11 +86,10 @@ __all__ = [
 _NAMES = {
     "isolation.isolate": "Isolated isolate",
     "lifecycle._guard_options": "Loaded Replay Swap",
-    "lifecycle._policy": "Backoff",
     "lifecycle.cron": "Cron",
     "lifecycle.guard": "ModelGuard guard guard_of",
-    "lifecycle.policies": "TTL Between Changed Errors GpuMemoryGrowth GpuMemoryLimit Idle MemoryGrowth MemoryLimit"
-    " Modified Policy Snapshot Uses",
+    "lifecycle.policies": "Backoff TTL Between Changed Errors GpuMemoryGrowth GpuMemoryLimit Idle MemoryGrowth"
+    " MemoryLimit Modified Policy Snapshot Uses",
     "lifecycle.pool": "ModelPool pool",
     "lifecycle.replicas": "ModelReplicas replicas",
     "serving": "BatchStatus Batched Breaker Buffer Fair Weight batched deadline",

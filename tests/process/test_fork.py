@@ -367,7 +367,7 @@ def test_replicas_are_free_in_a_child_whatever_the_parents_threads_do() -> None:
     both = replicas(guard(Model, reload_on=None, name="pair"), 2)
     both.load()
     name = both(lambda model: model.pid)
-    release = held_by_another_thread(both._free._changed)
+    release = held_by_another_thread(both._free.line._turn)
     try:
         in_child(lambda: name() and None)
     finally:
@@ -412,7 +412,7 @@ A_POOL_THAT_ENDS_MODELS = """
     forking, inside = threading.Event(), threading.Event()
 
     def reload():
-        with voices._engine._changed:  # as inside of reload(), which then asks for checks
+        with voices._engine._lock:  # as inside of reload(), which then asks for checks
             inside.set()
             forking.wait(60)
             threading.Event().wait(0.5)

@@ -7,7 +7,6 @@ the pipeline when these have grown.
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import dataclasses
 import inspect
@@ -29,14 +28,15 @@ from modelguard import _extras, _units
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported, Overloaded
 from modelguard.lifecycle._adapters import PlainAdapter
 from modelguard.lifecycle._misuse import plain_function
-from modelguard.lifecycle._policy import NextCheck, Policy, Snapshot
 from modelguard.lifecycle._wrappers import Guarded, is_lazy
 from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.policies import NextCheck, Policy, Snapshot
 from modelguard.runtime import fork, waiting
+from modelguard.runtime.waiting import Steps, Timeout, Wait
 from modelguard.telemetry.reasons import ReasonKind
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._leases import Lease
+    from modelguard.lifecycle._engine import Lease
 
 try:
     from spacy.language import Language
@@ -216,7 +216,7 @@ class ZoneLock:
             if not self._inside:
                 return False
             part = any(context.zone is self for context in _entered())
-            part = part or (waits and self._thread == threading.get_ident() and waiting.on_event_loop())
+            part = part or (waits and self._thread == threading.get_ident() and waiting.on_any_loop())
             self._inside += part
             return part
 
@@ -303,7 +303,7 @@ class ZoneContext:
         if not self.zone.join(waits=True):
             waiter = self.zone.enqueue(blocks=True)
             try:
-                waiter.admitted.result(self._timeout)
+                waiting.block(self._until_admitted(waiter))
                 self._pool = self.zone.open(self._language)
             except BaseException as error:
                 self._withdraw(waiter, error)
@@ -312,12 +312,10 @@ class ZoneContext:
 
     async def __aenter__(self) -> None:
         if not self.zone.join(waits=False):
-            waiting.require_asyncio("a spaCy zone in a coroutine")
+            waiting.require_loop("a spaCy zone in a coroutine")
             waiter = self.zone.enqueue(blocks=False)
             try:
-                async with asyncio.timeout(self._timeout):
-                    while not self.zone.is_admitted(waiter):  # a plain call on the loop may go first
-                        await asyncio.wrap_future(waiter.admitted)
+                await waiting.suspend(self._until_admitted(waiter))
                 self._pool = self.zone.open(self._language)
             except BaseException as error:
                 self._withdraw(waiter, error)
@@ -337,6 +335,13 @@ class ZoneContext:
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.__exit__(_kind, error, _trace)
+
+    def _until_admitted(self, waiter: Waiter) -> Steps[None]:
+        limit = Timeout(self._timeout)
+        while not self.zone.is_admitted(waiter):  # a plain call on the loop may go first
+            if limit.over:
+                raise TimeoutError
+            yield Wait(waiter.admitted, limit)
 
     def _withdraw(self, waiter: Waiter, error: BaseException) -> None:
         self.zone.withdraw(waiter)

@@ -28,8 +28,7 @@ from modelguard.isolation._channel import Channel, RemoteTraceback, pair
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import Files, Origin, start_interpreter
 from modelguard.lifecycle._guard_options import GuardOptions
-from modelguard.lifecycle._policy import subset
-from modelguard.lifecycle.policies import Changed
+from modelguard.lifecycle.policies import Changed, subset
 from modelguard.runtime import fork
 from modelguard.runtime.host_lock import private_folder
 from modelguard.telemetry import logger

@@ -21,10 +21,9 @@ from modelguard.isolation import _processes
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import engines
 from modelguard.lifecycle._guard_options import GuardOptions, check_policy
-from modelguard.lifecycle._policy import Policy, subset
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard, hide
-from modelguard.lifecycle.policies import Changed
+from modelguard.lifecycle.policies import Changed, Policy, subset
 from modelguard.lifecycle.pool import PooledFunction
 from modelguard.lifecycle.replicas import ModelReplicas
 from modelguard.serving.breaker import Breaker

@@ -19,7 +19,7 @@ from modelguard.errors import CircuitOpen, QueueFull
 from modelguard.isolation import _processes
 from modelguard.isolation._channel import Channel
 from modelguard.isolation.status import WorkerState
-from modelguard.lifecycle._policy import Backoff
+from modelguard.lifecycle.policies import Backoff
 from modelguard.serving.breaker import Breaker, Circuit
 from modelguard.telemetry import Event, Reason, WorkerEndCause
 

@@ -27,11 +27,11 @@ from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import MoldOrders, Worker, WorkerPlan, Workers
 from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor
 from modelguard.lifecycle import runtime
-from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._guard_options import GuardOptions, Loaded
-from modelguard.lifecycle._loading import Rejected
-from modelguard.lifecycle._policy import subset
+from modelguard.lifecycle._reload import Rejected
+from modelguard.lifecycle._state import Generation
 from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.status import Postponed
 from modelguard.runtime import fork
 from modelguard.runtime.fork import WeakRegistry

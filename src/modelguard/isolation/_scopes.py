@@ -21,12 +21,11 @@ from modelguard.isolation._molds import Mold, MoldGuard
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import runtime
-from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._generation import Generation, Outcome
-from modelguard.lifecycle._leases import Lease
+from modelguard.lifecycle._engine import Engine, Lease
 from modelguard.lifecycle._load_waits import raise_outcome
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_models import afresh
+from modelguard.lifecycle._state import Generation, Outcome
 from modelguard.lifecycle.status import Postponed, State
 from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Timeout

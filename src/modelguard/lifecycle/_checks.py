@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from modelguard import telemetry
 from modelguard.facts._gpu import use_of
-from modelguard.lifecycle import _loading, runtime
-from modelguard.lifecycle._generation import Generation, LoadJob, PostponedJob
-from modelguard.lifecycle._policy import Backoff, Policy, Snapshot, alternatives, source_part, subset
+from modelguard.lifecycle import _reload, runtime
 from modelguard.lifecycle._readings import Readings
-from modelguard.lifecycle._state import GuardContext
-from modelguard.lifecycle.policies import GpuPolicy
+from modelguard.lifecycle._state import Generation, GuardContext, LoadJob, PostponedJob
+from modelguard.lifecycle.policies import Backoff, GpuPolicy, Policy, Snapshot, alternatives, source_part, subset
 from modelguard.lifecycle.runtime import Fingerprint
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
@@ -343,78 +341,8 @@ class Postponing:
             return fresh
 
 
-# Processes that are replaced as a whole: a due policy asks for a fresh process instead of a reload.
-
-
 #: Asks the server for a fresh process.
 Ask = Callable[[tuple[Reason, ...]], object]
-
-
-class Recycling:
-    """Whether and how one guard asks for a fresh process.
-
-    Attributes:
-        here: Whether this process is to be replaced, and not only its forked children.
-        takes_calls: Whether calls run in this process. If not, only new weights matter here.
-    """
-
-    def __init__(self, guard: GuardContext[Any]) -> None:
-        self._guard = guard
-        self._ask: Ask | None = None
-        self._renew: Callable[[], object] | None = None
-        self._shares = False  # the model with a parent that loads new weights
-        self.here = False
-        self.takes_calls = True
-        self._start()
-
-    def _start(self) -> None:
-        self._lock = threading.Lock()
-        self._asked = 0  # the latest generation for which it was asked
-
-    def in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None) -> None:
-        """Children that are forked from now on call ``ask``, and ``renew`` instead of a reload, if it is given."""
-        self._ask, self._renew = ask, renew
-        self.takes_calls = takes_calls
-
-    def in_this_process(self, ask: Ask) -> None:
-        self._ask = ask
-        self.here = True
-
-    def after_fork_in_child(self) -> None:
-        """A child shares its parent's model, so it asks where that was prepared."""
-        self.here = self._shares = self._ask is not None
-        self.takes_calls = True
-        self._start()
-
-    @property
-    def renew(self) -> Callable[[], object] | None:
-        """What asks the parent for new weights, instead of a reload in this process; None where that is not so."""
-        return self._renew if self._shares else None
-
-    @property
-    def policy(self) -> Policy | None:
-        """The part of the guard's policy that decides in this process.
-
-        ``TTL``, ``Modified`` and ``Changed`` mean new weights, which a fresh child of the same parent would not have:
-        they are the parent's business.
-        """
-        whole = self._guard.options.reload_on
-        if not self.takes_calls:
-            return subset(whole, renews=True)
-        return subset(whole, renews=False) if self._shares else whole
-
-    def request(self, due: Due[Any], generation: int) -> None:
-        """Ask for a fresh process, once per generation.
-
-        Raises:
-            Exception: Whatever the server's callable raised.
-        """
-        with self._lock:
-            if self._ask is None or self._asked >= generation:
-                return
-            self._asked = generation
-        telemetry.emit(telemetry.RecycleAsked(guard=self._guard.name, generation=generation, reasons=due.reasons))
-        self._ask(due.reasons)
 
 
 class Checks(Generic[M]):
@@ -429,9 +357,18 @@ class Checks(Generic[M]):
         self._guard = guard
         self._start = start
         self._evaluator = Evaluator(guard)
-        self._recycling = Recycling(guard)
         self._postponing = Postponing(guard)
+        self._ask_for_process: Ask | None = None
+        self._ask_for_weights: Callable[[], object] | None = None
+        self._shares = False  # the model with a parent that loads new weights
+        self._recycles_here = False  # this process is to be replaced, and not only its forked children
+        self._takes_calls = True  # calls run in this process; if not, only new weights matter here
+        self._start_anew()
+
+    def _start_anew(self) -> None:
         self._ticking = threading.Lock()
+        self._asking = threading.Lock()
+        self._asked = 0  # the latest generation for which a fresh process was asked for
 
     @property
     def readings(self) -> Readings:
@@ -476,7 +413,7 @@ class Checks(Generic[M]):
             sample: Whether there is time to read memory and files, which the end of a call does not have.
             insist: Whether a thread that is asking at this moment has to ask again.
         """
-        if _loading.active():
+        if _reload.active():
             return False
         due = self._evaluator.evaluate(sample=sample, insist=insist)
         if due is None:
@@ -491,7 +428,7 @@ class Checks(Generic[M]):
     def demand(self, reasons: tuple[Reason, ...], over: Generation[M]) -> None:
         """Replace a generation at the end of a call, for reasons that no policy has."""
         due = Due(reasons, over)
-        if not _loading.active() and not self._postponing.postpones(due):
+        if not _reload.active() and not self._postponing.postpones(due):
             self._act(due, over, sample=False)
 
     def _retry(self, due: Due[M]) -> bool:
@@ -509,14 +446,11 @@ class Checks(Generic[M]):
             if self._guard.options.workers is not None:
                 self._guard.options.workers.end(due.reasons)
             return False
-        if self._recycling.here:
-            try:
-                self._recycling.request(due, over.number)
-            except Exception as error:  # noqa: BLE001 - the process serves on; the event reports it
-                self._evaluator.report_error("recycle", error)
+        if self._recycles_here:
+            self._recycle(due, over)
             return False
         # Where no calls run there is no pause between calls to wait for.
-        urgent = not self._recycling.takes_calls
+        urgent = not self._takes_calls
         job = state.request_if_idle(due.reasons, urgent=urgent, after_call=not sample, instead_of=over, by_policy=True)
         if job is not None:
             telemetry.emit(telemetry.ReloadDue(guard=self._guard.name, generation=over.number, reasons=due.reasons))
@@ -532,18 +466,47 @@ class Checks(Generic[M]):
         if changed:
             telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=guard.name))
 
+    # Processes that are replaced as a whole: a due policy asks for a fresh process instead of a reload
+
+    def _recycle(self, due: Due[M], over: Generation[M]) -> None:
+        """Ask for a fresh process, once per generation."""
+        with self._asking:
+            if self._ask_for_process is None or self._asked >= over.number:
+                return
+            self._asked = over.number
+        telemetry.emit(telemetry.RecycleAsked(guard=self._guard.name, generation=over.number, reasons=due.reasons))
+        try:
+            self._ask_for_process(due.reasons)
+        except Exception as error:  # noqa: BLE001 - the process serves on; the event reports it
+            self._evaluator.report_error("recycle", error)
+
     @property
     def renew(self) -> Callable[[], object] | None:
-        return self._recycling.renew
+        """What asks the parent for new weights, instead of a reload in this process; None where that is not so."""
+        return self._ask_for_weights if self._shares else None
 
     def recycle_in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None) -> None:
-        self._recycling.in_children(ask, takes_calls=takes_calls, renew=renew)
-        self._evaluator.decide_by(self._recycling.policy)
+        """Children that are forked from now on call ``ask``, and ``renew`` instead of a reload, if it is given."""
+        self._ask_for_process, self._ask_for_weights = ask, renew
+        self._takes_calls = takes_calls
+        self._evaluator.decide_by(self._policy)
 
     def recycle_here(self, ask: Ask, *, renews: bool) -> None:
-        self._recycling.in_this_process(ask)
+        self._ask_for_process, self._recycles_here = ask, True
         if not renews:
             self._evaluator.decide_by(subset(self._guard.options.reload_on, renews=False))
+
+    @property
+    def _policy(self) -> Policy | None:
+        """The part of the guard's policy that decides in this process.
+
+        ``TTL``, ``Modified`` and ``Changed`` mean new weights, which a fresh child of the same parent would not have:
+        they are the parent's business.
+        """
+        whole = self._guard.options.reload_on
+        if not self._takes_calls:
+            return subset(whole, renews=True)
+        return subset(whole, renews=False) if self._shares else whole
 
     def follow(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None]) -> None:
         """Ask another policy from the end of the load on that is under way; ``files`` were so before it."""
@@ -558,7 +521,9 @@ class Checks(Generic[M]):
             logger.exception("modelguard could not ask the policies of guard %r", self._guard.name)
 
     def after_fork_in_child(self) -> None:
-        self._ticking = threading.Lock()
-        self._recycling.after_fork_in_child()
-        self._evaluator.decide_by(self._recycling.policy)
+        """A child shares its parent's model, so it asks for a fresh process where that was prepared."""
+        self._start_anew()
+        self._recycles_here = self._shares = self._ask_for_process is not None
+        self._takes_calls = True
+        self._evaluator.decide_by(self._policy)
         self._evaluator.after_fork_in_child()

@@ -1,4 +1,4 @@
-"""The engine of one guard: lends its model to calls, answers commands, and closes.
+"""The engine of one guard, which lends its model to calls, answers commands and closes; and a lease as an object.
 
 Leases, decorated functions, ``ModelGuard`` and the pool all stand on this. A call goes one way: enter, run, leave. So
 does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, install, drain, release), finish.
@@ -6,35 +6,37 @@ does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, insta
 
 from __future__ import annotations
 
-import functools
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import Token
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.errors import InvalidOption, LoadFailed, NoPreviousModel, WouldDeadlock
-from modelguard.lifecycle import _load_waits, _loading, _misuse, _release
+from modelguard.lifecycle import _load_waits, _misuse, _reload
 from modelguard.lifecycle._checks import Ask, Checks
-from modelguard.lifecycle._generation import Generation, LoadJob, Outcome
-from modelguard.lifecycle._load_waits import wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
-from modelguard.lifecycle._policy import subset
-from modelguard.lifecycle._release import drain_and_release, in_background, release_and_report
+from modelguard.lifecycle._load_waits import until_loaded, wait_for_end_of_job
+from modelguard.lifecycle._release import drain_and_release, in_background, release_and_report, unload
 from modelguard.lifecycle._reload import Reload, free, named
-from modelguard.lifecycle._state import GuardContext, GuardState
+from modelguard.lifecycle._state import Enclosing, Generation, GuardContext, GuardState, LoadJob, Outcome
+from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.runtime import Fingerprint
 from modelguard.runtime import fork, own_thread, waiting
 from modelguard.runtime.background import TICKER
 from modelguard.runtime.fork import WeakRegistry
-from modelguard.runtime.waiting import Timeout, resolve
+from modelguard.runtime.waiting import Steps, Timeout, resolve
 from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from modelguard.lifecycle._guard_options import GuardOptions
     from modelguard.lifecycle.runtime import Runtime
 
@@ -42,72 +44,6 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 
 _MEANWHILE = (Reason("requested", "requested during a load"),)
-
-
-# Models at interpreter exit: their ``unload`` hooks are called, so that files, threads and connections are closed.
-
-
-_guards: WeakRegistry[GuardContext[Any]] = WeakRegistry()
-
-
-def unload(guard: GuardContext[Any]) -> None:
-    """Unload the guard's model at interpreter exit, if the guard has a hook for it and is not closed by then."""
-    if guard.options.unload is not None:
-        _guards.add(guard)
-        fork.before_exit("models", _unload_all)
-
-
-def _unload_all(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    for guard in list(_guards):
-        _unload(guard, max(0.0, until - time.monotonic()))
-
-
-def _unload(guard: GuardContext[Any], seconds: float) -> None:
-    """Call the hook, unless calls still run on the model after ``seconds`` or a parent process loaded it."""
-    current, previous = guard.state.close(), guard.state.take_previous()
-    for old in (current, previous):
-        if old is not None and old.pid == os.getpid() and not guard.state.drain(old, seconds):
-            _call(guard, old)
-
-
-def _call(guard: GuardContext[Any], old: Generation[Any]) -> None:
-    error = _release.unload(guard, guard.state.take_model(old))
-    if error is not None:
-        telemetry.emit(telemetry.CallbackErrored(guard=guard.name, callback="unload", error=error))
-
-
-# Back to the previous model of a guard, at once: nothing is loaded.
-
-
-def roll_back(guard: GuardContext[M]) -> None:
-    """Make the generation that the current one has replaced current again; a load under way is cancelled.
-
-    The one that took calls is released in the background.
-
-    Raises:
-        NoPreviousModel: None is kept.
-        GuardClosed: The guard is closed.
-    """
-    if not guard.options.swap.keep_previous:
-        why = "the guard keeps none"
-        raise NoPreviousModel(guard.name, why=why, fix="Make it with guard(..., swap=Swap(keep_previous=True)).")
-    swapped = guard.state.roll_back(LoadFailed(guard.name, "rollback() was called during the load"))
-    if swapped is None:
-        why = "no reload has kept one since the first load, the last rollback, a release or a shortage of memory"
-        raise NoPreviousModel(guard.name, why=why, fix="Call reload() to load a model.")
-    back, old = swapped
-    guard.shown.show(back.version)
-    telemetry.emit(
-        telemetry.RolledBack(
-            guard=guard.name,
-            generation=back.number,
-            version=back.version,
-            replaced=old.number,
-            replaced_version=old.version,
-        )
-    )
-    in_background(guard, partial(drain_and_release, guard, old))
 
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -123,6 +59,13 @@ def engines() -> tuple[Engine[Any], ...]:
     return tuple(_engines)
 
 
+def _unload_all(seconds: float) -> None:
+    """At interpreter exit: close the files, threads and connections of models."""
+    until = time.monotonic() + seconds
+    for engine in engines():
+        engine.unload_at_exit(max(0.0, until - time.monotonic()))
+
+
 class Engine(Generic[M]):
     """Runs one guard. Its loads run one at a time, and all who need the model join them.
 
@@ -131,6 +74,7 @@ class Engine(Generic[M]):
         name: The guard's name.
         state: The guard's state, to be read.
         checks: Ask the policies, and start what is due.
+        changed: Called when a load has ended, and while :attr:`GuardState.watched` at the end of each call.
     """
 
     fork_rank = fork.Rank.GUARD
@@ -140,10 +84,16 @@ class Engine(Generic[M]):
         self.state: GuardState[M] = GuardState(options.name)
         self.guard = GuardContext(options, self.state, runtime)
         self.checks = Checks(self.guard, self._start)
+        self.changed: Callable[[], object] = lambda: None
         _hooks.import_events()
         _engines.add(self)
-        unload(self.guard)
+        if options.unload is not None:
+            fork.before_exit("models", _unload_all)
         fork.register(self)
+
+    @property
+    def runtime(self) -> Runtime:
+        return self.guard.runtime
 
     def __repr__(self) -> str:
         return f"<Engine of guard {self.name!r}>"
@@ -171,7 +121,7 @@ class Engine(Generic[M]):
             return asked
         with self.state.lock:
             request, job = self.state.request((Reason("requested", "requested"),), urgent=True)
-            future = self.state.wait_for_request(request)
+            future = self.state.wait_for(request)
         self._start(job)
         return future
 
@@ -187,6 +137,7 @@ class Engine(Generic[M]):
                 return self._start(self.state.finish(job, _MEANWHILE))
             # Reported to those who wait and not raised: this may be the end of a call that succeeded.
             self._reload(job).fail(LoadFailed, str(error), error)
+            self.changed()
             return False
         return True
 
@@ -195,6 +146,7 @@ class Engine(Generic[M]):
             self._reload(job).run()
             self._after_load()
             job = self.state.finish(job, _MEANWHILE)
+            self.changed()
             if job is not None and self.guard.runtime.ticks:
                 with suppress(RuntimeError):  # the interpreter is shutting down
                     TICKER.add(self)
@@ -223,19 +175,22 @@ class Engine(Generic[M]):
         """Seconds that a call waits for the load that it joins; None for as long as that takes."""
         return self.guard.options.wait_timeout if self.state.generations else None
 
-    def _wait_until_ready(self, limit: Timeout) -> None:
+    def _until_loaded(self, limit: Timeout) -> Steps[None]:
         if (future := self.join_load()) is not None:
-            wait_for_load(self.state, future, limit)
+            yield from until_loaded(self.state, future, limit)
 
-    async def _await_until_ready(self, limit: Timeout) -> None:
-        if _loading.active():
-            await _loading.aload(self.guard)
-            return
-        if self.state.current is None:
+    def _until_entered(self, limit: Timeout) -> Steps[Generation[M]]:
+        while (generation := self.state.enter()) is None:
+            yield from self._until_loaded(limit)
+        return generation
+
+    async def _prepare_to_await(self) -> None:
+        """Load here and now in inline mode; else see to it that no load begins that cannot be awaited."""
+        if _reload.active():
+            await _reload.aload(self.guard)
+        elif self.state.current is None:
             self.state.raise_if_closed()
-            waiting.require_asyncio("waiting for a model in a coroutine")  # before the load begins
-        if (future := self.join_load()) is not None:
-            await wait_for_load_on_loop(self.state, future, limit)
+            waiting.require_loop("waiting for a model in a coroutine")
 
     def join_load(self) -> Future[Outcome] | None:
         """Join the one load, started here if need be; None if there is a current generation already. Does not block.
@@ -243,8 +198,8 @@ class Engine(Generic[M]):
         Raises:
             GuardClosed, LoadFailed: None begins.
         """
-        if _loading.active():
-            _loading.load(self.guard)
+        if _reload.active():
+            _reload.load(self.guard)
             return None
         state = self.state
         with state.lock:
@@ -255,7 +210,7 @@ class Engine(Generic[M]):
             left = state.retry_at - self.guard.runtime.clock()
             if state.job is None and state.failure is not None and left > 0:
                 raise state.failure.again(left)
-            future = state.wait_for_any()
+            future = state.wait_for()
             if state.failures:
                 reason = Reason("retry", "retry")
             else:
@@ -299,22 +254,13 @@ class Engine(Generic[M]):
             GuardClosed, LoadFailed, Reloading, WouldDeadlock: There is no generation to run on.
         """
         generation = self.state.enter()
-        if generation is not None:
-            return generation
-        limit = self._timeout(timeout)
-        while generation is None:
-            self._wait_until_ready(limit)
-            generation = self.state.enter()
-        return generation
+        return waiting.block(self._until_entered(self._timeout(timeout))) if generation is None else generation
 
     async def aenter(self, timeout: float | None = None) -> Generation[M]:
         generation = self.state.enter()
-        if generation is not None:
-            return generation
-        limit = self._timeout(timeout)
-        while generation is None:
-            await self._await_until_ready(limit)
-            generation = self.state.enter()
+        if generation is None:
+            await self._prepare_to_await()
+            generation = await waiting.suspend(self._until_entered(self._timeout(timeout)))
         return generation
 
     def leave(self, generation: Generation[M], *, failed: bool) -> None:
@@ -327,8 +273,9 @@ class Engine(Generic[M]):
         So no policy is asked, and no hook called, which may wait for a lock that this thread holds: the next call asks,
         or the ticker.
         """
-        if self.state.leave(generation, False) and generation.retired:  # noqa: FBT003 - a keyword would cost the hot path
-            in_background(self.guard, functools.partial(self._after_call, generation))
+        state = self.state
+        if state.leave(generation, False) and (generation.retired or state.watched):  # noqa: FBT003 - by position, it is the hot path
+            in_background(self.guard, partial(self._after_call, generation))
 
     def wrapper(  # noqa: C901 - the hot path is written out
         self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]
@@ -417,11 +364,10 @@ class Engine(Generic[M]):
         if not generation.retired:
             self.checks.ask(sample=False)
         elif self.state.retired_call_ended(generation):
-            self._release_in_background(generation)
-
-    def _release_in_background(self, generation: Generation[M]) -> None:
-        """Release an abandoned generation after its last call, which must not wait for that."""
-        in_background(self.guard, functools.partial(release_and_report, self.guard, generation, drain_seconds=None))
+            # After the last call on an abandoned generation, which must not wait for its release.
+            in_background(self.guard, partial(release_and_report, self.guard, generation, drain_seconds=None))
+        if self.state.watched:
+            self.changed()
 
     # Loads
 
@@ -432,11 +378,12 @@ class Engine(Generic[M]):
     def ensure_loaded(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`load`, on an event loop too, which it then blocks."""
         self.state.raise_if_closed()
-        self._wait_until_ready(self._timeout(timeout))
+        waiting.block(self._until_loaded(self._timeout(timeout)))
 
     async def aload(self, timeout: _units.Duration | None = None) -> None:
         self.state.raise_if_closed()
-        await self._await_until_ready(self._timeout(timeout))
+        await self._prepare_to_await()
+        await waiting.suspend(self._until_loaded(self._timeout(timeout)))
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None = None) -> None:
         limit = Timeout(timeout)  # first: a mistake must not begin a load
@@ -447,20 +394,20 @@ class Engine(Generic[M]):
                 pass  # a loader that asks for its own reload is refused before the request makes its load stale
         future = self._request_reload()
         if wait:
-            wait_for_load(self.state, future, limit)
+            waiting.block(until_loaded(self.state, future, limit))
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         limit = Timeout(timeout)
         self.raise_inside_call("areload")
-        waiting.require_asyncio("waiting for a model in a coroutine")  # before the load begins
-        await wait_for_load_on_loop(self.state, self._request_reload(), limit)
+        waiting.require_loop("waiting for a model in a coroutine")  # before the load begins
+        await waiting.suspend(until_loaded(self.state, self._request_reload(), limit))
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
         waiting.raise_on_event_loop(self.name, "unload", "await guard.aunload()")
         self.raise_inside_call("unload")
         self.state.raise_if_closed()
-        if _loading.active():
-            _loading.unload(self.guard)
+        if _reload.active():
+            _reload.unload(self.guard)
             return
         limit, job = Timeout(timeout), None
         with _load_waits.waiting_for(self.state):
@@ -470,12 +417,35 @@ class Engine(Generic[M]):
                 self._start(job)
                 wait_for_end_of_job(self.state, job, limit)
 
-    async def aunload(self, timeout: _units.Duration | None = None) -> None:
-        work = functools.partial(self.unload, timeout)
-        await waiting.run(work, f"modelguard-unload-{self.name}", self.guard.runtime.start_thread)
-
     def rollback(self) -> None:
-        roll_back(self.guard)
+        """Make the generation that the current one has replaced current again; a load under way is cancelled.
+
+        The one that took calls is released in the background. Nothing is loaded.
+
+        Raises:
+            NoPreviousModel: None is kept.
+            GuardClosed: The guard is closed.
+        """
+        guard = self.guard
+        if not guard.options.swap.keep_previous:
+            why = "the guard keeps none"
+            raise NoPreviousModel(self.name, why=why, fix="Make it with guard(..., swap=Swap(keep_previous=True)).")
+        swapped = self.state.roll_back(LoadFailed(self.name, "rollback() was called during the load"))
+        if swapped is None:
+            why = "no reload has kept one since the first load, the last rollback, a release or a shortage of memory"
+            raise NoPreviousModel(self.name, why=why, fix="Call reload() to load a model.")
+        back, old = swapped
+        guard.shown.show(back.version)
+        telemetry.emit(
+            telemetry.RolledBack(
+                guard=self.name,
+                generation=back.number,
+                version=back.version,
+                replaced=old.number,
+                replaced_version=old.version,
+            )
+        )
+        in_background(guard, partial(drain_and_release, guard, old))
 
     def warm_up(self) -> None:
         warmup, generation = self.guard.options.warmup, self.state.current
@@ -534,11 +504,10 @@ class Engine(Generic[M]):
     def reopen(self) -> None:
         self.state.reopen()
 
-    def close(self, timeout: _units.Duration | None = None) -> None:
-        seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
+    def close(self, timeout: float | None = None) -> None:
         waiting.raise_on_event_loop(self.name, "close", "await guard.aclose()")
         self.raise_inside_call("close")
-        self.shut_down(seconds)
+        self.shut_down(timeout)
 
     def shut_down(self, timeout: float | None = None) -> None:
         """:meth:`close` without its checks, for an owner that has made them."""
@@ -549,9 +518,15 @@ class Engine(Generic[M]):
         if self.guard.recorded is not None:
             self.guard.recorded.clear()
 
-    async def aclose(self, timeout: _units.Duration | None = None) -> None:
-        work = functools.partial(self.close, timeout)
-        await waiting.run(work, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
+    def unload_at_exit(self, seconds: float) -> None:
+        """Call the ``unload`` hook, unless calls still run on the model after ``seconds`` or a parent loaded it."""
+        state = self.state
+        for old in (state.close(), state.take_previous()) if self.guard.options.unload is not None else ():
+            if old is None or old.pid != os.getpid() or state.drain(old, seconds):
+                continue
+            error = unload(self.guard, state.take_model(old))
+            if error is not None:
+                telemetry.emit(telemetry.CallbackErrored(guard=self.name, callback="unload", error=error))
 
     def before_fork(self) -> None:
         self.state.lock.acquire()
@@ -564,3 +539,227 @@ class Engine(Generic[M]):
         self.checks.after_fork_in_child()
         if self.guard.recorded is not None:
             self.guard.recorded.after_fork_in_child()
+
+
+T = TypeVar("T")
+
+
+class Lease(Generic[M]):
+    """One use of a guard's model: ``with guard.lease() as model:`` or ``async with guard.lease() as model:``.
+
+    The model stays loaded until the block ends. A lease can be used once. Guarded functions that are called inside the
+    block run on the same generation.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_enclosing",
+        "_engine",
+        "_entered",
+        "_epoch",
+        "_generation",
+        "_thread",
+        "_timeout",
+        "_token",
+    )
+
+    def __init__(self, engine: Engine[M], timeout: float | None = None) -> None:
+        self._engine = engine
+        self._timeout = timeout
+        self._generation: Generation[M] | None = None
+        self._token: Token[Enclosing | None] | None = None
+        self._enclosing: Enclosing = []
+        self._entered = False
+
+    @classmethod
+    def of(cls, engine: Engine[M], generation: Generation[M]) -> Lease[M]:
+        """Make an object of a lease that was taken on ``generation``."""
+        lease = cls(engine)
+        lease._hold(generation)
+        return lease
+
+    @classmethod
+    def take(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
+        return cls.of(engine, engine.enter(timeout))
+
+    @classmethod
+    def take_now(cls, engine: Engine[M]) -> Lease[M] | None:
+        """Take a lease if that needs no waiting; None if it does."""
+        generation = engine.state.enter()
+        return None if generation is None else cls.of(engine, generation)
+
+    @classmethod
+    async def atake(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
+        return cls.of(engine, await engine.aenter(timeout))
+
+    if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"a lease has no attribute {name!r}: it is not the model. Write: with guard.lease() as model: "
+                f"model.{name}"
+            )
+
+    def __enter__(self) -> M:
+        if self._entered:
+            self._raise_on_second_use()
+        return self._begin(self._engine.enter(self._timeout))
+
+    async def __aenter__(self) -> M:
+        if self._entered:
+            self._raise_on_second_use()
+        return self._begin(await self._engine.aenter(self._timeout))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_with(error)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_with(error)
+
+    def __del__(self) -> None:
+        # The last resort: a generator, coroutine or lazy result that was dropped without being closed.
+        if getattr(self, "_generation", None) is not None:
+            self.drop()
+
+    def enter_taken(self) -> M:
+        assert self._generation is not None  # noqa: S101 - it was taken and has not ended
+        return self._begin(self._generation)
+
+    @property
+    def model(self) -> M:
+        """The model, while the lease lasts.
+
+        Raises:
+            RuntimeError: The lease has not begun, or has ended.
+        """
+        if self._generation is None:
+            raise RuntimeError(
+                f"a lease of guard {self._engine.name!r} has a model only inside its block. Write: with guard.lease() "
+                "as model: ..."
+            )
+        return self._generation.model
+
+    @property
+    def engine(self) -> Engine[M]:
+        return self._engine
+
+    @property
+    def generation(self) -> Generation[M] | None:
+        """The generation that it lends; None before and after its use."""
+        return self._generation
+
+    def step(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run one step of lazy work; guarded functions that it calls run on this lease's generation."""
+        generation = self._generation
+        if generation is None:
+            return work(*args, **kwargs)
+        state = self._engine.state
+        self._thread = threading.get_ident()
+        enclosing = state.nest(generation)
+        token = state.enclosing.set(enclosing)
+        try:
+            return work(*args, **kwargs)
+        finally:
+            enclosing.clear()
+            state.enclosing.reset(token)
+
+    async def astep(self, work: Awaitable[T]) -> T:
+        """Await one step of lazy work."""
+        generation = self._generation
+        if generation is None:
+            return await work
+        state = self._engine.state
+        enclosing = state.nest(generation)
+        token = state.enclosing.set(enclosing)
+        try:
+            return await work
+        finally:
+            enclosing.clear()
+            with suppress(ValueError):  # dropped half way, and finalized in another context
+                state.enclosing.reset(token)
+
+    def end_with(self, error: BaseException | None) -> None:
+        if isinstance(error, GeneratorExit):  # of a generator that may have been dropped
+            self.drop()
+        elif isinstance(error, Exception):
+            try:
+                self.repair(error)
+            finally:
+                self.end(failed=True)
+        else:
+            self.end(failed=False)
+
+    def repair(self, error: Exception) -> bool:
+        """Do what a failed call needs; whether it may run again on this lease. It must be ended in any case.
+
+        Raises:
+            CudaAfterFork: CUDA cannot be used in this process.
+        """
+        return self._generation is not None and self._engine.repair(self._generation, error)
+
+    def end(self, *, failed: bool) -> None:
+        generation = self._give_up()
+        if generation is not None:
+            self._engine.leave(generation, failed=failed)
+
+    def drop(self) -> None:
+        """Return the lease where the garbage collector may be at work: in any thread, which may hold any lock."""
+        generation = self._give_up()
+        if generation is not None:
+            self._engine.leave_dropped(generation)
+
+    def _give_up(self) -> Generation[M] | None:
+        """Hold the generation no longer; returns it if the lease counts in this process."""
+        generation, self._generation = self._generation, None
+        if generation is None:
+            return None
+        own = bool(self._enclosing)
+        self._enclosing.clear()
+        token, self._token = self._token, None
+        state = self._engine.state
+        if token is not None:
+            try:
+                state.enclosing.reset(token)
+            except ValueError:  # ended in another context than it began in, as dependency injectors do
+                own = False
+        # After a fork only the leases of the forking thread have been carried over.
+        counts = self._epoch == state.epoch or (own and self._thread == threading.get_ident())
+        return generation if counts else None
+
+    def detach(self) -> None:
+        """Let it outlive the context that it was taken in: a child that is forked meanwhile takes it again."""
+        self._engine.state.held_leases.add(self)
+
+    def held_here(self) -> Generation[M] | None:
+        """Its generation, if this thread last used it; None otherwise and after its end."""
+        return self._generation if self._thread == threading.get_ident() else None
+
+    def survives_fork(self) -> bool:
+        """Whether a child that was just forked still uses it: the forking thread holds it, outside of any context."""
+        return self._generation is not None and not self._enclosing and self._thread == threading.get_ident()
+
+    def retake_in_child(self) -> None:
+        if self._generation is not None:
+            self._epoch = self._engine.state.epoch
+            self._generation.leases.append(None)
+
+    def _begin(self, generation: Generation[M]) -> M:
+        state = self._hold(generation)
+        self._enclosing = enclosing = state.nest(generation)
+        self._token = state.enclosing.set(enclosing)
+        return generation.model
+
+    def _hold(self, generation: Generation[M]) -> GuardState[M]:
+        state = self._engine.state
+        self._entered = True
+        self._thread = threading.get_ident()
+        self._epoch = state.epoch
+        self._generation = generation
+        return state
+
+    def _raise_on_second_use(self) -> Never:
+        raise RuntimeError(f"a lease of guard {self._engine.name!r} can be used once; call lease() again for another")

@@ -6,20 +6,30 @@ import operator
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, PolicyNeverFires
 from modelguard.facts._gpu import Gpu
-from modelguard.lifecycle import _adapters, _policy, runtime
-from modelguard.lifecycle._generation import KnownModels
+from modelguard.lifecycle import _adapters, policies, runtime
 from modelguard.lifecycle._misuse import fits
-from modelguard.lifecycle._policy import Backoff, alternatives
-from modelguard.lifecycle.policies import TTL, Changed, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
+from modelguard.lifecycle.policies import (
+    TTL,
+    Backoff,
+    Changed,
+    Idle,
+    MemoryGrowth,
+    MemoryLimit,
+    Modified,
+    Policy,
+    alternatives,
+)
 from modelguard.telemetry.reasons import Reason
 
 __all__ = [
@@ -83,9 +93,7 @@ class Replay:
         object.__setattr__(self, "count", _units.whole_number(count, "count"))
         object.__setattr__(self, "min_agreement", _share(min_agreement))
         object.__setattr__(self, "max_slowdown", None if max_slowdown is None else _factor(max_slowdown))
-        if not callable(same):
-            why = f"must be a function of two answers, not {_units.kind_of(same)}"
-            raise InvalidOption("same", same, why=why, fix="Write for example same=numpy.allclose.")
+        _units.function(same, "same", "two answers", fix="Write for example same=numpy.allclose.")
         object.__setattr__(self, "same", same)
         object.__setattr__(self, "max_memory", _units.size(max_memory, "max_memory"))
         object.__setattr__(self, "timeout", _units.seconds(timeout, "timeout"))
@@ -193,13 +201,11 @@ class Swap:
         keep_previous: bool = False,
         replay: Replay | int | None = None,
     ) -> None:
-        if mode not in get_args(SwapMode):
-            names = ", ".join(repr(name) for name in get_args(SwapMode))
-            raise InvalidOption("swap", mode, why="must be one of the known modes", fix=f"Choose one of {names}.")
+        _units.one_of(mode, "swap", get_args(SwapMode))
         object.__setattr__(self, "mode", mode)
         for name, given in (("defer", defer), ("drain_timeout", drain_timeout), ("min_lifetime", min_lifetime)):
             object.__setattr__(self, name, _units.seconds(given, name, zero=True))
-        object.__setattr__(self, "keep_previous", _flag("keep_previous", keep_previous))
+        object.__setattr__(self, "keep_previous", _units.flag(keep_previous, "keep_previous"))
         object.__setattr__(self, "replay", Replay.parse(replay))
         for name, does, instead in (
             ("keep_previous", "keeps two models in memory", "keeps the previous model where there is room"),
@@ -215,14 +221,45 @@ class Swap:
         return value if isinstance(value, Swap) else cls(value)  # type: ignore[arg-type] # which is checked there
 
 
-def _flag(name: str, given: object) -> bool:
-    if not isinstance(given, bool):
-        raise InvalidOption(name, given, why="must be True or False", fix=f"Write {name}=True.")
-    return given
-
-
 # As code objects spell it, with links unresolved; the separator excludes a neighbour with a longer name.
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
+
+
+# Models that several guards have loaded: those of a pool, or copies of one model. No two may be the same object.
+
+
+_VALUES = (str, bytes, int, float, complex, tuple, frozenset, type, FunctionType, BuiltinFunctionType, ModuleType)
+
+
+def is_plain_value(model: object) -> bool:
+    """Whether two loads may well return this same object: it holds nothing that a release could free."""
+    return isinstance(model, _VALUES)
+
+
+class KnownModels:
+    def __init__(self) -> None:
+        self._models: dict[int, weakref.KeyedRef[int, object]] = {}
+
+    def add(self, model: object) -> bool:
+        """Note a model; false if it is known already. Plain values, and what has no weak references, do not count.
+
+        Two guards may load at once, so there is one step that decides, and no lock that a fork could break.
+        """
+        if is_plain_value(model):
+            return True
+        try:
+            mine = weakref.KeyedRef(model, self._forget, id(model))
+        except TypeError:  # dict, list, ...
+            return True
+        while (found := self._models.setdefault(id(model), mine)) is not mine:
+            if found() is model:
+                return False
+            self._forget(found)  # of a model that is gone, whose identity this one has got
+        return True
+
+    def _forget(self, reference: weakref.KeyedRef[int, object]) -> None:
+        if self._models.get(reference.key) is reference:
+            self._models.pop(reference.key, None)
 
 
 class ModelWorkers(Protocol):
@@ -259,10 +296,9 @@ class GuardOptions(Generic[M]):
             given = getattr(self, argument)
             if given is not None and not (argument == "validate" and takes_old_model(given)):
                 check_callable(argument, given, arguments=1, fix=_FIXES[argument])
-        if not isinstance(self.backoff, Backoff):
-            raise InvalidOption("backoff", self.backoff, why="must be a Backoff", fix="Write Backoff('1s', '1m').")
+        _units.instance(self.backoff, "backoff", Backoff, "a Backoff", fix="Write Backoff('1s', '1m').")
         for argument in ("prefork", "retry"):
-            _flag(argument, getattr(self, argument))
+            _units.flag(getattr(self, argument), argument)
         object.__setattr__(self, "name", _units.name(self.name))
 
     @property
@@ -386,7 +422,7 @@ def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> N
             "reload_on",
             policy,
             why=f"must be a policy or None, not {_units.kind_of(policy)}",
-            fix=_policy.fix_for(policy),
+            fix=policies.fix_for(policy),
         )
     for member in alternatives(policy):
         if member.restricts:

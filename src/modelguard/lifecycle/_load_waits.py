@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from modelguard.errors import GuardClosed, LoadFailed, Reloading, WouldDeadlock
-from modelguard.lifecycle._generation import LoadJob, Outcome
-from modelguard.lifecycle._state import GuardState
+from modelguard.lifecycle._state import GuardState, LoadJob, Outcome
 from modelguard.runtime import fork
-from modelguard.runtime.waiting import Timeout
+from modelguard.runtime.waiting import Steps, Timeout, Wait
 
 # Loads that wait for themselves, directly or through others: found before anybody waits.
 
@@ -24,9 +23,6 @@ from modelguard.runtime.waiting import Timeout
 #: For each thread that waits for loads: whose loads. The tasks of one event loop may wait for several.
 _waiting: dict[int, list[GuardState[Any]]] = {}
 fork.at_fork(fork.Rank.LOCKS, in_child=_waiting.clear)  # the parent's threads do not exist there
-
-#: Seconds between two searches for a circle that can only be seen on the stacks.
-PATIENCE = 0.5
 
 
 @contextmanager
@@ -66,28 +62,6 @@ def raise_if_load_waits_here(state: GuardState[Any]) -> None:
                 why="the warm-up of its new model waits for this thread, which waits for that model",
                 fix="Call the function in the warm-up itself, or submit contextvars.copy_context().run(...).",
             )
-
-
-class Search:
-    """The searches of one wait for what other loads hold up: one every half second.
-
-    Args:
-        states: The guards whose loads must not wait for this thread.
-    """
-
-    def __init__(self, states: Callable[[], Iterable[GuardState[Any]]]) -> None:
-        self._states = states
-        self._next = time.monotonic() + PATIENCE
-
-    def pause(self, seconds: float) -> float:
-        """How long to wait, of ``seconds``, until it is time to call :meth:`look`."""
-        return max(0.0, min(seconds, self._next - time.monotonic()))
-
-    def look(self) -> None:
-        if time.monotonic() >= self._next:
-            for state in self._states():
-                raise_if_load_waits_here(state)
-            self._next = time.monotonic() + PATIENCE
 
 
 def _is_done_here(frame: FrameType) -> bool:
@@ -147,7 +121,7 @@ def _raise_on_circle(state: GuardState[Any], me: int) -> None:
             pending.extend(following)
 
 
-def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> None:
+def until_loaded(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> Steps[None]:
     """Wait until there is a current generation.
 
     Raises:
@@ -157,12 +131,12 @@ def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Time
     """
     try:
         with waiting_for(state):
-            outcome = _result(state, future, timeout)
-    except TimeoutError:
-        raise Reloading(state.name, waited=timeout.waited(), current=_number(state)) from None
+            yield Wait(future, timeout, search=partial(raise_if_load_waits_here, state))
     finally:
         state.stop_waiting(future)
-    raise_outcome(outcome)
+    if not future.done():
+        raise Reloading(state.name, waited=timeout.waited(), current=_number(state))
+    raise_outcome(future.result())
 
 
 def wait_for_end_of_job(state: GuardState[Any], job: LoadJob | None, timeout: Timeout) -> None:
@@ -176,26 +150,6 @@ def wait_for_end_of_job(state: GuardState[Any], job: LoadJob | None, timeout: Ti
         command = "the load or release under way"
         raise Reloading(state.name, waited=timeout.waited(), command=command, current=_number(state))
     state.raise_if_closed()
-
-
-def _result(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> Outcome:
-    while (left := timeout.left()) is None or left > PATIENCE:
-        with suppress(TimeoutError):
-            return future.result(PATIENCE)
-        raise_if_load_waits_here(state)
-    return future.result(left)
-
-
-async def wait_for_load_on_loop(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> None:
-    """:func:`wait_for_load` without blocking the event loop, which is asyncio's."""
-    try:
-        with waiting_for(state):
-            outcome = await asyncio.wait_for(asyncio.wrap_future(future), timeout.left())
-    except TimeoutError:
-        raise Reloading(state.name, waited=timeout.waited(), current=_number(state)) from None
-    finally:
-        state.stop_waiting(future)
-    raise_outcome(outcome)
 
 
 def _number(state: GuardState[Any]) -> int | None:

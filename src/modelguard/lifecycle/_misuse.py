@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from modelguard import _units
 from modelguard.errors import InvalidOption
 
 #: A method's first parameter.
@@ -103,14 +104,11 @@ def check_keyword(argument: str, value: object, others: tuple[object, ...], *, f
 
 
 def check_wait(wait: object) -> None:
-    if not isinstance(wait, bool):
-        raise InvalidOption("wait", wait, why="must be True or False", fix="To bound the wait, give timeout='5s'.")
+    _units.instance(wait, "wait", bool, "True or False", fix="To bound the wait, give timeout='5s'.")
 
 
 def check_ask(ask: object) -> None:
-    if not callable(ask):
-        fix = "Give a function that takes the reasons."
-        raise InvalidOption("ask", ask, why="must be a function of one argument", fix=fix)
+    _units.function(ask, "ask", "the reasons", fix="Give a function that takes the reasons.")
 
 
 def check_not_routed(function: Any) -> None:

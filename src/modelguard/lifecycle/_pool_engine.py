@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -25,23 +24,13 @@ from modelguard.errors import (
 )
 from modelguard.facts._proc import ShownPause
 from modelguard.lifecycle import _load_waits
-from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._engine import Engine, Lease
 from modelguard.lifecycle._guard_options import PoolOptions
-from modelguard.lifecycle._leases import Lease
-from modelguard.lifecycle._pool_models import (
-    REMEMBERED,
-    Fetches,
-    IdleKeys,
-    PooledModel,
-    PoolLRU,
-    PoolSources,
-    RoomQueue,
-    afresh,
-)
+from modelguard.lifecycle._pool_models import OVERDUE, REMEMBERED, IdleKeys, PooledModel, PoolLRU, PoolSources, Want
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import TICKER
 from modelguard.runtime.fork import WeakRegistry
-from modelguard.runtime.waiting import Timeout
+from modelguard.runtime.waiting import PATIENCE, Line, Steps, TimeIsOver, Timeout, Work
 from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
 
@@ -53,9 +42,6 @@ if TYPE_CHECKING:
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
-
-#: Seconds between two looks for the end of a lease, which does not notify the pool: polling is cheaper.
-POLL = 0.02
 
 #: Seconds that the end of the pool waits for a release under way.
 _END = 30.0
@@ -70,6 +56,14 @@ _pool_engines: WeakRegistry[PoolEngine[Any, Any]] = WeakRegistry()
 
 def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
     return tuple(_pool_engines)
+
+
+def in_background_of(runtime: Runtime, work: Callable[[], None], name: str) -> None:
+    """Do something in another thread; in this one if the system gives none."""
+    try:
+        runtime.start_thread(work, f"modelguard-line-{name}")
+    except RuntimeError:
+        work()
 
 
 class PoolEngine(Generic[K, M]):
@@ -109,11 +103,14 @@ class PoolEngine(Generic[K, M]):
 
     def _renew_locks(self) -> None:
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
         self._one_load = threading.Lock()  # sizes are measured, so models are loaded one at a time
         self._releasing: Future[None] | None = None
-        self._queue = RoomQueue(self.runtime.clock)
-        self._fetches: Fetches[K, M] = Fetches(self.name)
+        # Those who wait, oldest first, and the first of them that needs room: without an order, a rare key could wait
+        # for ever.
+        self.line: Line[Callable[[], Any], Any] = Line(lambda look: look(), self._return_unwanted)
+        self._first: Want[K, M] | None = None
+        self._watchers: list[object] = []  # those of them that wait for the end of a call
+        self._fetches: dict[K, Future[Lease[M]]] = {}
 
     @property
     def name(self) -> str:
@@ -127,7 +124,7 @@ class PoolEngine(Generic[K, M]):
 
     def reload(self, keys: tuple[K, ...]) -> None:
         """Lend these models no more, or all of them, and release each when its calls have ended. Does not block."""
-        with self._changed:
+        with self._lock:
             self._raise_if_closed()
             self._request_end(keys)
         self.tick()
@@ -139,33 +136,41 @@ class PoolEngine(Generic[K, M]):
             GuardClosed, Reloading, WouldDeadlock: As for a guard.
         """
         waiting.raise_on_event_loop(self.name, "unload", "await pool.aunload()")
-        with self._changed:
+        with self._lock:
             self._raise_if_closed()
             self._raise_inside_lease(keys)
         for state in self._states_of_loads():
             with _load_waits.waiting_for(state):
                 pass  # a loader that waits for the end of its own model is refused
-        search = _load_waits.Search(self._states_of_loads)
-        with self._changed:
+        with self._lock:
             ending = self._request_end(keys)
-            while any(self._models.get(key) is model for key, model in ending.items()):
-                self._evict_ending()
-                self._wait_for_release(timeout)
-                search.look()
-        while not self._one_load.acquire(timeout=POLL):  # who has it releases, or loads and releases
-            self._wait_for_release(timeout)
-            search.look()
+        over = partial(Reloading, self.name, command="the release")
+        try:
+            waiting.block(self.line.wait(partial(self._have_ended, ending), timeout, search=self._search))
+        except TimeIsOver:
+            raise over(waited=timeout.waited()) from None
+        finally:
+            self._stop_watching(ending)
+        # Who has the turn releases, or loads and releases.
+        self._wait_for_turn(timeout, lambda: over(waited=timeout.waited()))
         try:
             self._close_evicted()
         finally:
             self._one_load.release()
+
+    def _have_ended(self, ending: dict[K, PooledModel[M]]) -> bool | None:
+        """Whether these models have left the pool; None while one is in use."""
+        with self._lock:
+            self._watch_for(ending)
+            self._evict_ending()
+            return None if any(self._models.get(key) is model for key, model in ending.items()) else True
 
     async def aunload(self, keys: tuple[K, ...], timeout: Timeout) -> None:
         work = partial(self.unload, keys, timeout)
         await waiting.run(work, f"modelguard-unload-{self.name}", self.runtime.start_thread)
 
     def set_paused(self, *, paused: bool) -> None:
-        with self._changed:
+        with self._lock:
             changed, self.paused = self.paused is not paused, paused
             self._shown_pause.show(paused=paused)
         if changed:
@@ -181,58 +186,48 @@ class PoolEngine(Generic[K, M]):
             self._tick_from_now_on()
         return ending
 
-    def _wait_for_release(self, timeout: Timeout) -> None:
-        left = timeout.left()
-        if left is not None and left <= 0:
-            raise Reloading(self.name, waited=timeout.waited(), command="the release")
-        with self._changed:
-            self._changed.wait(POLL if left is None else min(POLL, left))
-
     # The end of the pool
 
     def refuse_calls(self) -> None:
         """Refuse further leases, and those that are waited for. Waits for nothing, and releases nothing."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            models = list(self._models.values())
-            self._changed.notify_all()
-        for model in models:
-            if model.engine is not None:
-                model.engine.state.close()
+            engines = self._models.engines()
+        for engine in engines:
+            engine.state.close()
+        self.line.serve()
 
-    def close(self, timeout: Timeout | None = None) -> None:
+    def close(self, timeout: float | None = None) -> None:
+        limit = None if timeout is None else Timeout(timeout)
         waiting.raise_on_event_loop(self.name, "close", "await pool.aclose()")
         TICKER.remove(self)
-        with self._changed:
-            for model in self._models.values():
-                if model.engine is not None:
-                    model.engine.raise_inside_call("close")
-            models = list(self._models.values())
+        with self._lock:
+            engines = self._models.engines()
+            for engine in engines:
+                engine.raise_inside_call("close")
             self._closed = True
             self._models.clear()
             self._idle.clear()
-            self._changed.notify_all()
             releasing = self._releasing
-        for model in models:
-            if model.engine is not None:
-                model.engine.close(None if timeout is None else timeout.left())
+        self.line.serve()
+        for engine in engines:
+            engine.close(None if limit is None else limit.left())
         self._close_evicted()
         if releasing is not None:
-            wait([releasing], _END if timeout is None else timeout.left())
+            wait([releasing], _END if limit is None else limit.left())
 
-    async def aclose(self, timeout: Timeout | None = None) -> None:
-        work = partial(self.close, timeout)
-        await waiting.run(work, f"modelguard-close-{self.name}", self.runtime.start_thread)
+    async def aclose(self) -> None:
+        await waiting.run(self.close, f"modelguard-close-{self.name}", self.runtime.start_thread)
 
     def reopen(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = False
 
     # As time passes
 
     def tick(self) -> None:
         """Ask the probes for which it is time, and release what is over or idle. Waits for neither."""
-        with self._changed:
+        with self._lock:
             self._evict_ending()
             if not self.paused:
                 self._idle.evict_from(self._models, self.runtime.clock())
@@ -240,6 +235,8 @@ class PoolEngine(Generic[K, M]):
             if not self._models.evicted and not self._has_to_look():
                 TICKER.remove(self)  # a process that forks should have few threads
             self._release_evicted_in_background()
+        if self.line:
+            self.line.serve()
         for probe in probes:
             probe.poll(self.runtime)
 
@@ -272,7 +269,7 @@ class PoolEngine(Generic[K, M]):
         self._releasing.add_done_callback(lambda _: one_load.release())  # also where the system gives no thread
 
     def _close_evicted(self) -> None:
-        with self._changed:
+        with self._lock:
             evicted, self._models.evicted = self._models.evicted, []
             self._evictions += sum(model.until_next_use is None for model in evicted)
         for model in evicted:
@@ -309,13 +306,13 @@ class PoolEngine(Generic[K, M]):
                 )
 
     def _states_of_loads(self) -> list[GuardState[M]]:
-        with self._changed:
+        with self._lock:
             return [model.engine.state for model in self._models.values() if model.loading and model.engine is not None]
 
     def status(self) -> PoolStatus[K]:
         from modelguard.lifecycle.status import PoolStatus
 
-        with self._changed:
+        with self._lock:
             loaded = {key: model for key, model in self._models.items() if not model.loading}
             return PoolStatus(
                 name=self.name,
@@ -339,35 +336,65 @@ class PoolEngine(Generic[K, M]):
 
     def take(self, key: K, wait: float) -> Lease[M]:
         """Take a lease on the model of ``key``, after a load if need be."""
-        if (lease := self.take_now(key)) is not None:
-            return lease
-        deadline = time.monotonic() + wait
-        while True:
-            model, mine = self._find(key, deadline)
-            if mine and not self._load(key, model, deadline):
-                continue  # it was larger than the room that was made
-            try:
-                assert model.engine is not None  # noqa: S101 - set by _load, before anyone else finds it
-                return Lease.take(model.engine)
-            except GuardClosed:
-                self._raise_if_closed()
-            finally:
-                self._unpin(model)
+        lease = self.take_now(key)
+        return waiting.block(self._until_taken(key, Timeout(wait))) if lease is None else lease
 
     async def atake(self, key: K, wait: float) -> Lease[M]:
-        deadline = time.monotonic() + wait
-        while (lease := self.take_now(key)) is None:
-            waiting.require_asyncio("waiting for a model in a coroutine")
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self.why_full(key)
-            with self._changed:
-                nested = self._models.encloses_this_call()
-            work = partial(self.take, key, left)
-            lease = await self._fetches.take(key, work, left, start_thread=self.runtime.start_thread, alone=nested)
-            if lease is not None:
-                break
+        lease = self.take_now(key)
+        if lease is None:
+            waiting.require_loop("waiting for a model in a coroutine")
+            lease = await waiting.suspend(self._until_taken(key, Timeout(wait)))
         return lease
+
+    def _until_taken(self, key: K, limit: Timeout) -> Steps[Lease[M]]:
+        while True:
+            model, mine = yield from self._until_found(key, limit)
+            unpin = partial(self._unpin, model)
+            try:
+                if mine:
+                    load = partial(self._load, key, model, limit)
+                    if not (yield Work(load, f"modelguard-{self.name}", self.runtime.start_thread)):
+                        continue  # it was larger than the room that was made
+                assert model.engine is not None  # noqa: S101 - set by _load, before anyone else finds it
+                if (lease := self._lease_of(model.engine)) is not None:
+                    return lease
+            except GeneratorExit:  # the coroutine was dropped: the collector, which may be at work, takes no lock
+                unpin = partial(in_background_of, self.runtime, unpin, self.name)
+                raise
+            finally:
+                unpin()
+
+    def _lease_of(self, engine: Engine[M]) -> Lease[M] | None:
+        """A lease on a model that was found; None if it was closed since, and the pool was not, or is open again."""
+        try:
+            return Lease.take(engine)
+        except GuardClosed:
+            self._raise_if_closed()
+            return None
+
+    def _until_found(self, key: K, limit: Timeout) -> Steps[tuple[PooledModel[M], bool]]:
+        """Wait for the pinned model of ``key``; with it comes whether the caller is the one to load it."""
+        with self._lock:
+            want = Want(key, list(self._models.values()), self.runtime.clock())
+        look = partial(self._press, want)
+        found = partial(self._find, want)
+        try:
+            place: tuple[PooledModel[M], bool] = yield from self.line.wait(
+                found, limit, look=look, search=self._search, every=OVERDUE
+            )
+            return place  # noqa: TRY300 - typed, as the line is not
+        except TimeIsOver:
+            raise self.why_full(key) from None
+        finally:
+            want.gone = True
+            self._forget(want)
+
+    def _forget(self, want: Want[K, M]) -> None:
+        """Let others come first. Without a lock: the collector may end a coroutine that was dropped."""
+        self._stop_watching(want)
+        if self._first is want:
+            self._first = None
+            in_background_of(self.runtime, self.line.serve, self.name)
 
     def fetch(self, key: K) -> tuple[Future[Lease[M]], bool]:
         """Have one thread take a lease for all who wait for the model of ``key``. Does not block.
@@ -376,18 +403,23 @@ class PoolEngine(Generic[K, M]):
             What gets the lease, and whether the lease is the caller's own, who must end it. The others then call
             :meth:`take_now`.
         """
+        future: Future[Lease[M]] = waiting.promise()
+        shared = self._fetches.setdefault(key, future)
+        if shared is not future:
+            return shared, False
+        future.add_done_callback(lambda _: self._fetches.pop(key, None))
         work = partial(self.take, key, self.options.wait_timeout)
-        return self._fetches.begin(key, work, start_thread=self.runtime.start_thread)
+        return waiting.start(work, f"modelguard-{self.name}", self.runtime.start_thread, future), True
 
     def still_lends(self, key: K, engine: Engine[M]) -> bool:
         """Whether new calls with ``key`` get the model of this engine."""
-        with self._changed:
+        with self._lock:
             model = self._models.get(key)
             return model is not None and model.engine is engine and self._lends(model)
 
     def take_now(self, key: K) -> Lease[M] | None:
         """Take a lease if the model of ``key`` is loaded; None if that needs a wait."""
-        with self._lock:  # the condition's own: two calls of Python less
+        with self._lock:
             self._raise_if_closed()
             try:
                 model = self._models.touch(key)
@@ -397,47 +429,99 @@ class PoolEngine(Generic[K, M]):
                 return None
             return None if model.engine is None else Lease.take_now(model.engine)
 
-    def _find(self, key: K, deadline: float) -> tuple[PooledModel[M], bool]:
-        """The pinned model of ``key``, and whether the caller is the one to load it."""
-        search = _load_waits.Search(self._states_of_loads)
-        with self._changed, self._queue.place() as place:
-            while True:
-                self._raise_if_closed()
-                model = self._models.touch(key)
-                if model is not None and self._expired(model) and model.unused:
-                    self._idle.evict(key, self._models, model.until_next_use)
-                    model = None
-                if model is None:
-                    self._raise_if_too_large(key)
-                    if (place.first() or self._models.encloses_this_call()) and self._make_room(key):
-                        model = self._models[key] = PooledModel(self._estimate(key))
-                        model.pins = 1
-                        return model, True
-                elif self._lends(model):
-                    model.pins += 1
-                    return model, False
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise Overloaded(self._why_full(key, model))
-                if model is None and place.overdue():
-                    self._models.stop_lending_oldest(self.runtime.clock(), paused=self.paused)
-                search.look()
-                self._changed.wait(min(left, POLL))
-                if model is None or model.failure is None:
-                    continue
-                if not isinstance(model.failure, GuardClosed):  # a pool that is open again loads anew
-                    raise afresh(model.failure)
+    def _find(self, want: Want[K, M]) -> tuple[PooledModel[M], bool] | None:
+        """The pinned model of a key, and whether the caller is the one to load it; None if it has to wait."""
+        self._raise_if_closed()
+        if want.awaits is not None and want.awaits.loading and want.awaits.failure is None:
+            return None  # cheap: a thousand callers may wait for one load
+        key = want.key
+        with self._lock:
+            want.raise_failure()
+            model = self._models.touch(key)
+            if model is not None and self._expired(model) and model.unused:
+                self._idle.evict(key, self._models, model.until_next_use)
+                model = None
+            mine = model is None
+            if model is None:
+                self._raise_if_too_large(key)
+                model = self._make_place(want)
+            elif not self._lends(model, want):
+                want.awaits, model = model, None
+            if model is not None:
+                model.pins += 1
+                return model, mine
+            if want not in self._watchers and (want.awaits is None or not want.awaits.loading):
+                self._watch_for(want)
+                return self._find(want)  # a call may have ended just before it was watched
+            if want.gone:  # in this very moment
+                self._forget(want)
+            return None
 
-    def _lends(self, model: PooledModel[M]) -> bool:
+    def _make_place(self, want: Want[K, M]) -> PooledModel[M] | None:
+        """A place for a model that is to be loaded; None if others come first, or there is no room."""
+        if not want.nested and self._first not in (None, want):
+            return None
+        if not self._make_room(want.key):
+            if not want.nested:
+                self._first = want
+            return None
+        if self._first is want:
+            self._first = None
+        model = self._models[want.key] = PooledModel(self._estimate(want.key))
+        return model
+
+    def _press(self, want: Want[K, M]) -> None:
+        """As time passes: have the least used model end for the first in line."""
+        if self._first is want:
+            now = self.runtime.clock()
+            with self._lock:
+                if want.is_overdue(now):
+                    self._models.stop_lending_oldest(now, paused=self.paused)
+            self.line.serve()
+
+    def _lends(self, model: PooledModel[M], want: Want[Any, M] | None = None) -> bool:
         """Whether the caller may use ``model`` now. While it loads, only its own warm-up may."""
-        if model.loading:
-            return model.encloses_this_call
         overdue = model.overdue(self.runtime.clock(), paused=self.paused)
-        if overdue < 0 or self._models.encloses_this_call():
+        if overdue < 0 and not model.loading:
             return True
+        if want is None:
+            want = Want(None, list(self._models.values()), 0.0)
+        if model.loading:
+            return want.is_inside(model)
         # Bounded, or streams that overlap, as a pool of threads steps them, could keep the old model for ever. The
         # bound is half of the time that others wait: they get the new model, or its room, in the other half.
-        return overdue < self.options.wait_timeout / 2 and model.half_used_here()
+        return want.nested or (overdue < self.options.wait_timeout / 2 and want.has_half_used(model))
+
+    # The ends of calls tell the pool only while somebody waits for one
+
+    def _watch_for(self, who: object) -> None:
+        if who not in self._watchers:
+            self._watchers.append(who)
+            for engine in self._models.engines():
+                engine.state.watch(watched=True)
+
+    def _stop_watching(self, who: object) -> None:
+        with suppress(ValueError):
+            self._watchers.remove(who)
+
+    def _call_ended(self) -> None:
+        """A call or a load has ended."""
+        if self.line:
+            self.line.serve()
+        if not self._watchers:
+            with self._lock:
+                for engine in self._models.engines() if not self._watchers else ():
+                    engine.state.watch(watched=False)
+
+    def _return_unwanted(self, found: object) -> None:
+        """Take back what a caller that is gone was to have; in another thread, the collector may be at work here."""
+        if isinstance(found, tuple):
+            in_background_of(self.runtime, partial(self._return, *found), self.name)
+
+    def _return(self, model: PooledModel[M], mine: bool) -> None:  # noqa: FBT001 - by position, as it was found
+        for key in [key for key, known in self._models.items() if mine and known is model]:
+            self._drop(key, model, Overloaded(f"pool {self.name!r}: who was to load key {key!r} is gone"))
+        self._unpin(model)
 
     def _expired(self, model: PooledModel[M]) -> bool:
         return model.overdue(self.runtime.clock(), paused=self.paused) >= 0
@@ -464,7 +548,7 @@ class PoolEngine(Generic[K, M]):
         return max((size for size in self._sizes.values() if size <= self._models.maxsize), default=0)
 
     def why_full(self, key: K) -> Overloaded:
-        with self._changed:
+        with self._lock:
             return Overloaded(self._why_full(key, self._models.get(key)))
 
     def _why_full(self, key: K, model: PooledModel[M] | None) -> str:
@@ -477,34 +561,36 @@ class PoolEngine(Generic[K, M]):
 
     # Loading
 
-    def _load(self, key: K, model: PooledModel[M], deadline: float) -> bool:
+    def _load(self, key: K, model: PooledModel[M], limit: Timeout) -> bool:
         """Load a new model; false if it must be evicted again because it does not fit."""
-        with self._turn(key, model, deadline):
+        with self._turn(key, model, limit):
             self._close_evicted()  # their memory is needed now
-            with self._changed:
+            with self._lock:
                 failed, probe = self._failed.pop(key, None), self._sources.of(key)
                 woken = self._idle.wake(key)
-            model.engine = failed or self._make(key, self.runtime)
+            engine = model.engine = failed or self._make(key, self.runtime)
+            engine.changed = self._call_ended
             if woken:
-                model.engine.state.await_next_use()
+                engine.state.await_next_use()
             at_load = self._sources.before_load(probe, self.runtime)
-            model.engine.ensure_loaded()
+            engine.ensure_loaded()
             if probe is not None:
                 probe.loaded(at_load, self.runtime)
                 model.probe = probe
             if self.runtime.ticks and self.check_interval() < math.inf:
                 self._tick_from_now_on()
-            return self._admit(key, model)
+            return self._admit(key, model, engine)
 
     @contextmanager
-    def _turn(self, key: K, model: PooledModel[M], deadline: float) -> Iterator[None]:
+    def _turn(self, key: K, model: PooledModel[M], limit: Timeout) -> Iterator[None]:
         """Load in the block, after other loads; an error there goes to everyone who waits for this model.
 
         A loader that leases another model of its own pool waits here for itself, until its time runs out.
         """
         got = False
         try:
-            self._wait_for_turn(key, deadline)
+            late = f"pool {self.name!r}: key {key!r} waited too long for the loads of other models"
+            self._wait_for_turn(limit, lambda: Overloaded(late))
             got = True
             yield
         except BaseException as error:
@@ -517,18 +603,22 @@ class PoolEngine(Generic[K, M]):
                 finally:
                     self._one_load.release()
 
-    def _wait_for_turn(self, key: K, deadline: float) -> None:
-        search = _load_waits.Search(self._states_of_loads)
-        while not self._one_load.acquire(timeout=search.pause(max(0.0, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
-                raise Overloaded(f"pool {self.name!r}: key {key!r} waited too long for the loads of other models")
-            search.look()
+    def _wait_for_turn(self, limit: Timeout, late: Callable[[], Exception]) -> None:
+        left = limit.left()
+        while not self._one_load.acquire(timeout=PATIENCE if left is None else min(left, PATIENCE)):
+            if (left := limit.left()) == 0:
+                raise late()
+            self._search()
 
-    def _admit(self, key: K, model: PooledModel[M]) -> bool:
-        assert model.engine is not None  # noqa: S101 - it has just been loaded
-        size = model.engine.state.model_bytes or 0
+    def _search(self) -> None:
+        """Look for loads that wait for this thread."""
+        for state in self._states_of_loads():
+            _load_waits.raise_if_load_waits_here(state)
+
+    def _admit(self, key: K, model: PooledModel[M], engine: Engine[M]) -> bool:
+        size = engine.state.model_bytes or 0
         budget = int(self._models.maxsize)
-        with self._changed:
+        with self._lock:
             # A load that reuses free memory measures too little: the largest measurement counts.
             size = self._sizes[key] = max(size, self._sizes.get(key, 0))
             if size > budget:
@@ -541,39 +631,42 @@ class PoolEngine(Generic[K, M]):
                 self._models[key] = model  # cachetools evicts unused models until it fits
             except KeyError:
                 self._models.evicted.append(model)
+                model.loading = False  # those who wait for it look again
                 return False
             model.admit(self.runtime.clock(), self.options.ttl * (1 - _JITTER * self.runtime.random()))
             self._loads += 1
-            self._changed.notify_all()
-            return True
+            engine.state.watch(watched=bool(self._watchers))
+        self.line.serve()
+        return True
 
     def _drop(self, key: K, model: PooledModel[M], error: BaseException) -> None:
         failure = error if isinstance(error, Exception) else None
-        with self._changed:
+        with self._lock:
             model.failure = failure or Overloaded(f"pool {self.name!r}: the load of key {key!r} was interrupted")
             self._remove(key, model)
             if isinstance(failure, LoadFailed) and model.engine is not None:
                 self._failed[key] = model.engine  # it knows when the next attempt is due
             elif model.engine is not None:
                 self._models.evicted.append(model)
-            self._changed.notify_all()
+        self.line.serve()
 
     def _remove(self, key: K, model: PooledModel[M]) -> None:
         if self._models.get(key) is model:
             del self._models[key]
 
     def _unpin(self, model: PooledModel[M]) -> None:
-        with self._changed:
+        with self._lock:
             model.pins -= 1
-            self._changed.notify_all()
+        if self.line:
+            self.line.serve()
 
     # Fork
 
     def before_fork(self) -> None:
-        self._changed.acquire()
+        self._lock.acquire()
 
     def after_fork_in_parent(self) -> None:
-        self._changed.release()
+        self._lock.release()
 
     def after_fork_in_child(self) -> None:
         self._renew_locks()

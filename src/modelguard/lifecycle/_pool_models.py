@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from cachetools import Cache, LRUCache
 
 from modelguard import _units
-from modelguard.errors import LoadFailed, ModelGuardError, Overloaded
+from modelguard.errors import GuardClosed, LoadFailed, Overloaded
 from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._readings import UNKNOWN, Probe
 from modelguard.lifecycle.policies import Changed
 from modelguard.runtime import waiting
@@ -31,7 +27,7 @@ K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
 
 #: Seconds that the first in line waits for calls to end by themselves, before a model in use is closed to new calls.
-_OVERDUE = 0.25
+OVERDUE = 0.25
 
 
 class PooledModel(Generic[M]):
@@ -84,7 +80,7 @@ class PooledModel(Generic[M]):
         The loop over the generator must not wait for the end of the generator. On an event loop all streams share one
         thread, so there it says nothing.
         """
-        if self.engine is None or waiting.on_event_loop():
+        if self.engine is None or waiting.on_any_loop():
             return False
         return any(lease.held_here() is not None for lease in list(self.engine.state.held_leases))
 
@@ -107,46 +103,48 @@ class PooledModel(Generic[M]):
         self._stopped_since = min(self._stopped_since, now)
 
 
-class Place:
-    """One caller's place in the queue for room; it is taken when the caller first asks whether it is its turn."""
+class Want(Generic[K, M]):
+    """A caller that needs the model of a key.
 
-    def __init__(self, queue: list[Place], clock: Callable[[], float]) -> None:
-        self._queue = queue
-        self._clock = clock
-        self._since = 0.0
+    What its context and its thread say is noted here, since others look on its behalf while it waits.
 
-    def first(self) -> bool:
-        if self not in self._queue:
-            self._queue.append(self)
-            self._since = self._clock()
-        return self._queue[0] is self
+    Attributes:
+        nested: It is inside a call on one of the models, and must not wait for callers that wait for that one's end.
+        awaits: The model that it waits for: one that is being loaded, or that ends.
+        gone: It waits no longer.
+    """
 
-    def overdue(self) -> bool:
-        """Whether this caller, the first in line, has waited so long that a model in use must make room for it."""
-        if not self.first() or self._clock() < self._since + _OVERDUE:
+    def __init__(self, key: K, models: Iterable[PooledModel[M]], now: float) -> None:
+        self.key = key
+        self.awaits: PooledModel[M] | None = None
+        self.gone = False
+        self._inside = [model for model in models if model.encloses_this_call]
+        self._half_used = [model for model in models if model.half_used_here()]
+        self._since = now
+
+    @property
+    def nested(self) -> bool:
+        return bool(self._inside)
+
+    def is_inside(self, model: PooledModel[M]) -> bool:
+        return model in self._inside
+
+    def has_half_used(self, model: PooledModel[M]) -> bool:
+        return model in self._half_used
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the first in line has waited so long that a model in use must make room: once in that time."""
+        if now < self._since + OVERDUE:
             return False
-        self._since = self._clock()
+        self._since = now
         return True
 
-
-class RoomQueue:
-    """The callers that wait for room, in order: without an order, a rare key could wait for ever."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._places: list[Place] = []
-        self._clock = clock
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @contextmanager
-    def place(self) -> Iterator[Place]:
-        place = Place(self._places, self._clock)
-        try:
-            yield place
-        finally:
-            if place in self._places:
-                self._places.remove(place)
+    def raise_failure(self) -> None:
+        """Raise what the load that it has waited for has failed with, unless that says nothing about the next one."""
+        failure = None if self.awaits is None else self.awaits.failure
+        self.awaits = None
+        if failure is not None and not isinstance(failure, GuardClosed | Overloaded):
+            raise afresh(failure) from failure.__cause__
 
 
 class PoolLRU(Cache[K, PooledModel[M]]):
@@ -181,9 +179,8 @@ class PoolLRU(Cache[K, PooledModel[M]]):
             self._by_use.move_to_end(key)
         return model
 
-    def encloses_this_call(self) -> bool:
-        """Whether the calling context uses one of the models: it must not wait for callers that wait for its end."""
-        return any(model.encloses_this_call for model in self.values())
+    def engines(self) -> list[Engine[M]]:
+        return [model.engine for model in self.values() if model.engine is not None]
 
     def stop_lending_oldest(self, now: float, *, paused: bool) -> None:
         """Close the least recently used of the models in use to new calls, so that steady traffic makes room."""
@@ -311,95 +308,6 @@ class IdleKeys(Generic[K, M]):
 
     def clear(self) -> None:
         self._keys.clear()
-
-
-class Fetches(Generic[K, M]):
-    """The threads that take leases of one pool for coroutines.
-
-    Args:
-        pool: The pool's name.
-    """
-
-    def __init__(self, pool: str) -> None:
-        self._pool = pool
-        self._shared: dict[K, Future[Lease[M]]] = {}
-
-    def begin(
-        self, key: K, work: Callable[[], Lease[M]], *, start_thread: waiting.StartThread, alone: bool = False
-    ) -> tuple[Future[Lease[M]], bool]:
-        """Have a thread take a lease, unless one takes a lease for the same key. Does not block.
-
-        Args:
-            key: Whose model.
-            work: Takes the lease.
-            start_thread: Starts a thread.
-            alone: The caller has a thread of its own, in its own context. One inside a lease of this pool must not wait
-                for room behind others, which may wait for the end of its lease.
-
-        Returns:
-            What gets the lease, and whether the lease is the caller's own, who must end it.
-        """
-        future: Future[Lease[M]] = waiting.promise()
-        if not alone:
-            shared = self._shared.setdefault(key, future)
-            if shared is not future:
-                return shared, False
-            future.add_done_callback(lambda _: self._shared.pop(key, None))
-        return waiting.start(work, f"modelguard-{self._pool}", start_thread, future), True
-
-    async def take(
-        self,
-        key: K,
-        work: Callable[[], Lease[M]],
-        wait: float,
-        *,
-        start_thread: waiting.StartThread,
-        alone: bool,
-    ) -> Lease[M] | None:
-        """:meth:`begin`, and wait for the lease; None if it is another caller's, or ``wait`` seconds have passed."""
-        future, own = self.begin(key, work, start_thread=start_thread, alone=alone)
-        if own:
-            return await _own(future)
-        await _wait_for(future, wait)
-        return None
-
-
-async def _wait_for(fetch: Future[Lease[M]], wait: float) -> None:
-    """Wait until another caller has its lease. Its error is this caller's too, unless only its time is over."""
-    waiting = _on_this_loop(fetch)
-    await asyncio.wait([waiting], timeout=wait)
-    error = waiting.exception() if waiting.done() else None
-    if isinstance(error, ModelGuardError) and not isinstance(error, Overloaded):
-        raise afresh(error) from error.__cause__
-    if error is not None and not isinstance(error, Overloaded):
-        raise error
-
-
-async def _own(fetch: Future[Lease[M]]) -> Lease[M]:
-    """Await the lease that a thread takes; if the caller is cancelled meanwhile, end it."""
-    waiting = _on_this_loop(fetch)
-    try:
-        await asyncio.wait([waiting])
-    except asyncio.CancelledError:
-        fetch.add_done_callback(_end_unwanted)
-        raise
-    return waiting.result()
-
-
-def _on_this_loop(fetch: Future[Lease[M]]) -> asyncio.Future[Lease[M]]:
-    """A future of this loop, to be waited for by ``asyncio.wait``, which leaves it alone if its caller is cancelled.
-
-    ``asyncio.shield`` does so too, but from CPython 3.14 on it logs an error that comes after that.
-    """
-    waiting = asyncio.wrap_future(fetch)
-    # Its waiter may be gone by then, and asyncio logs an error that nobody has looked at.
-    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return waiting
-
-
-def _end_unwanted(fetch: Future[Lease[M]]) -> None:
-    if fetch.exception() is None:
-        fetch.result().end(failed=False)
 
 
 def afresh(error: Exception) -> Exception:

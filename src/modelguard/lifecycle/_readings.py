@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from modelguard import telemetry
 from modelguard.facts._gpu import Gpu
 from modelguard.lifecycle import _adapters
-from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._policy import SAMPLES, FileChange, GpuMemory, Level, Policy, ProbeAnswers, Snapshot
-from modelguard.lifecycle._state import GuardContext
-from modelguard.lifecycle.policies import Changed, Modified
+from modelguard.lifecycle._state import Generation, GuardContext
+from modelguard.lifecycle.policies import (
+    SAMPLES,
+    Changed,
+    FileChange,
+    GpuMemory,
+    Level,
+    Modified,
+    Policy,
+    ProbeAnswers,
+    Snapshot,
+)
 from modelguard.lifecycle.runtime import MAX_ENTRIES, Fingerprint, is_whole
 from modelguard.runtime.waiting import resolve
 from modelguard.telemetry import logger

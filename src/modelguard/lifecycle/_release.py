@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from modelguard import _units, telemetry
 from modelguard.facts._gpu import GpuUse, use_of
 from modelguard.lifecycle import _adapters
-from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._state import GuardContext
+from modelguard.lifecycle._state import Generation, GuardContext
 from modelguard.runtime.waiting import resolve
 
 if TYPE_CHECKING:

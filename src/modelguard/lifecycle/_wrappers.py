@@ -13,8 +13,7 @@ import wrapt
 from modelguard import _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle._engine import Engine, Wrapper
-from modelguard.lifecycle._leases import Lease
+from modelguard.lifecycle._engine import Engine, Lease, Wrapper
 from modelguard.lifecycle._misuse import first_name, plain_function, receivers, takes_positional, without_model
 
 # Results that do their work after the call has returned: generators, iterators, coroutines. They keep the lease.
@@ -207,7 +206,7 @@ class _LeasedAsyncIterator(_Leased):
 AsyncTake = Callable[[tuple[Any, ...], dict[str, Any]], "Lease[Any] | Awaitable[Lease[Any]]"]
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._recorded_calls import RecordedCalls
+    from modelguard.lifecycle._replay import RecordedCalls
 
     # Generic for the checkers only.
     _FunctionWrapper = wrapt.FunctionWrapper[..., Any]

@@ -10,8 +10,8 @@ from typing import Any
 
 from modelguard import _extras, _public, _units
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _policy
-from modelguard.lifecycle._policy import NextCheck, Snapshot, Value
+from modelguard.lifecycle import policies
+from modelguard.lifecycle.policies import NextCheck, Snapshot, Value
 
 __all__ = ["Cron"]
 
@@ -70,9 +70,9 @@ class Cron(Value):
             fix = "Write for example jitter='5m'. Only the jitter of TTL is a share."
             raise InvalidOption("jitter", jitter, why="is less than a second", fix=fix)
         if tz is None:
-            _policy.local()
+            policies.local_zone()
         else:
-            _policy.check(tz)
+            policies.check_zone(tz)
         shortest = _shortest_gap(words)
         if seconds > shortest:
             why = f"is longer than the {_units.format_seconds(shortest)} between two moments of {words!r}"
@@ -112,7 +112,7 @@ def _check_fields(expression: object) -> str:
 @lru_cache(maxsize=128)  # the same for all checks of one generation
 def _next_moment(expression: str, tz: str | None, since: float) -> float:
     """The first moment after ``since``, in seconds since the epoch; infinity if there is none in 50 years."""
-    return next(_moments(expression, since, _policy.local() if tz is None else _policy.named(tz)), math.inf)
+    return next(_moments(expression, since, policies.local_zone() if tz is None else policies.zone_named(tz)), math.inf)
 
 
 def _shortest_gap(expression: str) -> float:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Never, Required, TypedDict, TypeVar, Unpack, overload
 
 from modelguard import _public, _units
-from modelguard._entered import Entered
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._leases import Lease
-from modelguard.lifecycle._policy import Backoff
+from modelguard.lifecycle._engine import Engine, Lease
 from modelguard.lifecycle._wrappers import decorate, owner_of
-from modelguard.lifecycle.policies import Policy
+from modelguard.lifecycle.handle import ModelHandle
+from modelguard.lifecycle.policies import Backoff, Policy
 from modelguard.runtime.fork import WeakRegistry
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import GuardOptions, Loaded, Swap, SwapMode
-
-if TYPE_CHECKING:
-    from modelguard.lifecycle._guard_options import GuardOptions
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import Status
     from modelguard.telemetry.reasons import Reason
@@ -30,14 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["ModelGuard", "guard", "guard_of"]
 
 M = TypeVar("M")
-S = TypeVar("S")
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _guards: WeakRegistry[ModelGuard[Any]] = WeakRegistry()
 
 
-class ModelGuard(Entered, Generic[M]):
+class ModelGuard(ModelHandle[M]):
     """A model with a lifecycle. Made by :func:`guard`; see there for the options.
 
     It is a handle (``lease``, ``load``, ``reload``, ``status``, ``close``), a decorator, and a context manager that
@@ -49,23 +40,15 @@ class ModelGuard(Entered, Generic[M]):
         engine: What runs the guard. For modelguard's own integrations; it may change without notice.
     """
 
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *args: object, **kwargs: object) -> Self:  # noqa: D102 - Python's own
-            _misuse.check_made_by("guard(load, reload_on=...)", cls, args, kwargs)
-            return super().__new__(cls)
+    _made_by = "guard(load, reload_on=...)"
+    _what = "guard"
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
-        super().__init__()
         self.engine: Engine[M] = Engine(options, runtime)
+        super().__init__(self.engine.name, (self.engine,))
         _guards.add(self)
         # The engine is in reference cycles: without this, it would reload for nobody until the collector finds it.
         weakref.finalize(self, self.engine.stop_checks).atexit = False
-
-    @property
-    def name(self) -> str:
-        """The guard's name, as events and errors show it."""
-        return self.engine.name
 
     @property
     def prefork(self) -> bool:
@@ -76,9 +59,6 @@ class ModelGuard(Entered, Generic[M]):
     def reload_on(self) -> Policy | None:
         """The policy that replaces the model; None if only a call of :meth:`reload` does."""
         return self.engine.guard.options.reload_on
-
-    def __reduce__(self) -> Any:
-        raise TypeError(f"guard {self.name!r} cannot be pickled: import the module that makes it, in each process")
 
     def __repr__(self) -> str:
         from modelguard.lifecycle import status
@@ -95,25 +75,7 @@ class ModelGuard(Entered, Generic[M]):
 
     # Use
 
-    @overload
-    def __call__(self, function: classmethod[S, Concatenate[M, P], R], /) -> classmethod[S, P, R]: ...
-    @overload
-    def __call__(self, function: staticmethod[Concatenate[M, P], R], /) -> staticmethod[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[M, P], R], /) -> Callable[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
-    def __call__(self, function: Any, /) -> Any:
-        """Decorate a function that takes the model as its first parameter, after ``self`` or ``cls`` in a class.
-
-        Callers leave the model out. Each call runs on one generation from start to end: functions, methods, class and
-        static methods, coroutines, generators and asynchronous generators. A plain function that returns a lazy
-        iterator keeps its lease until that iterator ends.
-
-        Raises:
-            InvalidOption: It is not a function, or has no parameter to take the model.
-        """
-        in_use = _misuse.in_use(sys.getrefcount(function))
+    def _decorate(self, function: Any, *, in_use: bool) -> Any:
         return decorate(self.engine, function, owner=self, in_use=in_use)
 
     def lease(self, timeout: _units.Duration | None = None) -> Lease[M]:
@@ -132,29 +94,6 @@ class ModelGuard(Entered, Generic[M]):
     def version(self) -> str | None:
         """The version of the current model, as its loader gave it; None if it gave none, or if there is no model."""
         return self.engine.state.version
-
-    @property
-    def ready(self) -> bool:
-        """Whether calls get a model: what a readiness probe should report.
-
-        One is loaded, or ``Idle`` has released it and the next call loads it (unless its ``ready`` is False).
-        """
-        return self.engine.ready
-
-    def load(self, timeout: _units.Duration | None = None) -> None:
-        """Load the model unless it is loaded. Blocks.
-
-        Raises:
-            LoadFailed: The load failed, or an earlier one did and its backoff has not passed.
-            Reloading: ``timeout`` has passed.
-            GuardClosed: The guard is closed.
-            WouldDeadlock: Called on a running event loop (use :meth:`aload`) or by the loader itself.
-        """
-        self.engine.load(timeout)
-
-    async def aload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`load` for a coroutine: does not block the event loop."""
-        await self.engine.aload(timeout)
 
     def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
         """Replace the model by one whose load begins after this call. Does not wait for a pause or a backoff.
@@ -180,99 +119,15 @@ class ModelGuard(Entered, Generic[M]):
         """:meth:`reload` for a coroutine: does not block the event loop."""
         await self.engine.areload(timeout)
 
-    def unload(self, timeout: _units.Duration | None = None) -> None:
-        """Release the model until its next use, which loads it again. Blocks.
-
-        It waits for the calls that run, up to ``drain_timeout``, and for a load that is under way. Does nothing if no
-        model is loaded.
-
-        Args:
-            timeout: How long to wait at most. Default: until it is released.
-
-        Raises:
-            Reloading: ``timeout`` has passed. A release that has begun goes on.
-            GuardClosed: The guard is closed.
-            WouldDeadlock: Called inside a call on this guard, by its loader, or on a running event loop (use
-                :meth:`aunload`).
-        """
-        self.engine.unload(timeout)
-
-    async def aunload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`unload` for a coroutine: does not block the event loop."""
-        await self.engine.aunload(timeout)
-
-    def pause(self) -> None:
-        """Let policies start nothing until :meth:`resume`, as during an incident: no reload, release or new process.
-
-        What they would have done waits (``status().postponed``), and each policy that waits is reported once
-        (``ReloadPostponed``). A policy's reload that still waits for its beginning is given up; one that already loads
-        goes on. Calls, :meth:`load`, :meth:`reload` and :meth:`unload` work as usual, and so do loads that calls need.
-        Pausing twice is the same as once. It holds in this process and in children that are forked from now on.
-        """
-        self.engine.set_paused(paused=True)
-
-    def resume(self) -> None:
-        """End :meth:`pause`, however often it was called. What is due by then starts within about a second."""
-        self.engine.set_paused(paused=False)
-
-    def rollback(self) -> None:
-        """Go back to the model that the current one has replaced. Needs ``keep_previous=True``.
-
-        It takes the next call: nothing is loaded, and nothing is awaited, so this may be called anywhere. A load under
-        way is cancelled; calls that run on the current model end on it, and it is released. From now on no policy
-        replaces the model, and ``Idle`` does not release it, until ``Modified`` or ``Changed`` see that the source has
-        changed since the load that was rolled back, or until :meth:`reload`.
-
-        Raises:
-            NoPreviousModel: None is kept.
-            GuardClosed: The guard is closed.
-        """
-        self.engine.rollback()
-
     def check(self) -> bool:
         """Ask the policies now, as the background thread does regularly; returns whether a reload was started."""
         return self.engine.check()
-
-    def close(self, timeout: _units.Duration | None = None) -> None:
-        """Refuse further calls, wait for those under way, and release the model.
-
-        Closing twice does nothing. Afterwards every use raises ``GuardClosed``.
-
-        Calls that still run when ``timeout`` has passed keep their model and end as usual: ``close`` returns,
-        ``GenerationAbandoned`` says how many there are, ``status().in_flight`` counts them down, and the model is
-        released when the last of them ends. A process that exits before then does not call ``unload`` for it.
-
-        Args:
-            timeout: How long to wait for calls at most; 0 does not wait. Default: ``drain_timeout``. The release that
-                follows, with the ``unload`` hook, is not bounded.
-
-        Raises:
-            InvalidOption: ``timeout`` is not a duration; then the guard stays open.
-            WouldDeadlock: Called inside a call on this guard, whose end it would wait for, or on a running event loop
-                (use :meth:`aclose`).
-        """
-        self.engine.close(timeout)
-
-    async def aclose(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`close` for a coroutine: does not block the event loop."""
-        await self.engine.aclose(timeout)
 
     def status(self) -> Status:
         """The guard's figures at this moment."""
         from modelguard.lifecycle import status
 
         return status.of(self.engine)
-
-    def _reopen(self) -> None:
-        self.engine.reopen()
-
-    def _open(self) -> None:
-        self._reopen()
-        self.load()
-
-    async def _aopen(self) -> None:
-        self._reopen()
-        await self.aload()
 
     # For servers
 
@@ -334,70 +189,30 @@ def guard_of(function: Callable[..., object]) -> ModelGuard[Any]:
 _FIX = 'Write guard(load, reload_on=TTL("1h")), or reload_on=None to replace the model only on request.'
 
 
+if TYPE_CHECKING:
+
+    class _Options(TypedDict, Generic[M], total=False):
+        reload_on: Required[Policy | None]
+        swap: SwapMode | Swap
+        warmup: Callable[[M], object] | None
+        validate: Callable[[M], object] | Callable[[M, M | None], object] | None
+        unload: Callable[[M], object] | None
+        load_timeout: _units.Duration | None
+        wait_timeout: _units.Duration
+        backoff: Backoff | None
+        retry: bool
+        prefork: bool
+        name: str | None
+
+
 @overload
-def guard(
-    load: Callable[[], Awaitable[Loaded[M]]],
-    *,
-    reload_on: Policy | None,
-    swap: SwapMode | Swap = "auto",
-    warmup: Callable[[M], object] | None = None,
-    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
-    unload: Callable[[M], object] | None = None,
-    load_timeout: _units.Duration | None = None,
-    wait_timeout: _units.Duration = 30.0,
-    backoff: Backoff | None = None,
-    retry: bool = False,
-    prefork: bool = False,
-    name: str | None = None,
-) -> ModelGuard[M]: ...
+def guard(load: Callable[[], Awaitable[Loaded[M]]], **options: Unpack[_Options[M]]) -> ModelGuard[M]: ...
 @overload
-def guard(
-    load: Callable[[], Loaded[M]],
-    *,
-    reload_on: Policy | None,
-    swap: SwapMode | Swap = "auto",
-    warmup: Callable[[M], object] | None = None,
-    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
-    unload: Callable[[M], object] | None = None,
-    load_timeout: _units.Duration | None = None,
-    wait_timeout: _units.Duration = 30.0,
-    backoff: Backoff | None = None,
-    retry: bool = False,
-    prefork: bool = False,
-    name: str | None = None,
-) -> ModelGuard[M]: ...
+def guard(load: Callable[[], Loaded[M]], **options: Unpack[_Options[M]]) -> ModelGuard[M]: ...
 @overload
-def guard(
-    load: Callable[[], Awaitable[M]],
-    *,
-    reload_on: Policy | None,
-    swap: SwapMode | Swap = "auto",
-    warmup: Callable[[M], object] | None = None,
-    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
-    unload: Callable[[M], object] | None = None,
-    load_timeout: _units.Duration | None = None,
-    wait_timeout: _units.Duration = 30.0,
-    backoff: Backoff | None = None,
-    retry: bool = False,
-    prefork: bool = False,
-    name: str | None = None,
-) -> ModelGuard[M]: ...
+def guard(load: Callable[[], Awaitable[M]], **options: Unpack[_Options[M]]) -> ModelGuard[M]: ...
 @overload
-def guard(
-    load: Callable[[], M],
-    *,
-    reload_on: Policy | None,
-    swap: SwapMode | Swap = "auto",
-    warmup: Callable[[M], object] | None = None,
-    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
-    unload: Callable[[M], object] | None = None,
-    load_timeout: _units.Duration | None = None,
-    wait_timeout: _units.Duration = 30.0,
-    backoff: Backoff | None = None,
-    retry: bool = False,
-    prefork: bool = False,
-    name: str | None = None,
-) -> ModelGuard[M]: ...
+def guard(load: Callable[[], M], **options: Unpack[_Options[M]]) -> ModelGuard[M]: ...
 def guard(
     load: Callable[[], Any],
     *others: Never,

@@ -6,21 +6,18 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, Never, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Never, Required, TypedDict, TypeVar, Unpack, overload
 
 from modelguard import _public, _units
-from modelguard._entered import Entered
 from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle._engine import EAGER, Engine, Wrapper
-from modelguard.lifecycle._generation import KnownModels
-from modelguard.lifecycle._guard_options import PoolOptions
-from modelguard.lifecycle._leases import Lease
+from modelguard.lifecycle._engine import EAGER, Engine, Lease, Wrapper
+from modelguard.lifecycle._guard_options import KnownModels, PoolOptions
 from modelguard.lifecycle._misuse import call_parameters, plain_function
-from modelguard.lifecycle._policy import Backoff
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._wrappers import check_function, is_lazy, keep, wrap
-from modelguard.lifecycle.policies import Changed
+from modelguard.lifecycle.handle import Decorator, Handle
+from modelguard.lifecycle.policies import Backoff, Changed
 from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Timeout
 
@@ -45,37 +42,26 @@ def pools() -> tuple[ModelPool[Any, Any], ...]:
     return tuple(_pools)
 
 
-class ModelPool(Entered, Generic[K, M]):
+class ModelPool(Handle, Generic[K, M]):
     """Models by key, within one memory budget. Made by :func:`pool`; see there for the options.
 
     It is a context manager, for ``with`` and ``async with``: it closes on exit, on the last one if there are
     several at once. Entering it again reopens it.
     """
 
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *args: object, **kwargs: object) -> Self:  # noqa: D102 - Python's own
-            _misuse.check_made_by("pool(load, max_memory=...)", cls, args, kwargs)
-            return super().__new__(cls)
+    _made_by = "pool(load, max_memory=...)"
+    _what = "pool"
 
     def __init__(self, engine: PoolEngine[K, M], options_for: Callable[[Any], GuardOptions[M]]) -> None:
-        super().__init__()
+        super().__init__(engine.name, (engine,))
         self._engine = engine
         self._options_for = options_for
         _pools.add(self)
 
     @property
-    def name(self) -> str:
-        """The pool's name, as events and errors show it."""
-        return self._engine.name
-
-    @property
     def closed(self) -> bool:
         """Whether it refuses leases, after :meth:`close`."""
         return self._engine.closed
-
-    def __reduce__(self) -> Any:
-        raise TypeError(f"pool {self.name!r} cannot be pickled: import the module that makes it, in each process")
 
     def __repr__(self) -> str:
         status = self.status()
@@ -163,76 +149,28 @@ class ModelPool(Entered, Generic[K, M]):
         """:meth:`unload` for a coroutine: does not block the event loop."""
         await self._engine.aunload(keys, Timeout(timeout))
 
-    def pause(self) -> None:
-        """Let ``ttl``, ``reload_on`` and ``idle`` end no model until :meth:`resume`, as during an incident.
 
-        Calls go on, and load the models that they need. If there is no room for one, another still makes room, because
-        a call asks for it and no policy. Pausing twice is the same as once. It holds in this process and in children
-        that are forked from now on.
-        """
-        self._engine.set_paused(paused=True)
+if TYPE_CHECKING:
 
-    def resume(self) -> None:
-        """End :meth:`pause`, however often it was called. What is due by then happens within about a second."""
-        self._engine.set_paused(paused=False)
-
-    def close(self, timeout: _units.Duration | None = None) -> None:
-        """Refuse further leases, wait for those under way, release every model.
-
-        Leases that still run after that keep their models, as those of :meth:`ModelGuard.close` do.
-
-        Args:
-            timeout: How long to wait for the leases of all models together. Default: 30 s for each model.
-
-        Raises:
-            InvalidOption: ``timeout`` is not a duration.
-            WouldDeadlock: Called inside a lease of this pool, whose end it would wait for, or on a running event loop
-                (use :meth:`aclose`).
-        """
-        self._engine.close(Timeout(timeout))
-
-    async def aclose(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`close` for a coroutine: does not block the event loop."""
-        await self._engine.aclose(Timeout(timeout))
-
-    def _reopen(self) -> None:
-        self._engine.reopen()
+    class _Options(TypedDict, Generic[M], total=False):
+        max_memory: Required[int | str]
+        max_models: int | None
+        ttl: _units.Duration | None
+        idle: _units.Duration | None
+        reload_on: Changed | None
+        wait_timeout: _units.Duration
+        warmup: Callable[[M], object] | None
+        validate: Callable[[M], object] | None
+        unload: Callable[[M], object] | None
+        load_timeout: _units.Duration | None
+        backoff: Backoff | None
+        name: str | None
 
 
 @overload
-def pool(
-    load: Callable[[K], Loaded[M]],
-    *,
-    max_memory: int | str,
-    max_models: int | None = None,
-    ttl: _units.Duration | None = None,
-    idle: _units.Duration | None = None,
-    reload_on: Changed | None = None,
-    wait_timeout: _units.Duration = 30.0,
-    warmup: Callable[[M], object] | None = None,
-    validate: Callable[[M], object] | None = None,
-    unload: Callable[[M], object] | None = None,
-    load_timeout: _units.Duration | None = None,
-    backoff: Backoff | None = None,
-    name: str | None = None,
-) -> ModelPool[K, M]: ...
+def pool(load: Callable[[K], Loaded[M]], **options: Unpack[_Options[M]]) -> ModelPool[K, M]: ...
 @overload
-def pool(
-    load: Callable[[K], M],
-    *,
-    max_memory: int | str,
-    max_models: int | None = None,
-    ttl: _units.Duration | None = None,
-    idle: _units.Duration | None = None,
-    reload_on: Changed | None = None,
-    wait_timeout: _units.Duration = 30.0,
-    warmup: Callable[[M], object] | None = None,
-    validate: Callable[[M], object] | None = None,
-    unload: Callable[[M], object] | None = None,
-    load_timeout: _units.Duration | None = None,
-    backoff: Backoff | None = None,
-    name: str | None = None,
-) -> ModelPool[K, M]: ...
+def pool(load: Callable[[K], M], **options: Unpack[_Options[M]]) -> ModelPool[K, M]: ...
 def pool(
     load: Callable[[Any], Any],
     *others: Never,
@@ -329,11 +267,6 @@ def pool(
 # Using a pool's models: leases by key, and functions whose arguments give the key.
 
 
-S = TypeVar("S")
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
 class PoolLease(Generic[M]):
     """One use of a pool's model: ``with pool.lease(key) as model:`` or ``async with``. It can be used once."""
 
@@ -386,7 +319,7 @@ class PooledFunction(NamedTuple):
     key_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Keyed(Generic[M]):
+class Keyed(Decorator[M]):
     def __init__(
         self,
         engine: PoolEngine[Any, M],
@@ -404,15 +337,8 @@ class Keyed(Generic[M]):
         self._key = key
         self._options_for = options_for
 
-    @overload
-    def __call__(self, function: classmethod[S, Concatenate[M, P], R], /) -> classmethod[S, P, R]: ...
-    @overload
-    def __call__(self, function: staticmethod[Concatenate[M, P], R], /) -> staticmethod[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[M, P], R], /) -> Callable[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
-    def __call__(self, function: Any, /) -> Any:
+    def _decorate(self, function: Any, *, in_use: bool) -> Any:
+        del in_use
         check_function(plain_function(function), None)
         key_of = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call(function)
 
@@ -500,9 +426,6 @@ def call_on(take: Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]]) -> Wr
         return result
 
     return call
-
-
-# Leases of a pool for coroutines: one thread takes one, and those who wait for the same model wait for that thread.
 
 
 _public.set_module(globals(), "modelguard")

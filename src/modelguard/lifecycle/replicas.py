@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _public, _units
-from modelguard._entered import Entered
 from modelguard.errors import InvalidOption, Overloaded, Reloading
 from modelguard.lifecycle import _load_waits, _misuse
-from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._generation import KnownModels
-from modelguard.lifecycle._leases import Lease
-from modelguard.lifecycle._policy import NextCheck, Policy, Snapshot, alternatives
+from modelguard.lifecycle._engine import Engine, Lease
+from modelguard.lifecycle._guard_options import KnownModels
 from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.handle import ModelHandle
+from modelguard.lifecycle.policies import NextCheck, Policy, Snapshot, alternatives
 from modelguard.lifecycle.pool import PoolLease, call_on
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import start_thread
-from modelguard.runtime.waiting import Timeout
+from modelguard.runtime.waiting import Line, Steps, TimeIsOver, Timeout, Wait
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._state import GuardState
     from modelguard.lifecycle.status import Status
 
 __all__ = [
@@ -44,9 +39,6 @@ __all__ = [
 
 
 M = TypeVar("M")
-
-#: Seconds after which a waiting call looks again while a free replica is being loaded.
-_LOOK = 0.05
 
 
 class FreeReplicas(Generic[M]):
@@ -67,16 +59,11 @@ class FreeReplicas(Generic[M]):
         self._name = name
         self._engines = engines
         self._wait = wait
-        self._start()
+        self.line: Line[None, int] = Line(self._take_free, self.give_back)
+        for engine in engines:
+            engine.changed = self.line.serve  # one that was being loaded may have its model
+        self.after_fork_in_child()
         fork.register(self)
-
-    def _start(self) -> None:
-        # Reentrant: the garbage collector may end a lease in the middle of a change.
-        self._changed = threading.Condition(threading.RLock())
-        self._free = [*range(len(self._engines))]
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._process = os.getpid()
-        self.rolling = threading.Lock()
 
     def take(self, timeout: float | None = None) -> Lease[M]:
         """Take a lease on a free replica, inside a call on the one that this call uses.
@@ -88,29 +75,28 @@ class FreeReplicas(Generic[M]):
         engine = self._enclosing()
         if engine is not None:
             return Lease.take(engine)
-        at = self._wait_for_free(self._wait if timeout is None else timeout)
-        return self._lease(at, timeout)
-
-    def _lease(self, at: int, timeout: float | None) -> Lease[M]:
+        at = self._free_now()
+        if at is None:
+            at = waiting.block(self._until_free(timeout))
         try:
-            lease = _ExclusiveLease.take(self._engines[at], timeout)
+            return self._bound(_ExclusiveLease.take(self._engines[at], timeout), at)
         except BaseException:
-            self._give_back(at)
+            self.give_back(at)
             raise
-        return self._bound(lease, at)
 
     async def atake(self, timeout: float | None = None) -> Lease[M]:
         """:meth:`take` without blocking the event loop."""
         engine = self._enclosing()
         if engine is not None:
             return await Lease.atake(engine)
-        at = await self._await_free(self._wait if timeout is None else timeout)
+        at = self._free_now()
+        if at is None:
+            at = await waiting.suspend(self._until_free(timeout))
         try:
-            lease = await _ExclusiveLease.atake(self._engines[at], timeout)
+            return self._bound(await _ExclusiveLease.atake(self._engines[at], timeout), at)
         except BaseException:
-            self._give_back(at)
+            self.give_back(at)
             raise
-        return self._bound(lease, at)
 
     def _bound(self, lease: Any, at: int) -> Lease[M]:
         lease.replica, lease.replicas, lease.process = at, self, self._process
@@ -119,71 +105,50 @@ class FreeReplicas(Generic[M]):
     def _enclosing(self) -> Engine[M] | None:
         return next((engine for engine in self._engines if engine.state.enclosing_generation() is not None), None)
 
-    def _free_now(self) -> int | None:
+    def _take_free(self, _request: None = None) -> int | None:
         """Take a free replica: one that has its model, else one that could be loaded now; None if there is none."""
-        with self._changed:
-            ready = [at for at in self._free if self._engines[at].state.current is not None]
-            chosen = ready or [at for at in self._free if not self._engines[at].loading]
+        while True:
+            free = self._free.copy()
+            ready = [at for at in free if self._engines[at].state.current is not None]
+            chosen = ready or [at for at in free if not self._engines[at].loading]
             if not chosen:
                 return None
             at: int = chosen[0]
-            self._free.remove(at)
-            return at
+            with suppress(ValueError):  # somebody else has just taken it
+                self._free.remove(at)
+                return at
 
-    def _wait_for_free(self, wait: float) -> int:
-        until = time.monotonic() + wait
-        search = _load_waits.Search(self._states_if_all_load)
-        with self._changed:
-            while (at := self._free_now()) is None:
-                self._changed.wait(search.pause(self._pause(until, wait)))
-                search.look()
-            return at
+    def _free_now(self) -> int | None:
+        """A free one, unless others wait for it."""
+        return None if self.line else self._take_free()
 
-    def _states_if_all_load(self) -> list[GuardState[M]]:
-        """The states of all, if none has a model; else none: one that is in use becomes free."""
+    def _until_free(self, timeout: float | None) -> Steps[int]:
+        wait = self._wait if timeout is None else timeout
+        try:
+            return (yield from self.line.wait(None, Timeout(wait), search=self._search))
+        except TimeIsOver:
+            raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s") from None
+
+    def _search(self) -> None:
+        """Look for loads that wait for this thread, if no replica has a model: one that is in use becomes free."""
         states = [engine.state for engine in self._engines]
-        return states if all(state.current is None and state.job is not None for state in states) else []
+        if all(state.current is None and state.job is not None for state in states):
+            for state in states:
+                _load_waits.raise_if_load_waits_here(state)
 
-    async def _await_free(self, wait: float) -> int:
-        until = time.monotonic() + wait
-        while True:
-            with self._changed:
-                at = self._free_now()
-                if at is not None:
-                    return at
-                waiting.require_asyncio("waiting for a free replica in a coroutine")
-                loop = asyncio.get_running_loop()
-                waiter: asyncio.Future[None] = loop.create_future()
-                pause = self._pause(until, wait)
-                self._waiters.append((loop, waiter))
-            try:
-                await asyncio.wait_for(waiter, pause)
-            except TimeoutError:
-                pass
-            finally:
-                with self._changed, suppress(ValueError):
-                    self._waiters.remove((loop, waiter))
-
-    def _pause(self, until: float, wait: float) -> float:
-        """Seconds after which to look again, at the latest."""
-        left = until - time.monotonic()
-        if left <= 0:
-            raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s")
-        return min(left, _LOOK) if self._free else left
-
-    def _give_back(self, at: int) -> None:
-        with self._changed:
-            self._free.append(at)
-            self._changed.notify()
-            waiters, self._waiters = self._waiters, []
-        for loop, waiter in waiters:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_wake, waiter)
+    def give_back(self, at: int) -> None:
+        self._free.append(at)
+        self.line.serve()
 
     def ended(self, lease: _ExclusiveLease[Any]) -> None:
         """Note that a lease has ended."""
         if lease.process == os.getpid():  # else a fork lies between, and all are free here
-            self._give_back(lease.replica)
+            self.give_back(lease.replica)
+
+    @property
+    def in_use(self) -> int:
+        """How many are used by a call."""
+        return len(self._engines) - len(self._free)
 
     # Fork
 
@@ -195,17 +160,11 @@ class FreeReplicas(Generic[M]):
 
     def after_fork_in_child(self) -> None:
         """All are free: the other calls are the parent's. A thread of the parent may have held a lock."""
-        self._start()
-
-    @property
-    def in_use(self) -> int:
-        """How many are used by a call."""
-        return len(self._engines) - len(self._free)
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        # Which are free: changed in single steps, since the garbage collector may end a lease at any point.
+        self._free = [*range(len(self._engines))]
+        self.line.renew()
+        self._process = os.getpid()
+        self.rolling = threading.Lock()
 
 
 class _ExclusiveLease(Lease[M]):
@@ -252,18 +211,14 @@ class Turns:
     """Gives one replica after another the turn to be replaced.
 
     Args:
-        loading: Whether a replica is being replaced, for each.
-        loaded: Whether it has a model, for each.
+        engines: Of the replicas; they may come later.
         clock: Returns the time in seconds.
     """
 
     fork_rank = fork.Rank.REPLICAS  # nothing else is taken while its lock is held
 
-    def __init__(
-        self, loading: Sequence[Callable[[], bool]], loaded: Sequence[Callable[[], bool]], clock: Callable[[], float]
-    ) -> None:
-        self._loading = loading
-        self._loaded = loaded
+    def __init__(self, engines: Sequence[Engine[Any]], clock: Callable[[], float]) -> None:
+        self._engines = engines
         self._clock = clock
         self._lock = threading.RLock()  # reentrant: a signal handler may call another replica
         self._born: dict[int, tuple[int, float]] = {}  # of each replica, its generation and when that was first seen
@@ -281,7 +236,7 @@ class Turns:
     def take(self, replica: int) -> bool:
         """Give a replica its turn, unless another one is being replaced."""
         with self._lock:
-            if any(loading() for other, loading in enumerate(self._loading) if other != replica):
+            if any(engine.loading for other, engine in enumerate(self._engines) if other != replica):
                 return False
             now = self._clock()
             if self._holder is not None:
@@ -317,7 +272,7 @@ class Turns:
 
     def _with_models(self, replica: int) -> list[int]:
         """Replicas that have a model, as this one has; others have released theirs until their next use."""
-        return [one for one in list(self._born) if one == replica or self._loaded[one]()]
+        return [one for one in list(self._born) if one == replica or self._engines[one].state.current is not None]
 
 
 def in_turn(policy: Policy | None, replica: int, turns: Turns) -> Policy | None:
@@ -340,12 +295,8 @@ class _InTurn(Policy):
         self._policy = policy
         self._replica = replica
         self._turns = turns
-        self.kind = policy.kind  # type: ignore[misc] # of the class elsewhere
-        self.reads_memory = policy.reads_memory
-        self.renews = policy.renews
-        self.watches_source = policy.watches_source
-        self.unloads = policy.unloads
-        self.restricts = policy.restricts
+        flags = ("kind", "reads_memory", "renews", "watches_source", "unloads", "restricts")
+        vars(self).update({flag: getattr(policy, flag) for flag in flags})
 
     def due(self, now: Snapshot) -> bool:
         return bool(self.reasons(now))
@@ -376,65 +327,27 @@ class _InTurn(Policy):
         return repr(self._policy)
 
 
-S = TypeVar("S")
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class ModelReplicas(Entered, Generic[M]):
+class ModelReplicas(ModelHandle[M]):
     """Copies of one model in this process, each with a lifecycle of its own. Made by :func:`replicas`.
 
     It is a decorator and a handle, as a guard is, and a context manager that loads on entry and closes on exit, for
     ``with`` and ``async with``.
     """
 
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *args: object, **kwargs: object) -> Self:  # noqa: D102 - Python's own
-            _misuse.check_made_by("replicas(guard(load, reload_on=...), 2)", cls, args, kwargs)
-            return super().__new__(cls)
+    _made_by = "replicas(guard(load, reload_on=...), 2)"
+    _what = "replicas"
 
     def __init__(self, name: str, guards: tuple[ModelGuard[M], ...]) -> None:
-        super().__init__()
-        self._name = name
-        self._guards = guards
         engines = [guard.engine for guard in guards]
+        super().__init__(name, engines)
+        self._guards = guards
         self._free = FreeReplicas(name, engines, engines[0].guard.options.wait_timeout)
-
-    @property
-    def name(self) -> str:
-        """The name of the guard that they were made from. Their own have a number: ``name[0]``."""
-        return self._name
-
-    @property
-    def ready(self) -> bool:
-        """Whether calls get a replica: one has its model, or its next call loads it."""
-        return any(guard.ready for guard in self._guards)
 
     def __repr__(self) -> str:
         return f"<ModelReplicas {self._name!r}, {len(self._guards)} of them>"
 
-    def __reduce__(self) -> Any:
-        raise TypeError(f"replicas {self._name!r} cannot be pickled: import the module that makes them")
-
-    # Use
-
-    @overload
-    def __call__(self, function: classmethod[S, Concatenate[M, P], R], /) -> classmethod[S, P, R]: ...
-    @overload
-    def __call__(self, function: staticmethod[Concatenate[M, P], R], /) -> staticmethod[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[M, P], R], /) -> Callable[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
-    def __call__(self, function: Any, /) -> Any:
-        """Decorate a function that takes the model as its first parameter, after ``self`` or ``cls`` in a class.
-
-        Each call has a replica for itself, from its start to its end: functions, methods, coroutines and generators.
-
-        Raises:
-            InvalidOption: It is not a function, or has no parameter to take the model.
-        """
+    def _decorate(self, function: Any, *, in_use: bool) -> Any:
+        del in_use
         return wrap(
             function,
             call=call_on(lambda _args, _kwargs: self._free.take()),
@@ -454,27 +367,6 @@ class ModelReplicas(Entered, Generic[M]):
         """
         wait = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
         return PoolLease(partial(self._free.take, wait), partial(self._free.atake, wait))
-
-    # Lifecycle
-
-    def load(self, timeout: _units.Duration | None = None) -> None:
-        """Load all replicas, one after another, unless they are loaded. Blocks.
-
-        Args:
-            timeout: How long to wait at most, for all of them together. Default: as long as it takes.
-
-        Raises:
-            LoadFailed, Reloading, GuardClosed, WouldDeadlock: As :meth:`ModelGuard.load`.
-        """
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            guard.load(limit.left())
-
-    async def aload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`load` for a coroutine: does not block the event loop."""
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            await guard.aload(limit.left())
 
     def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
         """Replace all replicas, one after another; the others take the calls meanwhile.
@@ -498,63 +390,22 @@ class ModelReplicas(Entered, Generic[M]):
             self._roll()
         else:
             waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
-            try:
-                self._begin_to_roll().result(limit.left())
-            except TimeoutError:
-                raise Reloading(self._name, waited=limit.waited()) from None
+            waiting.block(self._until_rolled(limit))
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine: does not block the event loop."""
         limit = Timeout(timeout)
-        waiting.require_asyncio("waiting for models in a coroutine")  # before the first load begins
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(self._begin_to_roll()), limit.left())
-        except TimeoutError:
-            raise Reloading(self._name, waited=limit.waited()) from None
+        waiting.require_loop("waiting for models in a coroutine")  # before the first load begins
+        await waiting.suspend(self._until_rolled(limit))
 
-    def unload(self, timeout: _units.Duration | None = None) -> None:
-        """Release all models until their next use, which loads one again. Blocks.
-
-        Args:
-            timeout: How long to wait at most, for all of them together. Default: until they are released.
-
-        Raises:
-            Reloading: ``timeout`` has passed. A release that has begun goes on; the others keep their models.
-            GuardClosed, WouldDeadlock: As :meth:`ModelGuard.unload`.
-        """
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            guard.unload(limit.left())
-
-    async def aunload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`unload` for a coroutine: does not block the event loop."""
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            await guard.aunload(limit.left())
-
-    def rollback(self) -> None:
-        """Go back to the previous model of each replica, as :meth:`ModelGuard.rollback` does. Does not block.
-
-        Raises:
-            NoPreviousModel: One of them keeps none; then all stay as they are.
-            GuardClosed: They are closed.
-        """
-        for guard in sorted(self._guards, key=_previous):  # one without comes first
-            guard.rollback()
-
-    def pause(self) -> None:
-        """Let policies start nothing until :meth:`resume`, as :meth:`ModelGuard.pause` does."""
-        for guard in self._guards:
-            guard.pause()
-
-    def resume(self) -> None:
-        """End :meth:`pause`."""
-        for guard in self._guards:
-            guard.resume()
-
-    def _begin_to_roll(self) -> Future[None]:
-        start_thread = self._guards[0].engine.guard.runtime.start_thread
-        return waiting.start(self._roll, f"modelguard-roll-{self._name}", start_thread)
+    def _until_rolled(self, limit: Timeout) -> Steps[None]:
+        rolling = waiting.start(
+            self._roll, f"modelguard-roll-{self._name}", self._guards[0].engine.guard.runtime.start_thread
+        )
+        yield Wait(rolling, limit)
+        if not rolling.done():
+            raise Reloading(self._name, waited=limit.waited())
+        rolling.result()
 
     def _roll(self) -> None:
         with self._free.rolling:
@@ -570,45 +421,6 @@ class ModelReplicas(Entered, Generic[M]):
     def status(self) -> tuple[Status, ...]:
         """The figures of each replica at this moment."""
         return tuple(guard.status() for guard in self._guards)
-
-    def close(self, timeout: _units.Duration | None = None) -> None:
-        """Close all replicas, as :meth:`ModelGuard.close` does.
-
-        Args:
-            timeout: How long to wait for the calls on all of them together. Default: ``drain_timeout`` for each.
-
-        Raises:
-            InvalidOption: ``timeout`` is not a duration.
-        """
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            guard.close(limit.left())
-
-    async def aclose(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`close` for a coroutine: does not block the event loop."""
-        limit = Timeout(timeout)
-        for guard in self._guards:
-            await guard.aclose(limit.left())
-
-    def _open(self) -> None:
-        self._reopen()
-        self.load()
-
-    async def _aopen(self) -> None:
-        self._reopen()
-        await self.aload()
-
-    def _reopen(self) -> None:
-        for guard in self._guards:
-            guard.engine.reopen()
-
-
-def _previous(guard: ModelGuard[Any]) -> int:
-    return guard.status().previous
-
-
-def _has_model(guard: ModelGuard[Any]) -> bool:
-    return guard.engine.state.current is not None
 
 
 def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
@@ -636,9 +448,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
         InvalidOption: ``model`` is not a guard, is in use already or has ``replay`` or ``Idle(keep="mold")``, or
             ``count`` is invalid.
     """
-    if not isinstance(model, ModelGuard):
-        why = f"must be a guard, not {_units.kind_of(model)}"
-        raise InvalidOption("model", model, why=why, fix="Write replicas(guard(load, reload_on=...), 2).")
+    _units.instance(model, "model", ModelGuard, "a guard", fix="Write replicas(guard(load, reload_on=...), 2).")
     _units.whole_number(count, "count", at_least=2)
     if model.engine.state.generations:
         why = "has loaded a model of its own already"
@@ -653,9 +463,8 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
             "replay", options.swap.replay, why=why, fix="Leave it out, and use validate= to compare the two."
         )
     hide(model)
-    loading: list[Callable[[], bool]] = []
-    loaded: list[Callable[[], bool]] = []
-    turns = Turns(loading, loaded, world.clock)
+    engines: list[Engine[M]] = []
+    turns = Turns(engines, world.clock)
     options = replace(options, family=KnownModels())
     guards = tuple(
         ModelGuard(
@@ -663,9 +472,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
         )
         for at in range(count)
     )
-    for guard in guards:
-        loading.append(partial(getattr, guard.engine, "loading"))
-        loaded.append(partial(_has_model, guard))
+    engines.extend(guard.engine for guard in guards)
     return ModelReplicas(options.name, guards)
 
 

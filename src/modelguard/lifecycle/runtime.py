@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from modelguard.environment import _allocator
 from modelguard.errors import NotSupported
@@ -90,20 +90,25 @@ def _below(folder: Path) -> Iterator[Entry]:
             yield _entry_below(folder, Path(parent, name))
 
 
+T = TypeVar("T")
+
+
+def _known(read: Callable[[], T]) -> T | None:
+    """A figure, None where the platform gives none."""
+    try:
+        return read()
+    except NotSupported:
+        return None
+
+
 def private() -> int:
     """Private memory in bytes; 0 where the platform gives no figure, so that policies on time and use still work."""
-    try:
-        return _memory.private(fresh=True)
-    except NotSupported:
-        return 0
+    return _known(lambda: _memory.private(fresh=True)) or 0
 
 
 def headroom() -> int | None:
     """Bytes that this process may still allocate, None if unknown."""
-    try:
-        return _memory.usage().headroom
-    except NotSupported:
-        return None
+    return _known(lambda: _memory.usage().headroom)
 
 
 def trim() -> str:
@@ -118,10 +123,7 @@ def trim() -> str:
 
 def in_use() -> int | None:
     """Bytes that malloc has handed out, None if it gives no figure."""
-    try:
-        return _allocator.stats().allocated
-    except NotSupported:
-        return None
+    return _known(lambda: _allocator.stats().allocated)
 
 
 def python_in_use() -> int | None:
@@ -133,10 +135,7 @@ def python_in_use() -> int | None:
 
 def held() -> int | None:
     """Bytes that malloc has taken from the system and not returned, None if it gives no figure."""
-    try:
-        return _allocator.stats().resident
-    except NotSupported:
-        return None
+    return _known(lambda: _allocator.stats().resident)
 
 
 def check_trim() -> None:

@@ -12,8 +12,7 @@ from modelguard.telemetry import GenerationReleased, GrowthFound, PostponeCause,
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._engine import Engine
-    from modelguard.lifecycle._generation import PostponedJob
-    from modelguard.lifecycle._state import GuardState
+    from modelguard.lifecycle._state import GuardState, PostponedJob
 
 K = TypeVar("K", bound=Hashable)
 

@@ -43,9 +43,9 @@ class Wakeup:
         except RuntimeError:  # set already
             pass
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float | None) -> bool:
         """Wait at most so many seconds; returns whether it was set."""
-        return self._lock.acquire(timeout=max(timeout, 0.0))
+        return self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
 
 
 # Objects that are listed for as long as somebody else refers to them.

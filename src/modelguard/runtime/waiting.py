@@ -1,31 +1,51 @@
-"""How a caller waits: for how long at most, on an event loop or off it, and for work in a thread of its own."""
+"""How a caller waits: for how long at most, on an event loop or off it, in a line, and for work in another thread.
+
+What is waited for is a future. Whoever waits writes it once, as a generator that yields each :class:`Wait` (or
+:class:`Work` that blocks); :func:`block` runs it in a thread, :func:`suspend` in a coroutine, under asyncio or trio.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import inspect
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from modelguard import _units
 from modelguard.errors import NotSupported, WouldDeadlock
+from modelguard.runtime.fork import Wakeup
 
 
 class Timeout:
-    """A bound on all the attempts of one caller together. It starts at once; None means no bound."""
+    """A bound on all the attempts of one caller together. It starts at once; None means no bound.
+
+    Attributes:
+        seconds: All of it.
+    """
 
     def __init__(self, timeout: _units.Duration | None) -> None:
         self._started = time.monotonic()
-        self._seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
+        self.seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
 
     def waited(self) -> float:
         return time.monotonic() - self._started
 
     def left(self) -> float | None:
-        return None if self._seconds is None else max(0.0, self._seconds - self.waited())
+        return None if self.seconds is None else max(0.0, self.seconds - self.waited())
+
+    @property
+    def over(self) -> bool:
+        return self.seconds is not None and self.waited() >= self.seconds
+
+
+#: Seconds between two looks of one who waits for what nobody tells.
+PATIENCE = 0.5
 
 
 def on_event_loop() -> bool:
@@ -96,27 +116,271 @@ def require_asyncio(doing: str) -> None:
     Raises:
         NotSupported: It does not.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        raise NotSupported(
-            doing,
-            reason="no asyncio event loop runs here. Under trio, load the model before the loop starts (guard.load()), "
-            "or use the plain function or method in a thread: await trio.to_thread.run_sync(...)",
-        ) from None
+    if not on_event_loop():
+        reason = "no asyncio event loop runs here. Under trio, use the plain function in a thread"
+        raise NotSupported(doing, reason=f"{reason}: await trio.to_thread.run_sync(...)")
+
+
+def require_loop(doing: str) -> None:
+    """:func:`require_asyncio`, and trio will do as well."""
+    if not on_any_loop():
+        reason = "no asyncio event loop runs here, and none of trio. Load the model before the loop starts"
+        raise NotSupported(doing, reason=f"{reason} (guard.load()), or use the plain function or method in a thread")
+
+
+def on_any_loop() -> bool:
+    """Whether this thread runs an event loop, of asyncio or trio, so that its tasks share it."""
+    return on_event_loop() or _on_trio()
+
+
+def _on_trio() -> bool:
+    # Read once: another thread may be in the middle of the import.
+    in_trio_task: Callable[[], bool] | None = getattr(
+        getattr(sys.modules.get("trio"), "lowlevel", None), "in_trio_task", None
+    )
+    return in_trio_task is not None and in_trio_task()
 
 
 async def run(work: Callable[[], T], name: str, start_thread: StartThread) -> T:
-    """Await ``work``, which is done in a thread of that name.
+    """Await ``work``, which is done in a thread of that name. If its caller is cancelled, it goes on.
 
     Raises:
-        NotSupported: The event loop is not asyncio's.
+        NotSupported: The event loop is neither asyncio's nor trio's.
     """
-    require_asyncio("waiting in a coroutine")
-    return await asyncio.wrap_future(start(work, name, start_thread))
+    require_loop("waiting in a coroutine")
+    future = start(work, name, start_thread)
+    await Wait(future, Timeout(None)).suspend()
+    return future.result()
 
 
 def resolve(result: Any) -> Any:
     """The result itself; of a coroutine, what it returns when it is run to its end on an event loop of its own."""
     # Coroutines only: a model may have an __await__ of its own.
     return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+# One way to wait.
+
+
+class Wait(NamedTuple):
+    """One wait for a future; it ends early when the time is over.
+
+    Attributes:
+        future: What is waited for. Whoever is cancelled leaves it alone.
+        limit: For how long.
+        look: Called every so often: what nobody tells, and time alone brings about. What it raises ends the wait.
+        search: The same, in a thread only: the search for deadlocks, which reads the stacks of other threads.
+        every: How often, in seconds.
+    """
+
+    future: Future[Any]
+    limit: Timeout
+    look: Callable[[], object] | None = None
+    search: Callable[[], object] | None = None
+    every: float = PATIENCE
+
+    def block(self) -> None:
+        woken = Wakeup()
+        self.future.add_done_callback(lambda _: woken.set())
+        while (pause := self._pause()) != 0:
+            if woken.wait(pause):
+                return
+            for look in (self.look, self.search):
+                if look is not None:
+                    look()
+
+    async def suspend(self) -> None:
+        sleeper = _OnTrio() if _on_trio() else _OnAsyncio()
+        self.future.add_done_callback(sleeper.wake)
+        while (pause := self._pause()) != 0:
+            await sleeper.sleep(pause)
+            if self.look is not None:
+                self.look()
+
+    def _pause(self) -> float | None:
+        """How long to sleep until the next look; 0 for the end."""
+        # Looked at after the callback was added: the collector may have answered in the middle of that.
+        if self.future.done() or (left := self.limit.left()) == 0:
+            return 0
+        looks = self.look is not None or self.search is not None
+        return left if not looks else self.every if left is None else min(left, self.every)
+
+
+class Work(NamedTuple):
+    """Work that blocks: done at once in a thread, and in a thread of its own for a coroutine."""
+
+    work: Callable[[], Any]
+    name: str
+    start_thread: StartThread
+
+    def block(self) -> Any:
+        return self.work()
+
+    async def suspend(self) -> Any:
+        return await run(self.work, self.name, self.start_thread)
+
+
+Steps = Generator["Wait | Work", Any, T]
+
+
+def block(steps: Steps[T]) -> T:
+    """Go through the steps of who waits, in this thread."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                done = step.block()
+            except BaseException as error:  # noqa: BLE001 - it is for the steps to handle
+                step = steps.throw(error)
+            else:
+                step = steps.send(done)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+
+
+async def suspend(steps: Steps[T]) -> T:
+    """:func:`block` without blocking the event loop."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                done = await step.suspend()
+            except BaseException as error:  # noqa: BLE001 - as above
+                step = steps.throw(error)
+            else:
+                step = steps.send(done)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+
+
+class _OnAsyncio:
+    def __init__(self) -> None:
+        require_loop("waiting in a coroutine")
+        self._loop = asyncio.get_running_loop()
+        self._woken: asyncio.Future[None] = self._loop.create_future()
+
+    def wake(self, _future: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        if not self._woken.done():
+            self._woken.set_result(None)
+
+    async def sleep(self, seconds: float | None) -> None:
+        await asyncio.wait([self._woken], timeout=seconds)
+
+
+class _OnTrio:
+    def __init__(self) -> None:
+        self._trio = sys.modules["trio"]
+        self._woken = self._trio.Event()
+        self._token = self._trio.lowlevel.current_trio_token()
+
+    def wake(self, _future: object) -> None:
+        with suppress(self._trio.RunFinishedError):
+            self._token.run_sync_soon(self._woken.set)
+
+    async def sleep(self, seconds: float | None) -> None:
+        with self._trio.move_on_after(float("inf") if seconds is None else seconds):
+            await self._woken.wait()
+
+
+Q = TypeVar("Q")
+
+_GONE: Any = object()
+
+
+class TimeIsOver(Exception):
+    """Nothing was given in time. No ``TimeoutError``, which a source may raise too."""
+
+
+class Line(Generic[Q, T]):
+    """Those who wait for what a source gives, oldest first.
+
+    Nobody ever waits for the line itself: who finds it busy leaves a note, and whoever is busy with it looks again. So
+    the garbage collector and signal handlers may give something back at any point.
+
+    Args:
+        take: Gives what fits a request, or None: then its caller waits. What it raises is for that caller. It may be
+            interrupted by itself, in the same thread.
+        give_back: Takes back what was given to a caller that has gone meanwhile.
+    """
+
+    def __init__(self, take: Callable[[Q], T | None], give_back: Callable[[T], object]) -> None:
+        self._take = take
+        self._give_back = give_back
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget all who wait: in a forked child they are the parent's."""
+        # Who takes a future out of this answers it. Changed in single steps, so it needs no lock.
+        self._waiting: dict[Future[T], Q] = {}
+        self._turn = threading.RLock()
+        self._again = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def serve(self) -> None:
+        """Give those who wait what there is."""
+        self._again = True
+        while self._again and self._turn.acquire(blocking=False):
+            try:
+                self._again = False
+                for future, request in self._waiting.copy().items():
+                    self._offer(future, request)
+            finally:
+                self._turn.release()
+
+    def _offer(self, future: Future[T], request: Q) -> None:
+        if future not in self._waiting:
+            return
+        try:
+            given = self._take(request)
+        except Exception as error:  # noqa: BLE001 - it is the caller's
+            if self._claim(future):
+                future.set_exception(error)
+            return
+        if given is not None:
+            if self._claim(future):
+                future.set_result(given)
+            else:
+                self._give_back(given)
+
+    def wait(
+        self,
+        request: Q,
+        limit: Timeout,
+        *,
+        look: Callable[[], object] | None = None,
+        search: Callable[[], object] | None = None,
+        every: float = PATIENCE,
+    ) -> Steps[T]:
+        """Wait for what fits ``request``.
+
+        Raises:
+            TimeIsOver: It is.
+            Exception: What the source raised.
+        """
+        future: Future[T] = promise()
+        self._waiting[future] = request
+        try:
+            self.serve()
+            if not future.done():
+                yield Wait(future, limit, look, search, every)
+        except BaseException:
+            if not self._claim(future):
+                future.add_done_callback(self._return_unwanted)
+            raise
+        if self._claim(future):
+            raise TimeIsOver
+        return future.result()  # of an instant ago, or of this very moment
+
+    def _claim(self, future: Future[T]) -> bool:
+        """Take it out of the line, in one step; false if somebody else has, who answers it."""
+        return self._waiting.pop(future, _GONE) is not _GONE
+
+    def _return_unwanted(self, future: Future[T]) -> None:
+        if future.exception() is None:
+            self._give_back(future.result())

@@ -13,7 +13,7 @@ from typing import Any
 from modelguard import _units, memory
 from modelguard.errors import InvalidOption
 from modelguard.facts._gpu import DeviceMemory, Gpu
-from modelguard.lifecycle import _loading, runtime
+from modelguard.lifecycle import _reload, runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._pool_engine import pool_engines
 from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
@@ -334,5 +334,5 @@ def off() -> Iterator[None]:
     caller gets its result or error for that item. At the end, models that were loaded in the block are dropped, so that
     the next use loads in the normal way.
     """
-    with _loading.inline(), own_thread.inline():
+    with _reload.inline(), own_thread.inline():
         yield

@@ -12,7 +12,7 @@ from tests.unit.lifecycle.world import World, number
 
 from modelguard import TTL, Between, Idle, Snapshot, Uses
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle._policy import subset
+from modelguard.lifecycle.policies import subset
 
 BERLIN = ZoneInfo("Europe/Berlin")
 

@@ -16,8 +16,8 @@ from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number, until
 
 from modelguard import TTL, Between, Changed, Idle, ModelGuard, Snapshot, Uses, telemetry
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle._policy import ProbeAnswers, subset
 from modelguard.lifecycle._readings import MOST_HANGING
+from modelguard.lifecycle.policies import ProbeAnswers, subset
 
 
 def probing(world: World, policy: Any, **options: Any) -> ModelGuard[Any]:

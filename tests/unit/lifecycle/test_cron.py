@@ -16,8 +16,8 @@ from tests.unit.lifecycle.world import World, number
 
 from modelguard import TTL, Between, Cron, ModelGuard, Snapshot, Swap, Uses, guard
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.lifecycle import _policy
-from modelguard.lifecycle._policy import subset
+from modelguard.lifecycle import policies
+from modelguard.lifecycle.policies import subset
 from modelguard.testing import Clock, Loader
 
 needs_cronsim = pytest.mark.skipif("not __import__('importlib.util').util.find_spec('cronsim')", reason="needs cronsim")
@@ -255,18 +255,18 @@ def test_an_unknown_zone_is_rejected(zone: object) -> None:
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A machine with a time zone of its own."""
-    _policy.local.cache_clear()
+    policies.local_zone.cache_clear()
     monkeypatch.delenv("TZ", raising=False)
-    monkeypatch.setattr(_policy, "_LOCAL", tmp_path / "localtime")
+    monkeypatch.setattr(policies, "_LOCAL", tmp_path / "localtime")
     yield tmp_path / "localtime"
-    _policy.local.cache_clear()
+    policies.local_zone.cache_clear()
 
 
 class TestLocalTime:
     def test_that_of_the_environment(self, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """``TZ`` comes first, also with its colon."""
         monkeypatch.setenv("TZ", ":Europe/Berlin")
-        assert timedelta(hours=2) == datetime(2026, 7, 1, tzinfo=_policy.local()).utcoffset()
+        assert timedelta(hours=2) == datetime(2026, 7, 1, tzinfo=policies.local_zone()).utcoffset()
 
     def test_that_of_the_machine(self, local: Path) -> None:
         """The file that the system has, with its summer time."""
@@ -275,11 +275,11 @@ class TestLocalTime:
         if found is None:
             pytest.skip("the system has no time zones")
         local.write_bytes(found.read_bytes())
-        assert timedelta(hours=9) == datetime(2026, 7, 1, tzinfo=_policy.local()).utcoffset()
+        assert timedelta(hours=9) == datetime(2026, 7, 1, tzinfo=policies.local_zone()).utcoffset()
 
     def test_without_any_it_is_utc(self, local: Path) -> None:
         """As in most containers."""
-        assert timedelta(0) == datetime(2026, 7, 1, tzinfo=_policy.local()).utcoffset()
+        assert timedelta(0) == datetime(2026, 7, 1, tzinfo=policies.local_zone()).utcoffset()
 
     @needs_cronsim
     def test_what_has_no_name_is_rejected(self, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:

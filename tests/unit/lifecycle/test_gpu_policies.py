@@ -13,7 +13,7 @@ from tests.unit.lifecycle.world import look
 
 from modelguard import GpuMemoryGrowth, GpuMemoryLimit, ModelGuard, Policy, Snapshot, Uses, telemetry
 from modelguard.errors import CudaAfterFork, InvalidOption, LoadFailed, NotSupported
-from modelguard.lifecycle._policy import GpuMemory, Level
+from modelguard.lifecycle.policies import GpuMemory, Level
 from modelguard.telemetry import GenerationReleased, GpuCacheEmptied, PolicyIgnored, ReloadDue, SwapChosen
 
 if TYPE_CHECKING:

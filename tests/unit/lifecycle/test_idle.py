@@ -16,8 +16,8 @@ from tests.unit.lifecycle.world import MB, World, number, outcome, until
 from modelguard import TTL, Idle, ModelGuard, Policy, Uses, replicas
 from modelguard.errors import InvalidOption, LoadFailed, PolicyNeverFires, Reloading, WouldDeadlock
 from modelguard.lifecycle import _load_waits
-from modelguard.lifecycle._leases import Lease
-from modelguard.lifecycle._policy import subset
+from modelguard.lifecycle._engine import Lease
+from modelguard.lifecycle.policies import subset
 from modelguard.telemetry import GenerationReleased, LoadStarted, Reason, ReloadDue, UnloadStarted
 
 

@@ -13,7 +13,7 @@ from tests.unit.lifecycle.world import MB, World
 
 from modelguard import TTL, Errors, MemoryGrowth, MemoryLimit, Modified, Policy, Snapshot, Uses
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle._policy import FileChange
+from modelguard.lifecycle.policies import FileChange
 from modelguard.serving._execution import BatchFunction
 from modelguard.serving._execution import compute as compute_batch
 from modelguard.serving._requests import Batch, Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.lifecycle.world import MB, World
 
-from modelguard.lifecycle._generation import LeftBehind
+from modelguard.lifecycle._state import LeftBehind
 from modelguard.telemetry import SwapChosen
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, World
 
-from modelguard.lifecycle import _loading
-from modelguard.lifecycle._loading import Late, StallMeter
-from modelguard.lifecycle._loading import _within as within
+from modelguard.lifecycle import _reload
+from modelguard.lifecycle._reload import Late, StallMeter
+from modelguard.lifecycle._reload import _within as within
 from modelguard.runtime.waiting import resolve
 from modelguard.telemetry import LoadFinished
 
@@ -116,14 +116,14 @@ class TestWithin:
         """Work that ends just when its time is over is not thrown away."""
         threads = Threads()
 
-        class LastMoment(_loading.Future):  # type: ignore[type-arg]
+        class LastMoment(_reload.Future):  # type: ignore[type-arg]
             def result(self, timeout: float | None = None) -> Any:
                 if timeout is not None:
                     threads.join()  # so it ends between the time-out and its notice
                     raise TimeoutError
                 return super().result()
 
-        monkeypatch.setattr(_loading, "Future", LastMoment)
+        monkeypatch.setattr(_reload, "Future", LastMoment)
         made = within(1, lambda: "made", start_thread=threads.start, name="loader", when_late=pytest.fail)
         assert "made" == made
 
@@ -144,7 +144,7 @@ class TestStallMeter:
     @pytest.fixture
     def clock(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
         made = self.Clock()
-        monkeypatch.setattr(_loading, "time", made)
+        monkeypatch.setattr(_reload, "time", made)
         return made
 
     def test_tells_the_longest_time_without_a_turn(self, clock: Clock) -> None:
@@ -159,7 +159,7 @@ class TestStallMeter:
     def test_counts_a_stall_that_lasts_to_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A loader that lets no other thread run until it returns is detected."""
         reads = iter([0.0, 5.0])
-        monkeypatch.setattr(_loading, "time", types.SimpleNamespace(perf_counter=lambda: next(reads)))
+        monkeypatch.setattr(_reload, "time", types.SimpleNamespace(perf_counter=lambda: next(reads)))
         meter = StallMeter()
         meter._over.set()  # before the first beat
         with meter:
@@ -180,6 +180,6 @@ class TestStallMeter:
                 super().__exit__(*exc_info)
                 self.longest = 0.6
 
-        monkeypatch.setattr(_loading, "StallMeter", Stalled)
+        monkeypatch.setattr(_reload, "StallMeter", Stalled)
         world.guard().load()
         assert 0.6 == world.last(LoadFinished).stall_seconds

@@ -239,7 +239,7 @@ class TestHandles:
     @pytest.mark.parametrize("method", ["recycle_here", "recycle_in_children"])
     def test_what_asks_a_server_can_be_called(self, nlp: ModelGuard[Any], method: str) -> None:
         """A policy that becomes due hours later must not be the first to notice."""
-        with pytest.raises(InvalidOption, match=r"ask=.*must be a function of one argument"):
+        with pytest.raises(InvalidOption, match=r"ask=.*must be a function of the reasons"):
             getattr(nlp, method)("restart")
 
     def test_guard_of_says_which_guard(self, nlp: ModelGuard[Any]) -> None:

@@ -67,7 +67,7 @@ def test_options_are_checked_where_they_are_written(world: World, option: str, v
 
 def test_a_misspelt_swap_is_answered_with_the_choices(world: World) -> None:
     """The error says what may be written instead."""
-    with pytest.raises(InvalidOption, match="Choose one of 'auto', 'load_first', 'drain_first'"):
+    with pytest.raises(InvalidOption, match="Write one of 'auto', 'load_first', 'drain_first'"):
         world.guard(swap="drain-first")
 
 

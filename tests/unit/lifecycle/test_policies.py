@@ -11,7 +11,7 @@ import pytest
 
 from modelguard import TTL, Errors, MemoryGrowth, MemoryLimit, Modified, Policy, Snapshot, Uses
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle._policy import FileChange, subset
+from modelguard.lifecycle.policies import FileChange, subset
 from modelguard.telemetry import Reason
 
 MB = 10**6

@@ -124,7 +124,7 @@ class TestNoRoom:
         pool = world.pool(Sizes(world, a=60, b=60), wait_timeout=TIMEOUT)
         with pool.lease("a"):
             waiting = world.spawn(use, pool, "b")
-            until(lambda: bool(pool._engine._changed._waiters))  # type: ignore[attr-defined]
+            until(lambda: bool(pool._engine.line))
             assert {"a": 60} == loaded(pool)
         assert ["b"] == outcome(waiting)
         assert {"b": 60} == loaded(pool)
@@ -134,7 +134,7 @@ class TestNoRoom:
         pool = world.pool(Sizes(world, a=60, b=60))
         with pool.lease("a"):
             rare = world.spawn(use, pool, "b")
-            until(lambda: len(pool._engine._queue) == 1)
+            until(lambda: len(pool._engine.line) == 1)
             assert ["a"] == outcome(world.spawn(use, pool, "a"))  # a newcomer is served meanwhile
             world.tick(1)
             until(lambda: pool._engine._expired(pool._engine._models["a"]))
@@ -150,11 +150,11 @@ class TestNoRoom:
         use(pool, "b", "c", "a")
         with pool.lease("a"):
             first = world.spawn(use, pool, "b")
-            until(lambda: len(pool._engine._queue) == 1)
+            until(lambda: len(pool._engine.line) == 1)
             with pytest.raises(Overloaded, match="no room for key 'c'"):
                 outcome(world.spawn(lambda: pool.lease("c", timeout=0).__enter__()))
         assert ["b"] == outcome(first)
-        assert 0 == len(pool._engine._queue)
+        assert 0 == len(pool._engine.line)
 
     def test_is_found_out_after_the_load_of_an_unknown_model(self, world: World) -> None:
         """A model that turns out larger than the room that was made is released again, and then waits for room."""
@@ -164,6 +164,14 @@ class TestNoRoom:
                 use(pool, "large")
             assert ({"small": 10}, 110 * MB) == (loaded(pool), world.memory)
         assert (["large"], {"large": 95}) == (use(pool, "large"), loaded(pool))
+
+    def test_is_found_out_while_others_wait_for_the_same_model(self, world: World) -> None:
+        """They look for room themselves, and do not wait for a model that has left the pool."""
+        pool = world.pool(Sizes(world, small=10, large=95), wait_timeout=TIMEOUT)
+        with pool.lease("small"):
+            waiting = [world.spawn(use, pool, "large") for _ in range(3)]
+            until(lambda: len(pool._engine.line) == 3)
+        assert [["large"]] * 3 == [outcome(one) for one in waiting]
 
     def test_loses_no_model_that_is_in_use(self, world: World) -> None:
         """A model that does not fit beside those in use leaves them in the pool, whichever was used last."""
@@ -215,7 +223,7 @@ class TestAModelTooLarge:
         world.loader.hold()
         calls = [world.spawn(use, pool, "huge") for _ in range(4)]
         world.loader.reached()
-        until(lambda: len(pool._engine._changed._waiters) == 3)  # type: ignore[attr-defined]
+        until(lambda: len(pool._engine.line) == 3)
         world.loader.open.set()
         errors = [call.exception(TIMEOUT) for call in calls]
         assert ({ModelTooLarge}, 4) == ({type(error) for error in errors}, len({id(error) for error in errors}))

@@ -85,7 +85,7 @@ class TestClose:
         world.loader.hold()
         calls = [world.spawn(use, pool, key) for key in ("a", "a")]
         world.loader.reached()
-        until(lambda: len(pool._engine._changed._waiters) == 1)  # type: ignore[attr-defined]
+        until(lambda: len(pool._engine.line) == 1)
         pool.close()
         assert [GuardClosed, GuardClosed] == [type(call.exception(TIMEOUT)) for call in calls]
         world.end()

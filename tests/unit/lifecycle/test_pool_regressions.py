@@ -400,7 +400,7 @@ def test_a_coroutine_that_gives_up_reads_the_pool_under_its_lock(world: World, m
     read, locked = pool._engine._models.get, []
 
     def get(key: Any) -> Any:
-        locked.append(pool._engine._changed._is_owned())
+        locked.append(pool._engine._lock._is_owned())
         return read(key)
 
     async def main() -> None:

@@ -14,8 +14,7 @@ from tests.unit.lifecycle.world import TIMEOUT, World
 
 from modelguard import Replay
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle._recorded_calls import RecordedCalls
-from modelguard.lifecycle._replaying import Answer, Comparison
+from modelguard.lifecycle._replay import Answer, Comparison, RecordedCalls
 
 ENCLOSING: ContextVar[Any] = ContextVar("enclosing", default=None)
 

@@ -302,11 +302,9 @@ def test_a_loader_that_returns_what_is_kept_is_refused(world: World) -> None:
 
 def test_the_exit_unloads_both(world: World) -> None:
     """The hook is called for the model that is kept too."""
-    from modelguard.lifecycle._engine import _unload
-
     unloaded: list[int] = []
     guard = kept(world, unload=lambda model: unloaded.append(model.number))
-    _unload(guard.engine.guard, 1.0)
+    guard.engine.unload_at_exit(1.0)
     assert [1, 2] == sorted(unloaded)
 
 

@@ -10,7 +10,7 @@ from tests.unit.lifecycle.sources import Source, kept, polls
 from tests.unit.lifecycle.world import World, number
 
 from modelguard import TTL, Between, Changed, Errors, Idle, MemoryLimit, Modified, Uses
-from modelguard.lifecycle._policy import source_part
+from modelguard.lifecycle.policies import source_part
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,26 @@ from modelguard.lifecycle.replicas import Turns, in_turn
 MB = 1_000_000
 
 
+class Replica:
+    """What turns see of the engine of a replica.
+
+    Args:
+        loading: Whether it is being replaced.
+        loaded: Whether it has a model.
+    """
+
+    def __init__(self, loading: Callable[[], bool], loaded: Callable[[], bool]) -> None:
+        self._loading, self._loaded = loading, loaded
+
+    @property
+    def loading(self) -> bool:
+        return self._loading()
+
+    @property
+    def state(self) -> SimpleNamespace:
+        return SimpleNamespace(current=object() if self._loaded() else None)
+
+
 class World:
     """Replicas, whether each is being replaced, and a clock."""
 
@@ -21,11 +44,10 @@ class World:
         self.now = 100.0
         self.loading = [False] * count
         self.loaded = [True] * count
-        self.turns = Turns(
-            [partial(self.loading.__getitem__, at) for at in range(count)],
-            [partial(self.loaded.__getitem__, at) for at in range(count)],
-            lambda: self.now,
-        )
+        engines: Any = [
+            Replica(partial(self.loading.__getitem__, at), partial(self.loaded.__getitem__, at)) for at in range(count)
+        ]
+        self.turns = Turns(engines, lambda: self.now)
 
 
 @pytest.fixture
@@ -128,7 +150,8 @@ def test_a_signal_handler_may_call_another_replica(world: World) -> None:
             seen.append(of(TTL(10, jitter=0), 1, world).due(Snapshot(age=20.0)))
         return False
 
-    world.turns = Turns([lambda: False, interrupted], [lambda: True] * 2, lambda: world.now)
+    engines: Any = [Replica(loading, lambda: True) for loading in (lambda: False, interrupted)]
+    world.turns = Turns(engines, lambda: world.now)
     first: list[bool] = []
     caller = threading.Thread(target=lambda: first.append(of(TTL(10, jitter=0), 0, world).due(Snapshot(age=20.0))))
     caller.daemon = True
