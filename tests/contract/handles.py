@@ -362,6 +362,7 @@ EVERYTHING = frozenset(
         "retries",  # a load that failed, without being asked
         "close timeout",
         "postponed",
+        "unload at exit",
         "refuses late reloads",  # that nobody waits for
         "closes at once",  # and refuses calls while it waits for those that run
     }
@@ -385,7 +386,7 @@ class ReplicasHandle(_InProcess):
 
 class PoolHandle(_InProcess):
     kind = "pool"
-    has = frozenset({"in process", "close timeout", "closes at once"})
+    has = frozenset({"in process", "close timeout", "unload at exit", "closes at once"})
     lacks: ClassVar[Mapping[str, tuple[type[Exception], str]]] = {
         verb: (AttributeError, f"'ModelPool' object has no attribute '{verb}'")
         for verb in ("load", "aload", "areload", "rollback")

@@ -161,7 +161,7 @@ _NO_CLOSE_TIMEOUT: Lacking = {"close(timeout)": (TypeError, "unexpected keyword 
 
 class ProcessHandle(_Isolated):
     kind = "process"
-    has = EVERYTHING - {"in process", "close timeout"}
+    has = EVERYTHING - {"in process", "close timeout", "unload at exit"}  # the exit kills its molds
     lacks: ClassVar[Lacking] = _NO_CLOSE_TIMEOUT
 
 
@@ -182,7 +182,7 @@ class HostHandle(_Isolated):
     """While ``close()`` waits for calls, its status is what the broker says for the other processes."""
 
     kind = "host"
-    has = ProcessHandle.has - {"rollback"}
+    has = ProcessHandle.has - {"rollback"} | {"unload at exit"}
     lacks: ClassVar[Lacking] = {
         **_NO_CLOSE_TIMEOUT,
         "rollback": (NoPreviousModel, "molds that processes share are not kept"),
@@ -359,11 +359,18 @@ class TestExit:
         print(json.dumps(handle.loader.calls))
     """
 
-    @pytest.mark.parametrize("end", ["pass", "handle.it.close()"], ids=["open", "closed"])
-    def test_each_model_is_unloaded_once(self, kind: str, end: str, tmp_path: Path) -> None:
-        """By the exit if nobody has closed its handle, and no process is left."""
-        environment = {"HANDLES_FOLDER": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        loads = run_python(self.PROGRAM.format(kind=kind, place=str(tmp_path), end=end), 90, **environment)
-        loader = FolderLoader(tmp_path)
+    @needs("unload at exit")
+    def test_the_exit_unloads_each_model(self, kind: str, tmp_path: Path) -> None:
+        """Once, if nobody has closed its handle, and no process is left."""
+        self.check(kind, "pass", tmp_path)
+
+    def test_what_is_closed_is_not_unloaded_again(self, kind: str, tmp_path: Path) -> None:
+        """Each model once, by the close, and no process is left."""
+        self.check(kind, "handle.it.close()", tmp_path)
+
+    def check(self, kind: str, end: str, place: Path) -> None:
+        environment = {"HANDLES_FOLDER": str(place), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        loads = run_python(self.PROGRAM.format(kind=kind, place=str(place), end=end), 90, **environment)
+        loader = FolderLoader(place)
         until(lambda: loader.alive == 0, "the end of all processes")
         assert list(range(1, loads + 1)) == sorted(loader.unloaded())
