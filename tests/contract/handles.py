@@ -376,8 +376,7 @@ class GuardHandle(_InProcess):
 
 class ReplicasHandle(_InProcess):
     kind = "replicas"
-    # While it waits for the calls on one, the others take calls; a later reload(wait=False) fails in the log alone.
-    has = EVERYTHING - {"closes at once", "refuses late reloads"}
+    has = EVERYTHING
     copies = 2
 
     def statuses(self) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 from modelguard import _units
-from modelguard.errors import ModelGuardError, NotSupported, Overloaded
+from modelguard.errors import GuardClosed, ModelGuardError, NotSupported, Overloaded
 from modelguard.isolation._calls import Claim, Limits, Place, Source, Taken, aside
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
@@ -472,11 +472,15 @@ class PoolScope(MoldScope):
         )
 
     def load(self, timeout: _units.Duration | None) -> None:
-        pass
+        """Load nothing: the mold of a key is made when one needs it."""
+        Timeout(timeout)  # which may be a mistake all the same
+        if self._closed:
+            raise GuardClosed(self._options.name)
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
         """Make new molds, each for the next call with its key, so there is nothing to wait for."""
-        del wait, timeout
+        del wait
+        Timeout(timeout)
         self._pool.reload(())
 
     @property

@@ -107,6 +107,7 @@ class Isolated(Entered, Generic[P, R_co]):
         self._options = options
         self._source = source
         self._finalizer: Any = None
+        self._refuses = False
         self._start()
         mark(self, coroutine=options.kind == "coroutine")
         status.add(self)
@@ -372,6 +373,7 @@ class Isolated(Entered, Generic[P, R_co]):
 
         Calls by :meth:`aio` and :meth:`submit` that wait for a worker get ``GuardClosed``.
         """
+        self._refuses = True
         self._scope.claims.close()
         self._scope.close()
 
@@ -383,6 +385,7 @@ class Isolated(Entered, Generic[P, R_co]):
         await waiting.run(work, f"modelguard-isolated-{self.name}", THREADS.start)
 
     def _reopen(self) -> None:
+        self._refuses = False
         self._scope.reopen()
 
     def _open(self) -> None:
@@ -405,6 +408,8 @@ class Isolated(Entered, Generic[P, R_co]):
         self._finalizer.detach()
         self._scope.abandon()
         self._start(paused=self._scope.paused)
+        if self._refuses:
+            self.refuse_calls()
 
     # By reference, as functions are pickled and copied.
     def __reduce__(self) -> Any:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _public, _units
-from modelguard.errors import InvalidOption, Overloaded, Reloading
+from modelguard.errors import GuardClosed, InvalidOption, Overloaded, Reloading
 from modelguard.lifecycle import _load_waits, _misuse
 from modelguard.lifecycle._engine import Engine, Lease
 from modelguard.lifecycle._guard_options import KnownModels
@@ -51,6 +51,7 @@ class FreeReplicas(Generic[M]):
 
     Attributes:
         rolling: Held while all are replaced, one after another.
+        closed: Whether no call gets one any more, though some may still have their models.
     """
 
     fork_rank = fork.Rank.REPLICAS
@@ -59,6 +60,7 @@ class FreeReplicas(Generic[M]):
         self._name = name
         self._engines = engines
         self._wait = wait
+        self.closed = False
         self.line: Line[None, int] = Line(self._take_free, self.give_back)
         for engine in engines:
             engine.changed = self.line.serve  # one that was being loaded may have its model
@@ -107,6 +109,8 @@ class FreeReplicas(Generic[M]):
 
     def _take_free(self, _request: None = None) -> int | None:
         """Take a free replica: one that has its model, else one that could be loaded now; None if there is none."""
+        if self.closed:
+            raise GuardClosed(self._name)
         while True:
             free = self._free.copy()
             ready = [at for at in free if self._engines[at].state.current is not None]
@@ -135,6 +139,11 @@ class FreeReplicas(Generic[M]):
         if all(state.current is None and state.job is not None for state in states):
             for state in states:
                 _load_waits.raise_if_load_waits_here(state)
+
+    def close(self) -> None:
+        """Refuse calls, and those that wait."""
+        self.closed = True
+        self.line.serve()
 
     def give_back(self, at: int) -> None:
         self._free.append(at)
@@ -385,6 +394,7 @@ class ModelReplicas(ModelHandle[M]):
         _misuse.check_wait(wait)
         limit = Timeout(timeout)
         if not wait:
+            self._engines[0].state.raise_if_closed()
             start_thread(self._roll_in_background, f"modelguard-roll-{self._name}")
         elif timeout is None:
             self._roll()
@@ -406,6 +416,17 @@ class ModelReplicas(ModelHandle[M]):
         if not rolling.done():
             raise Reloading(self._name, waited=limit.waited())
         rolling.result()
+
+    def close(self, timeout: _units.Duration | None = None) -> None:  # noqa: D102 - as Handle.close says
+        limit = Timeout(timeout)
+        for engine in self._engines:
+            engine.check_closable()
+        self._free.close()  # of all before the first of them drains, else the others would take its calls
+        super().close(limit.left())
+
+    def _reopen(self) -> None:
+        super()._reopen()
+        self._free.closed = False
 
     def _roll(self) -> None:
         with self._free.rolling:
