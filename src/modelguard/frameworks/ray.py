@@ -409,7 +409,7 @@ def _reference(function: Any) -> str:
         why = "is not decorated by a guard, so its replicas would never be replaced"
         fix = "Put the guard's decorator between @batched(...) and the function, or use @serve.deployment alone."
         raise InvalidOption("function", function, why=why, fix=fix) from None
-    module, name = str(function.__module__), str(function.__qualname__)  # type: ignore[attr-defined]
+    module, name = str(function.__module__), str(function.__qualname__)
     if "." in name:  # a method, or a function inside a function
         why = "must be at the top of a module: replicas find a function by its name in a module"
         raise InvalidOption("function", function, why=why, fix="Write it at the top of a module.")

@@ -131,9 +131,10 @@ def _register(client: Any, registry: Any) -> dict[str, Any]:
 
 
 def _make(client: Any, metric: _metrics.Metric, registry: Any) -> Any:
-    kind, more = {
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "counter": (client.Counter, {}),
         "gauge": (client.Gauge, {"multiprocess_mode": metric.mode}),
         "histogram": (client.Histogram, {"buckets": metric.buckets}),
-    }[metric.kind]
+    }
+    kind, more = kinds[metric.kind]
     return kind(metric.prometheus_name, metric.help, metric.labels, registry=registry, **more)
