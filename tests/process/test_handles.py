@@ -326,7 +326,6 @@ class TestFork:
             in_child(child)
             assert running.end() <= handle.copies
 
-    @needs("in process")  # an isolated function that its parent has closed is open in the child
     def test_a_child_of_a_closed_handle_may_open_it(self, make: Make) -> None:
         """The parent's stays closed."""
         handle = make()
