@@ -72,8 +72,8 @@ class Fair:
             _units.function(self.by, "by", "one item", fix=fix)
         fix = 'Write shares={"gold": 4}; all other keys have 1.'
         _units.instance(self.shares, "shares", Mapping, "a dict of keys and their shares", fix=fix)  # type: ignore[type-abstract]
-        for share in self.shares.values():
-            _units.number(share, "shares", fix=fix)
+        for key, share in self.shares.items():
+            _units.number(share, f"shares[{key!r}]", fix=fix)
         if self.quota is not None:
             _units.whole_number(self.quota, "quota")
         _units.seconds(self.ageing, "ageing")

@@ -6,10 +6,11 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.unit.lifecycle.world import until
 
 from modelguard.errors import NotSupported
 from modelguard.runtime import waiting
@@ -59,11 +60,11 @@ def spawn(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+class Turn:
+    """Awaited: the other tasks of the loop run once."""
+
+    def __await__(self) -> Iterator[None]:
+        yield
 
 
 def test_the_oldest_is_served_first() -> None:
@@ -104,7 +105,7 @@ def test_a_cancelled_task_gives_back_what_it_was_to_have() -> None:
         for _ in range(100):
             held = await permits.await_()
             task = asyncio.create_task(permits.await_())
-            await asyncio.sleep(0)
+            await Turn()
             permits.give(held)  # to the task, which does not run any more before its cancellation
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -142,7 +143,7 @@ def test_a_loop_that_has_ended_holds_nobody_up() -> None:
 
     async def main() -> None:
         asyncio.get_running_loop().create_task(permits.await_())
-        await asyncio.sleep(0.01)
+        await Turn()
 
     asyncio.run(main())  # cancels the task
     permits.give(held)
@@ -210,7 +211,7 @@ def test_nothing_is_lost_under_stress() -> None:
             except TimeIsOver:
                 continue
             try:
-                await asyncio.sleep(0)
+                await Turn()
             finally:
                 permits.give(permit)
 
@@ -218,7 +219,7 @@ def test_nothing_is_lost_under_stress() -> None:
         draw = random.Random(seed)
         tasks = [asyncio.create_task(task(draw)) for _ in range(10)]
         while time.monotonic() < end:
-            await asyncio.sleep(0.002)
+            await Turn()
             chosen = draw.randrange(10)
             tasks[chosen].cancel()
             await asyncio.gather(tasks[chosen], return_exceptions=True)
