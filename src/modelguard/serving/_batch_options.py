@@ -73,7 +73,11 @@ class Fair:
         fix = 'Write shares={"gold": 4}; all other keys have 1.'
         _units.instance(self.shares, "shares", Mapping, "a dict of keys and their shares", fix=fix)  # type: ignore[type-abstract]
         for key, share in self.shares.items():
-            _units.number(share, f"shares[{key!r}]", fix=fix)
+            try:
+                _units.number(share, "shares", fix=fix)
+            except InvalidOption:
+                why = f"the share of {key!r} must be a number above 0, not {share!r}"
+                raise InvalidOption("shares", self.shares, why=why, fix=fix) from None
         if self.quota is not None:
             _units.whole_number(self.quota, "quota")
         _units.seconds(self.ageing, "ageing")
