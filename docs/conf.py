@@ -92,7 +92,7 @@ SECTIONS = {
     "Environment": ["environment", "memory", "torch", "gpu"],
     "Sharing": ["sharing", "fork-safety"],
     "Isolation": ["isolation", "one-mold"],
-    "Serving": ["serving", "frameworks", "scale-out"],
+    "Serving": ["serving", "overload", "frameworks", "scale-out"],
     "Operations": ["faq", "diagnosis", "doctor", "control", "metrics", "errors", "mistakes", "testing", "known-issues"],
     "Background": ["figures", "decisions"],
     "API reference": [
