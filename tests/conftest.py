@@ -47,6 +47,7 @@ INDEPENDENT = {
     "test_demo.py",
     "test_docs.py",
     "test_gunicorn.py",
+    "test_handles.py",
     "test_real_models.py",
     "test_remedies.py",
     "test_uwsgi.py",
