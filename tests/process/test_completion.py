@@ -67,7 +67,7 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
         (["ctl", "--no"], {"--no-wait"}),
         (["run", "--preset", "torch-cp"], {"torch-cpu", "torch-cpu-dynamic"}),
         (["presets", "torch-cpu", "low"], {"low-memory"}),
-        (["docs", "life"], {"lifecycle"}),
+        (["docs", "polic"], {"policies"}),
         (["completion", ""], {"bash", "zsh", "fish"}),
         (["run", "--workers", ""], set()),
         (["nothing", "x"], set()),
