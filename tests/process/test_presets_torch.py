@@ -27,8 +27,8 @@ pytestmark = [
 ]
 
 LENGTHS = 300
-#: Doing nothing was seen to grow by 87 MB, both caps by 23 MB.
-HELD, GROWN = 35e6, 55e6
+#: Doing nothing was seen to grow by 87 MB on one kind of processor and by 49 MB on another, both caps by 23 MB.
+HELD, GROWN = 35e6, 45e6
 
 START = """
 import ctypes, json, os, random, re

@@ -65,7 +65,7 @@ class Connection(Channel):
 
     def __init__(self, connected: socket.socket, membership: Membership) -> None:
         super().__init__(connected)
-        self._membership = membership
+        self.membership = membership
 
     def say(self, what: Request, *details: Any, limit: float = 0.0) -> None:
         """Send a message; ``limit`` bounds this and what is received next, in seconds."""
@@ -90,7 +90,7 @@ class Connection(Channel):
         return answer
 
     def give_back(self) -> None:
-        self._membership.keep(self)
+        self.membership.keep(self)
 
 
 class Membership:
@@ -107,6 +107,7 @@ class Membership:
         self._on_loss = on_loss
         self._idle: deque[Connection] = deque()
         self._family: list[int] = []
+        self._groups: set[int] = set()
         supervisor().call(lambda: supervisor().watch(joined.reports.fileno(), self._heed))
 
     # Connections
@@ -130,6 +131,12 @@ class Membership:
         connection = Connection(connected, self)
         connection.say("call", self._joined.token)
         return connection
+
+    def meet(self, worker: int) -> None:
+        """Note a worker's process group, its mold's: a broker that is killed may not have told of its processes yet."""
+        if worker not in self._family:
+            with suppress(OSError):
+                self._groups.add(os.getpgid(worker))
 
     def keep(self, connection: Connection) -> None:
         if len(self._idle) >= _MOST_IDLE:
@@ -196,7 +203,7 @@ class Membership:
         self._end()
         # Where this is a container's first process, the broker's processes have become its children.
         supervisor().later(_REAP, reap)
-        _reap_later([self.pid, *self._family], _REAP)
+        _reap_later([self.pid, *self._family], self._groups, _REAP)
         if lost:
             self._on_loss()  # last: it needs a thread, and may not get one
 
@@ -206,13 +213,13 @@ class Membership:
         self._joined.close()
 
 
-def _reap_later(pids: list[int], delay: float) -> None:
+def _reap_later(pids: list[int], groups: set[int], delay: float) -> None:
     """Collect the processes when they have ended, which on a busy machine takes a while."""
 
     def reap() -> None:
-        left = _processes.reap(pids)
-        if left and delay < _REAP_SLOWEST:
-            _reap_later(left, 3 * delay)
+        left, alive = _processes.reap(pids), set(filter(_processes.reap_group, groups))
+        if (left or alive) and delay < _REAP_SLOWEST:
+            _reap_later(left, alive, 3 * delay)
 
     supervisor().later(delay, reap)
 
@@ -248,6 +255,7 @@ class GrantedWorker:
         self._connection: Connection | None = connection
         self.channel = Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=connection.take_fd()))
         self.pid = pid
+        connection.membership.meet(pid)
 
     def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
         connection = self._end()
@@ -422,7 +430,7 @@ class HostScope(Source):
         self._seekers: deque[Asking] = deque()
         self._seeking = threading.Lock()
         self._joining = threading.Lock()
-        self._membership: Membership | None = None
+        self.membership: Membership | None = None
         self._ended = threading.Event()
         self._pausing = threading.Lock()
         self._paused = paused  # as the broker has said last, or as it was asked for
@@ -479,7 +487,7 @@ class HostScope(Source):
 
     @property
     def _known(self) -> Membership | None:
-        membership = self._membership
+        membership = self.membership
         return None if membership is None or membership.gone else membership
 
     def _join(self, until: float) -> Membership:
@@ -501,8 +509,8 @@ class HostScope(Source):
         if membership is None:
             election = Election(self._options, self._source, elect=elect, paused=self._paused)
             joined = election.join(lambda: self._ended.is_set() or time.monotonic() > until)
-            self._membership = None if joined is None else Membership(joined, self._hear_pause, self._begin_to_renew)
-            if (membership := self._membership) is not None:
+            self.membership = None if joined is None else Membership(joined, self._hear_pause, self._begin_to_renew)
+            if (membership := self.membership) is not None:
                 status.refuse_calls_at_exit()
                 if self._unheard:  # what was asked for while this process had no broker
                     with suppress(BrokerGone, BlockingIOError):
@@ -575,7 +583,7 @@ class HostScope(Source):
 
     @property
     def version(self) -> str | None:
-        membership = self._membership
+        membership = self.membership
         return None if membership is None else membership.version
 
     def _look(self) -> Membership | None:
@@ -666,7 +674,7 @@ class HostScope(Source):
         while self.running and time.monotonic() < until:
             time.sleep(_AGAIN)
         with self._joining:
-            membership, self._membership = self._membership, None
+            membership, self.membership = self.membership, None
         if membership is not None:
             membership.leave(_END)
 
@@ -679,12 +687,12 @@ class HostScope(Source):
         A call of a ``__del__`` at exit must not start the next broker.
         """
         self._ended.set()
-        membership, self._membership = self._membership, None
+        membership, self.membership = self.membership, None
         if membership is not None:
             membership.leave(0.0)
 
     refuse_calls = end_at_once
 
     def abandon(self) -> None:
-        if self._membership is not None:
-            self._membership.abandon()
+        if self.membership is not None:
+            self.membership.abandon()

@@ -223,11 +223,17 @@ def _collected(pid: int) -> bool:
         return False
 
 
-def reap_group(group: int) -> None:
-    """:func:`reap` for a whole process group: a mold that was killed may not have reported its latest child."""
+def reap_group(group: int) -> bool:
+    """:func:`reap` for a whole process group: a mold that was killed may not have reported its latest child.
+
+    Returns:
+        Whether some of it are this process's children, and have not ended.
+    """
     with suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
+        return True
+    return False
 
 
 # What this process is: the one that calls isolated functions, a mold, or a worker.
