@@ -165,7 +165,7 @@ def test_chaos(folder: Path) -> None:
             longest = max(longest, seconds)
         print(dict(total), dict(blows), f"longest {longest:.1f} s")  # noqa: T201 - with -s, the tally
         assert set(total) <= NAMED | {"answered"}, [caller.run("result = load.last") for caller in callers]
-        assert total["answered"] > 50
+        assert total["answered"] > 10
         assert longest < 60
         for caller in callers:
             wait_until(lambda: answered(caller), "an answer after the storm")  # noqa: B023
