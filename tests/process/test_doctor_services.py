@@ -45,7 +45,7 @@ def facts_of(
     given = {**clean, "PATH": path, **environ}
     with cgroup(limit) as made:
         words = [word.replace("{cgroup}", made) for word in words]
-        return facts_of_command(words, given, cwd=folder, request=request, count=90, patience=90)
+        return facts_of_command(words, given, cwd=folder, request=request, count=150, patience=90)
 
 
 def look(facts: Facts) -> DoctorReport:
