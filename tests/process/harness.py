@@ -222,3 +222,30 @@ def is_mold(process: psutil.Process) -> bool:
         return "mold" in process.cmdline()
     except psutil.NoSuchProcess:  # or a zombie
         return False
+
+
+def in_child(work: Callable[[], None], seconds: float = 20) -> None:
+    """Fork, run ``work`` in the child, and fail with what it raised. A child that hangs is killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            os.write(writing, repr(error).encode()[:4000])
+            os._exit(1)
+    os.close(writing)
+    deadline = time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            pytest.fail(f"the child hung for {seconds} s")
+        time.sleep(0.01)
+    said = os.read(reading, 4000).decode()
+    os.close(reading)
+    assert 0 == os.waitstatus_to_exitcode(status), said

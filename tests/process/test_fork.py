@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.harness import run_python
+from tests.process.harness import in_child, run_python
 
 from modelguard import TTL, Changed, Swap, Uses, batched, guard, pool, replicas, telemetry
 from modelguard.lifecycle.guard import guards
@@ -41,33 +41,6 @@ def events() -> Iterator[list[Event]]:
     telemetry.set_hooks(None)
     for one in set(guards()) - before:
         one.close(timeout=0)
-
-
-def in_child(work: Callable[[], None], seconds: float = 20) -> None:
-    """Fork, run ``work`` in the child, and fail with what it raised. A child that hangs is killed."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException as error:  # noqa: BLE001 - told to the parent
-            os.write(writing, repr(error).encode()[:4000])
-            os._exit(1)
-    os.close(writing)
-    deadline = time.monotonic() + seconds
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        if time.monotonic() > deadline:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            pytest.fail(f"the child hung for {seconds} s")
-        time.sleep(0.01)
-    said = os.read(reading, 4000).decode()
-    os.close(reading)
-    assert 0 == os.waitstatus_to_exitcode(status), said
 
 
 def test_a_ready_generation_is_carried_over_and_the_child_is_its_own_master() -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,7 +45,7 @@ from tests.contract.test_handles import (
 )
 from tests.process.conftest import ROOT
 from tests.process.handle_functions import make_any
-from tests.process.harness import alive, run_python
+from tests.process.harness import alive, in_child, run_python
 
 from modelguard.errors import GuardClosed, NoPreviousModel, NotSupported
 
@@ -238,27 +236,6 @@ def new(kind: str, variant: Variant, place: Path) -> Handle:
     return handle(make_any(kind, variant), loader, time.sleep, lambda: time.sleep(1.0), loader.unloaded)
 
 
-def in_child(work: Callable[[], object]) -> None:
-    """Fork, run ``work`` in the child, and fail with what it raised. A child that hangs is killed."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException as error:  # noqa: BLE001 - told to the parent
-            os.write(writing, repr(error).encode()[:4000])
-            os._exit(1)
-    os.close(writing)
-    ended = threading.Timer(TIMEOUT, os.kill, (child, signal.SIGKILL))
-    ended.start()
-    status = os.waitpid(child, 0)[1]
-    ended.cancel()
-    said = os.read(reading, 4000).decode()
-    os.close(reading)
-    assert 0 == os.waitstatus_to_exitcode(status), said
-
-
 class TestFork:
     everywhere = True
 
@@ -275,7 +252,7 @@ class TestFork:
                 assert (True, before) == (number <= before, loads)
             handle.it.close()
 
-        in_child(child)
+        in_child(child, TIMEOUT)
         assert handle.call() <= before
 
     def test_what_a_child_does_stays_there(self, make: Make) -> None:
@@ -291,7 +268,7 @@ class TestFork:
             handle.it.close()
             assert handle.refuses()
 
-        in_child(child)
+        in_child(child, TIMEOUT)
         assert handle.call() <= before
 
     def test_a_pause_holds_in_children(self, make: Make) -> None:
@@ -309,7 +286,7 @@ class TestFork:
             assert loads == handle.loader.calls
             handle.it.close()
 
-        in_child(child)
+        in_child(child, TIMEOUT)
         assert handle.paused()
 
     def test_calls_of_other_threads_are_not_the_childs(self, make: Make) -> None:
@@ -323,7 +300,7 @@ class TestFork:
                 handle.it.close()
                 assert handle.refuses()
 
-            in_child(child)
+            in_child(child, TIMEOUT)
             assert running.end() <= handle.copies
 
     def test_a_child_of_a_closed_handle_may_open_it(self, make: Make) -> None:
@@ -338,7 +315,7 @@ class TestFork:
                 handle.call()
             assert handle.refuses()
 
-        in_child(child)
+        in_child(child, TIMEOUT)
         assert handle.refuses()
 
 
