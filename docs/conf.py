@@ -47,12 +47,13 @@ nitpick_ignore_regex = [
     ("py:class", r"(.*\.)?(IsolationOptions|PoolSource|Source)"),
     ("py:class", r"(abc|collections\.abc|datetime|os|pathlib|pytest|spacy|torch)\..*"),
     ("py:(class|obj)", r"(.*\.)?[A-Z](_co)?"),  # type variables
-    ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|SmallObjects"),
+    ("py:class", r"(.*\.)?_\w+(\..*)?"),  # of private modules, and private names
+    ("py:class", r"Duration|Size|Kind|How|Swap|SmallObjects|(.*\.)?(Model)?Handle|CallOptions"),
     (
         "py:class",
         r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|NextCheck|FileChange|ProbeAnswers|Value)",
     ),
-    ("py:class", r"(.*\.)?(Jittered|Sized|_Memory|GpuPolicy)"),
+    ("py:class", r"(.*\.)?(Jittered|Sized|GpuPolicy)"),
     (
         "py:class",
         r"(.*\.)?(Engine|GuardOptions|PoolEngine|ReasonKind|SwapMode|ThisProcess)",

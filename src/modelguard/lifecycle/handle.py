@@ -98,7 +98,7 @@ class Handle(Entered):
 
         What they would have done waits (``status().postponed``), and each policy that waits is reported once
         (``ReloadPostponed``). A policy's reload that still waits for its beginning is given up; one that already loads
-        goes on. Calls, :meth:`load`, :meth:`reload` and :meth:`unload` work as usual, and so do loads that calls need:
+        goes on. Calls, ``load()``, :meth:`reload` and :meth:`unload` work as usual, and so do loads that calls need:
         in a pool, another model still makes room for them. Pausing twice is the same as once. It holds in this process
         and in children that are forked from now on.
         """
