@@ -36,6 +36,7 @@ class TestIdle:
         """Not earlier, and its memory comes back; an event says why."""
         world.model_size = 50 * MB
         guard = world.guard(reload_on=Idle("10s"))
+        guard.load()
         number(guard)
         guard.check()
         before = world.memory
@@ -77,6 +78,7 @@ class TestIdle:
             world.start(work, name)
 
         guard = world.guard(reload_on=Idle("10s"), runtime=dataclasses.replace(world.runtime, start_thread=start))
+        guard.load()
         number(guard)
         guard.check()
         world.tick(11)
@@ -103,6 +105,7 @@ class TestIdle:
             reload_on=Idle("10s"), defer=0, runtime=dataclasses.replace(world.runtime, start_thread=start)
         )
         calls: list[Lease[Any]] = []
+        guard.load()
         number(guard)
         guard.check()
         world.tick(11)
@@ -129,6 +132,7 @@ class TestIdle:
             reload_on=Idle("10s"), defer=0, runtime=dataclasses.replace(world.runtime, start_thread=start)
         )
         idle = False
+        guard.load()
         number(guard)
         guard.check()
         idle = True
@@ -202,6 +206,7 @@ class TestIdle:
             assert release.wait(60)
 
         guard = world.guard(reload_on=Idle("10s"), unload=unload)
+        guard.load()
         number(guard)
         guard.check()
         world.tick(11)
