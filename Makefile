@@ -23,7 +23,7 @@ CACHE ?=
 # All tests run in several processes, two more than there are processors: tests of servers wait half of their time. What
 # takes longest comes first.
 JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2)))
-ALL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder tests/diagnosis tests/process tests/contract tests/unit
+ALL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder --durations=40 tests/diagnosis tests/process tests/contract tests/unit
 PINS ?=
 LOWEST = $(shell $(PYTHON) -c 'import tomllib; \
 	print(*(line.replace(">=", "==") for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))')
@@ -70,10 +70,10 @@ format: $(VENV)/.dev ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.bench ## Run every benchmark, peers beside us in the same run, and write docs/figures.md
+bench: $(VENV)/.bench ## Run every benchmark, peers beside us in the same run, and write docs/design/figures.md
 	$(BIN)/python -m benchmarks $(ARGS)
 	@[ ! -x .venv-3.13/bin/python ] || .venv-3.13/bin/python -m benchmarks sharing renewed_copies --out build/benchmarks/3.13 $(ARGS)
-	$(BIN)/python -m benchmarks --page docs/figures.md
+	$(BIN)/python -m benchmarks --page docs/design/figures.md
 
 bench-quick: $(VENV)/.bench ## Run every benchmark with few rounds: shows that they run; no figures
 	$(BIN)/python -m benchmarks --quick $(ARGS)

@@ -30,7 +30,7 @@ class Promise:
         target: The target.
         benchmark: Which benchmark measures it, None if none does.
         rows: Which of its rows, as a regular expression that matches from the beginning.
-        missed: If the target is missed for a known reason, where that is explained: a link below docs/.
+        missed: If the target is missed for a known reason, where that is explained: a link from the page.
         otherwise: What the page shows if there is no figure.
     """
 

@@ -64,8 +64,8 @@ nitpick_ignore_regex = [
     ("py:class", r"concurrent\.futures\..*|tuple\[int|Path"),
 ]
 
-#: A link that leaves docs/ points at a file of the repository, and a site has none of these.
-OUTWARDS = re.compile(r"\[(?P<words>[^\]]+)\]\(\.\./[^)]*\)")
+#: A link that leaves docs/ points at a file of the repository, and a site has none of these. By how deep a page lies.
+OUTWARDS = [re.compile(rf"\[(?P<words>[^\]]+)\]\((?:\.\./){{{depth}}}[^)]*\)") for depth in (1, 2)]
 
 #: The modules of the reference.
 MODULES = [
@@ -95,7 +95,7 @@ SECTIONS = {
     "Isolation": ["isolation", "one-mold"],
     "Serving": ["serving", "overload", "frameworks", "scale-out"],
     "Operations": ["faq", "diagnosis", "doctor", "control", "metrics", "errors", "mistakes", "testing", "known-issues"],
-    "Background": ["figures", "decisions"],
+    "Design": ["design/figures", "design/decisions"],
     "API reference": [
         "api/modelguard",
         "api/environment",
@@ -118,7 +118,7 @@ def _tree() -> str:
 
 def prepare(_: Sphinx, page: str, source: list[str]) -> None:
     """Take the links out of docs/ off a page, and hang the tree of pages on the first."""
-    text = OUTWARDS.sub(r"\g<words>", source[0])
+    text = OUTWARDS[page.count("/")].sub(r"\g<words>", source[0])
     source[0] = text + _tree() if page == root_doc else text
 
 

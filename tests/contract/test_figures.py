@@ -101,5 +101,5 @@ def test_why_a_figure_is_missed_can_be_read() -> None:
     links = re.findall(r'missed="(.+?)#(.+?)"', (ROOT / "benchmarks" / "_figures.py").read_text(encoding="utf-8"))
     assert len(links) >= 2
     for page, place in links:
-        headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE)
+        headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "design" / page).read_text(encoding="utf-8"), re.MULTILINE)
         assert place in {re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-") for words in headings}

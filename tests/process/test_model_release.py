@@ -1,4 +1,4 @@
-"""What the release of models of other libraries returns to the system: the table of docs/figures.md."""
+"""What the release of models of other libraries returns to the system: the table of docs/design/figures.md."""
 
 from __future__ import annotations
 

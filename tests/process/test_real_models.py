@@ -14,7 +14,7 @@ MB = 1_000_000
 def test_ja_ginza_reloaded_20_times_returns_its_memory() -> None:
     """Between copies no more than 50 MB are held above the bare process, however often the model was replaced."""
     # glibc's threshold is fixed, as by the preset low-memory: left to itself it grows, and then up to 64 MB stay at the
-    # top of the loading thread's heap, which malloc_trim does not cut (docs/decisions.md).
+    # top of the loading thread's heap, which malloc_trim does not cut (docs/design/decisions.md).
     pytest.importorskip("ja_ginza")
     told = run_python(
         """
