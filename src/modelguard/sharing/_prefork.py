@@ -388,7 +388,7 @@ def _enforce(on_hazard: OnHazard, found: tuple[Hazard, ...]) -> None:
         raise ForkUnsafe(found)
     for hazard in found:
         if hazard.severity != "fixed" or on_hazard == "warn":
-            warnings.warn(str(hazard), ForkHazard, stacklevel=3)
+            warnings.warn(str(hazard), ForkHazard, stacklevel=4)  # the line that called prepare()
 
 
 def _compile_for_children(state: Prepared) -> None:
@@ -423,7 +423,7 @@ def _try_and_install(state: Prepared, timeout: float, on_hazard: OnHazard) -> tu
             if on_hazard != "warn":
                 install(before)  # a process that was prepared earlier continues as before
                 raise ForkUnsafe((bad,))
-            warnings.warn(str(bad), ForkHazard, stacklevel=3)
+            warnings.warn(str(bad), ForkHazard, stacklevel=4)  # the line that called prepare()
             failed.append(bad)
         tried[guard.name] = result.seconds
     return tried, failed
