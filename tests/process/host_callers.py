@@ -202,13 +202,17 @@ def family(folder: Path, role: str = "") -> list[psutil.Process]:
 
 def molds(folder: Path) -> list[psutil.Process]:
     """The molds: workers have their command line, and a mold for a parent."""
+    return molds_and_workers(folder)[0]
+
+
+def molds_and_workers(folder: Path) -> tuple[list[psutil.Process], list[psutil.Process]]:
+    """Both, as they are in one moment: a mold that has just begun is no worker."""
     found = family(folder, "mold")
     pids = {one.pid for one in found}
-    living = []
+    living: tuple[list[psutil.Process], list[psutil.Process]] = [], []
     for one in found:
         with suppress(psutil.NoSuchProcess):  # it has ended since it was found
-            if one.ppid() not in pids:
-                living.append(one)
+            living[one.ppid() in pids].append(one)
     return living
 
 

@@ -15,7 +15,17 @@ import psutil
 import pytest
 from tests.process import isolated_servers
 from tests.process.harness import Clients, Server, wait_until
-from tests.process.host_callers import APP, Caller, CallFailed, end_all, family, molds, nothing_left, write
+from tests.process.host_callers import (
+    APP,
+    Caller,
+    CallFailed,
+    end_all,
+    family,
+    molds,
+    molds_and_workers,
+    nothing_left,
+    write,
+)
 from tests.process.web_server import NEEDS_SERVERS
 
 from modelguard import memory
@@ -180,10 +190,8 @@ def begin(caller: Caller) -> Caller:
 
 def strike(chance: random.Random, folder: Path, blow: str) -> None:
     """Kill or stop a process that is no caller."""
-    brokers, its_molds = family(folder, "broker"), molds(folder)
-    others = {process.pid for process in (*brokers, *its_molds)}
-    workers = [process for process in family(folder) if process.pid not in others]
-    targets = {"broker": brokers, "mold": its_molds}.get(blow, workers)
+    its_molds, workers = molds_and_workers(folder)
+    targets = {"broker": family(folder, "broker"), "mold": its_molds}.get(blow, workers)
     with suppress(psutil.NoSuchProcess, IndexError):
         chance.choice(targets).send_signal(signal.SIGSTOP if blow == "stop" else signal.SIGKILL)
 
