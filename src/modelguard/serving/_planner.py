@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import suppress
@@ -216,7 +217,7 @@ class AutoSize:
         self._runs: deque[tuple[int, bool]] = deque(maxlen=_REMEMBERED)  # items, and whether it took too long
         self._most: float = ceiling
         self._grown = 0
-        self._fits: tuple[Curve | None, float, float] = None, 0.0, 0.0  # how many items, for this curve and mean
+        self._fits: tuple[Curve | None, float, int] = None, 0.0, 0  # how many items, for this curve and mean
 
     def __bool__(self) -> bool:
         return self.slo != math.inf
@@ -614,7 +615,7 @@ class Planner:
         waiting = lines.in_order(line, self.most)
         curve = self._times.curve(line.group)
         limits = self._limits
-        late = [] if curve is None else [one for one in waiting if self._late(one, curve, now)]
+        late = [] if curve is None else self._late(waiting, curve, now)
         if late:
             gone = set(map(id, late))
             waiting = [one for one in waiting if id(one) not in gone]
@@ -626,12 +627,12 @@ class Planner:
         if limits.padded:
             return choose_alike(waiting, curve, now, most=self.most, max_weight=limits.max_weight), late
         if curve is None:
-            return self._fill(waiting, None, now), []
+            return self._fill(waiting, None, now, ascending=False), []
         ordered = self._by_deadline(waiting) if lines.fairness is None else waiting
         chosen, until = self._fast_enough(ordered, curve, now, len(lines))
         if until != -math.inf:
             ends = now + curve.seconds(len(chosen), self._weight(chosen))
-            late += [one for one in waiting if one.deadline <= until and self._late(one, curve, ends)]
+            late += [one for one in self._late(waiting, curve, ends) if one.deadline <= until]
         if ordered is not waiting:  # a batch has its items in the order of the calls
             taken = set(map(id, chosen))
             chosen = [one for one in waiting if id(one) in taken]
@@ -649,17 +650,21 @@ class Planner:
 
     def _fast_enough(self, waiting: list[Request], curve: Curve, now: float, lines: int) -> tuple[list[Request], float]:
         """The batch without those whose deadlines would keep it too slow, as few as possible; and the last of these."""
-        first = found = self._planned(waiting, self._fill(waiting, curve, now), curve, now, lines)
+        deadlines = [request.deadline for request in waiting]
+        by_deadline = sorted(deadlines)
+        ascending = deadlines == by_deadline
+        first = found = self._planned(waiting, self._fill(waiting, curve, now, ascending=ascending), curve, now, lines)
         if len(first) >= min(self._ceiling, len(waiting)):
             return first, -math.inf
-        by_deadline = sorted(request.deadline for request in waiting)
         needed = self._needed(by_deadline, now, lines)
         best, last = self._rate_of(first, curve), -math.inf
         for skipped in sizes_up_to(len(waiting) - 1):
             if best >= needed or len(found) >= self._ceiling:
                 break
             until = by_deadline[skipped - 1]
-            room = self._fill((one for one in waiting if one.deadline > until), curve, now)
+            after = bisect_right(deadlines, until) if ascending else 0
+            rest = waiting[after:] if ascending else [one for one in waiting if one.deadline > until]
+            room = self._fill(rest, curve, now, ascending=ascending)
             room = self._planned(waiting, room, curve, now, lines) if room else room
             lost = sum(one.deadline <= until for one in first)
             rate = self._rate_of(room, curve) * max(len(room) - lost, 0) / max(len(room), 1)
@@ -677,15 +682,23 @@ class Planner:
                 needed = max(needed, number / (deadline - now))
         return needed
 
-    def _late(self, request: Request, curve: Curve, start: float) -> bool:
-        return start + curve.seconds(1, request.weight if self._limits.weighed else 0.0) > request.deadline
+    def _late(self, requests: list[Request], curve: Curve, start: float) -> list[Request]:
+        """Those that would be late even alone."""
+        if self._limits.weighed:
+            return [one for one in requests if start + curve.seconds(1, one.weight) > one.deadline]
+        ends = start + curve.seconds(1, 0.0)
+        return [one for one in requests if ends > one.deadline]
 
-    def _fill(self, waiting: Iterable[Request], curve: Curve | None, now: float) -> list[Request]:
-        """As many requests, from the first on, as one batch may have."""
+    def _fill(self, waiting: list[Request], curve: Curve | None, now: float, *, ascending: bool) -> list[Request]:
+        """As many requests, from the first on, as one batch may have; ``ascending``: the first has the least time."""
         limits, longest = self._limits, self.auto.seconds
         bound = self._ceiling
         if self.auto and (curve is None or not limits.weighed):
             bound = min(bound, self.auto.size_for(curve, 0.0))
+        if ascending and waiting and curve is not None and longest == math.inf and not limits.weighed:
+            within = waiting[0].deadline - now + _ROUNDING
+            # By halves, not one by one: under overload this is asked some thirty times a batch.
+            return waiting[: curve.count_within(within, 0.0, min(bound, len(waiting)))]
         chosen: list[Request] = []
         weight, until = 0.0, math.inf
         for request in waiting:

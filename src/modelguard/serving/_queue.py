@@ -588,9 +588,9 @@ class BatchQueue:
             if (refusal := self._admission.circuit_open(now)) is not None:
                 self._drop(request, Failure(refusal))
 
-    def record_run(self, batch: Batch, seconds: float, now: float) -> None:
-        """Record that the function ran once over all of a batch, and for how many seconds."""
-        self.times.record(batch.count, batch.weight, batch.group, seconds, now)
+    def record_run(self, batch: Batch, seconds: float, now: float, *, between: float = 0.0) -> None:
+        """Record that the function ran once over all of a batch, for how many seconds, and so many after the last."""
+        self.times.record(batch.count, batch.weight, batch.group, seconds + between, now)
         self._recent.note(batch, seconds)
 
     def record_part(self, batch: Batch, count: int, weight: float, seconds: float, now: float) -> None:
@@ -599,9 +599,11 @@ class BatchQueue:
         padded = weight * batch.weight / useful if useful > 0 else weight
         self.times.record(count, padded if self._limits.weighed else 0.0, batch.group, seconds, now)
 
-    def record_end(self, batch: Batch, seconds: float, now: float, *, reruns: int = 0, bad: float = 0.0) -> None:
+    def record_end(
+        self, batch: Batch, seconds: float, now: float, *, between: float = 0.0, reruns: int = 0, bad: float = 0.0
+    ) -> None:
         """Record how long a batch kept its thread, how often it was run again, and the share of bad items."""
-        self.times.record_batch(batch.count, seconds, now, bad=bad, weight=batch.weight, group=batch.group)
+        self.times.record_batch(batch.count, seconds + between, now, bad=bad, weight=batch.weight, group=batch.group)
         self._planner.note_batch(batch, seconds, now, reruns=reruns)
 
     def _note_most(self) -> None:

@@ -145,18 +145,18 @@ class Curve:
         """Whether a batch ends within this time, in any case."""
         return self.at_worst(count, weight) <= left
 
-    def count_within(self, seconds: float, mean: float) -> float:
-        """How many items a batch may have that ends within this time in any case; infinity for any number.
+    def count_within(self, seconds: float, mean: float, most: int = _ANY) -> int:
+        """How many items, at most so many, a batch may have that ends within this time in any case.
 
         Args:
             seconds: The time.
             mean: The mean weight of an item; 0 if nothing is weighed.
+            most: The largest number of interest.
         """
         low, high = 0, 1
-        while self.holds(high, high * mean, seconds):
-            if high > _ANY:
-                return math.inf
+        while high <= most and self.holds(high, high * mean, seconds):
             low, high = high, high * 2
+        high = min(high, most + 1)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.holds(middle, middle * mean, seconds) else (low, middle)

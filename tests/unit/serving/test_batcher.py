@@ -16,6 +16,7 @@ from modelguard import batched, deadline, telemetry
 from modelguard.errors import CallerGone, DeadlineExceeded, InvalidOption, Overloaded, QueueFull
 from modelguard.serving import _batcher
 from modelguard.serving.deadlines import WebRequest, left, on_behalf_of
+from modelguard.testing import Clock
 
 # Bounds and deadlines
 
@@ -229,6 +230,20 @@ def test_status_shows_what_happened(model: Gated, events: list[telemetry.Event])
     sizes = [event.size for event in events if isinstance(event, telemetry.BatchFinished)]
     assert [1, 4] == sizes
     until(lambda: [1] == [event.full for event in refused(events, f.name)])
+
+
+def test_what_passes_between_two_runs_is_part_of_what_a_batch_takes(model: Gated, modelguard_clock: Clock) -> None:
+    """Else a thread that is late for each batch would be taken for one that computes more than it does."""
+    f = batched(max_size=1)(model)
+    futures = queued(f, model, 1, 2, 3)
+    for future in futures:
+        future.add_done_callback(lambda _: modelguard_clock.advance(1.0))  # after the run, in the same thread
+    model.gate.set()
+    assert [1, 2, 3] == [future.result(TIMEOUT) for future in futures]
+    f.close()
+    rate = f.status().rate
+    assert rate is not None
+    assert rate <= 4 / 2.0  # no run took any time, but twice a second passed before the next
 
 
 @pytest.mark.parametrize("how", ["refused", "cancelled"])
