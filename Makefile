@@ -32,7 +32,7 @@ SPHINX := $(BIN)/python -m sphinx -E -n -W --keep-going -q -b html -d build/doct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo environment test test-lowest check docs coverage format bench bench-quick build clean
+.PHONY: help demo environment test test-lowest check docs coverage format bench bench-quick build release-check clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,6 +82,9 @@ build: $(VENV)/.dev ## Build the wheel and the source archive into dist/, and ch
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
+
+release-check: $(VENV)/.dev ## Everything that can be known of a release before it is uploaded; leaves it in build/release
+	.ci/release-check $(BIN)/python
 
 clean: ## Remove everything that these targets made, environments included
 	rm -rf build dist .venv .venv-* .coverage .coverage.* .hypothesis .*_cache

@@ -95,7 +95,7 @@ SECTIONS = {
     "Isolation": ["isolation", "one-mold"],
     "Serving": ["serving", "overload", "frameworks", "scale-out"],
     "Operations": ["faq", "diagnosis", "doctor", "control", "metrics", "errors", "mistakes", "testing", "known-issues"],
-    "Design": ["design/figures", "design/decisions"],
+    "Design": ["design/figures", "design/decisions", "releasing"],
     "API reference": [
         "api/modelguard",
         "api/environment",

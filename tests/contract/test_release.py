@@ -69,7 +69,7 @@ class TestCondaRecipe:
         """Name and version are those of the project, and the source is its archive."""
         name, version = PROJECT["name"], PROJECT["version"]
         assert {"name": name, "version": version} == recipe["package"]
-        assert recipe["source"]["url"].endswith(f"/m/{name}/{name.replace('-', '_')}-{version}.tar.gz")
+        assert recipe["source"]["url"].endswith(f"{name.replace('-', '_')}-{version}.tar.gz")
         assert re.fullmatch(r"[0-9a-f]{64}", recipe["source"]["sha256"])
 
     def test_it_asks_for_the_same_packages(self, recipe: dict[str, Any]) -> None:
