@@ -722,6 +722,18 @@ class TestReopening:
             handle.call()
         assert handle.refuses()
 
+    @needs("in process")
+    def test_what_has_failed_before_is_forgotten(self, make: Make) -> None:
+        """An application that is started again tries at once, whatever was to be waited for when it was closed."""
+        handle = make()
+        handle.loader.fail(None)
+        with pytest.raises(LoadFailed):
+            handle.call()
+        handle.it.close()
+        handle.loader.fail(0)
+        with handle.it:
+            handle.call()
+
     def test_a_pause_outlasts_it(self, make: Make) -> None:
         """Only ``resume()`` ends it."""
         handle = make()

@@ -121,7 +121,7 @@ class TestTheService:
 
     def test_no_probe_ends_a_load(self, app: Any, container: Manifest) -> None:
         """A pod is not killed because its model loads, even if the loader holds the GIL."""
-        longest = app.words.engine.guard.options.load_timeout
+        longest = app.words.engine.options.load_timeout
         assert seconds(container["startupProbe"]) > longest
         assert seconds(container["livenessProbe"]) > longest
 
@@ -129,7 +129,7 @@ class TestTheService:
         self, app: Any, pod: Manifest, container: Manifest
     ) -> None:
         """A pod that is told to end is not killed before its calls are answered."""
-        options = app.words.engine.guard.options
+        options = app.words.engine.options
         pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
         assert pod["terminationGracePeriodSeconds"] >= pause + options.load_timeout + options.swap.drain_timeout + GRACE
 

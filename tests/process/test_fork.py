@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.harness import in_child, run_python
+from tests.process.harness import in_child, run_python, wait_until
 
 from modelguard import TTL, Changed, Swap, Uses, batched, guard, pool, replicas, telemetry
 from modelguard.lifecycle.guard import guards
@@ -348,16 +348,19 @@ def test_replicas_are_free_in_a_child_whatever_the_parents_threads_do() -> None:
         both.close()
 
 
-def test_a_fork_waits_while_a_thread_asks_the_policies_of_replicas() -> None:
-    """The child asks them in its first moment, and nobody there could give back a lock that another thread had."""
-    both = replicas(guard(Model, reload_on=Uses(1_000_000), name="pair"), 2)
+def test_a_child_asks_the_policies_of_replicas_whatever_the_parents_threads_do() -> None:
+    """A thread that was just deciding which replica is replaced does not exist in the child."""
+    both = replicas(guard(Model, reload_on=Uses(1), swap=Swap(defer=0), name="pair"), 2)
     both.load()
     name = both(lambda model: model.pid)
-    policy: Any = both._guards[0].engine.guard.options.reload_on
-    release = held_by_another_thread(policy._turns._lock)
-    threading.Timer(1.0, release).start()
+    release = held_by_another_thread(both._free._deciding)
+
+    def child() -> None:
+        assert os.getppid() == name()
+        wait_until(lambda: [2, 1] == [status.generation for status in both.status()], "the reload")
+
     try:
-        in_child(lambda: name() and None)
+        in_child(child)
     finally:
         release()
         both.close()

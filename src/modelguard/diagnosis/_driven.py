@@ -473,7 +473,7 @@ def _guarded(plain: Any, config: dict[str, Any], policy: Policy | None) -> Any:
     owner = owner_of(plain)
     if not isinstance(owner, ModelGuard):
         raise TypeError(f"{config['target']} has no guard")
-    context = owner.engine.guard
+    context = owner.engine
     swap = dataclasses.replace(context.options.swap, defer=0)
     options = dataclasses.replace(context.options, reload_on=policy, swap=swap)
     return ModelGuard(options, context.runtime)(plain.__wrapped__)

@@ -55,7 +55,7 @@ _Asked = list[tuple[ModelGuard[Any], "Future[Any]"]]
 
 def needed(guards: Sequence[ModelGuard[Any]]) -> bool:
     """Whether molds are to load the models: one of them is renewed, and none is compared with the one before it."""
-    if not hasattr(os, "pidfd_open") or any(guard.engine.guard.options.validates_both for guard in guards):
+    if not hasattr(os, "pidfd_open") or any(guard.engine.options.validates_both for guard in guards):
         return False
     return any(guard.engine.renews_weights for guard in guards)
 
@@ -100,7 +100,7 @@ class Molds:
         self._server, self._guards, self._options, self._metric_files = server, guards, options, metric_files
         self._make_worker, self._before_worker = make_worker, before_worker
         self._pid = os.getpid()
-        self._own = [(guard.engine.guard.options, guard.engine.guard.runtime) for guard in guards]
+        self._own = [(guard.engine.options, guard.engine.runtime) for guard in guards]
         self._lock = threading.RLock()
         self._asked: _Asked = []
         self._handed: dict[ModelGuard[Any], tuple[Any, int]] = {}
@@ -134,7 +134,7 @@ class Molds:
         self.step()
 
     def _have_molds_made(self, guard: ModelGuard[Any]) -> None:
-        context = guard.engine.guard
+        context = guard.engine
         context.options = replace(
             context.options,
             load=partial(self._load, guard),
@@ -144,7 +144,7 @@ class Molds:
             unload=None,
             load_timeout=None,  # the mold has one for each guard
         )
-        guard.engine.move_to(replace(context.runtime, private=partial(self._bytes, guard)))
+        guard.engine.runtime = replace(context.runtime, private=partial(self._bytes, guard))
 
     @property
     def may_fork(self) -> bool:
@@ -376,8 +376,8 @@ class Molds:
         for guard, (options, runtime) in zip(self._guards, self._own, strict=True):
             if guard.engine.state.current is not None:
                 guard.unload()  # its share of the mold before
-            guard.engine.guard.options = options
-            guard.engine.move_to(runtime)
+            guard.engine.options = options
+            guard.engine.runtime = runtime
         return self._options.prepare(self._guards, renewed_here=False)
 
     def _serve(self, control: Channel) -> NoReturn:
@@ -396,7 +396,7 @@ class Molds:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_UNLOAD)  # a hook that hangs
         for guard in self._guards:
-            if guard.engine.guard.options.unload is not None:
+            if guard.engine.options.unload is not None:
                 with _hooks.muted(), suppress(Exception):
                     guard.close()
 

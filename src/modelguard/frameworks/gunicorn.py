@@ -153,7 +153,7 @@ class _Master:
         server, with_molds = self._server, needed(self._guards)
         for number, guard in enumerate(self._guards):
             renew = functools.partial(self._request, 0, str(number)) if with_molds else None
-            guard.engine.recycle_in_children(self._request_replacement, takes_calls=False, renew=renew)
+            guard.engine.checks.recycle_in_children(self._request_replacement, takes_calls=False, renew=renew)
         # gunicorn has no hook that is called regularly, but calls this at least once a second.
         self._manage_workers, server.manage_workers = server.manage_workers, self._manage
         self._spawn_worker, server.spawn_worker = server.spawn_worker, self._spawn

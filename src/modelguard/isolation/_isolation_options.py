@@ -337,7 +337,7 @@ def check_source(function: Any, owner: object, recycle_on: Policy | None, start:
     if isinstance(owner, ModelReplicas):
         why = "takes its model from replicas, and a worker runs one call at a time"
         raise InvalidOption("function", function, why=why, fix="Decorate it with a guard, and give workers=.")
-    if isinstance(owner, ModelGuard) and (replay := owner.engine.guard.options.swap.replay) is not None:
+    if isinstance(owner, ModelGuard) and (replay := owner.engine.options.swap.replay) is not None:
         why = "compares two models in one process, and under isolate each mold has one"
         raise InvalidOption("replay", replay, why=why, fix="Leave it out, and check each new model with validate=.")
     policy = owner.reload_on if isinstance(owner, ModelGuard) else recycle_on
@@ -473,9 +473,9 @@ def _names_in(code: CodeType) -> Iterator[str]:
 def warn_of_other_loaders(function: Any) -> None:
     """Log once for a module which libraries a mold of this function imports for the loaders of other guards alone."""
     owner, module = owner_of(function), function.__module__
-    own = owner.engine.guard.options.load if isinstance(owner, ModelGuard) else None
+    own = owner.engine.options.load if isinstance(owner, ModelGuard) else None
     needed = _libraries_in(own) | _libraries_in(inspect.unwrap(function))
-    loads = [(engine.name, engine.guard.options.load) for engine in engines()]
+    loads = [(engine.name, engine.options.load) for engine in engines()]
     for name, load in loads if _processes.current() == "owner" else ():
         extra = _libraries_in(load) - needed if getattr(load, "__module__", None) == module else ()
         if extra and module not in _told:

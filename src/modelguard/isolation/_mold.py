@@ -101,7 +101,7 @@ class _Mold:
         engine = self.guard.engine
         start_thread = functools.partial(_start_behind_others, place) if instructions.beside_calls else THREADS.start
         # No ticks: workers ask the policies themselves. No probes: the owner asks them.
-        engine.move_to(Runtime(ticks=False, probes=False, in_mold=True, start_thread=start_thread))
+        engine.runtime = Runtime(ticks=False, probes=False, in_mold=True, start_thread=start_thread)
         if self._stub is not None:
             self._report_options(":".join(instructions.options.function), shared=instructions.shared)
         if instructions.options.start == "fork":
@@ -109,7 +109,7 @@ class _Mold:
             # A mold lives for one generation and ends with everything in it, so no policy argues against it.
             prefork.prepare(self.guard, immortalize=prefork.immortalize_unsupported() is None)
         else:
-            engine.recycle_here(self._wear, renews=False)
+            engine.checks.recycle_here(self._wear, renews=False)
             self.guard.load()
 
     def _find(self, instructions: Instructions) -> tuple[object, Source]:
@@ -127,7 +127,7 @@ class _Mold:
         from modelguard.isolation import _host  # which most molds do not need
 
         engine = self.guard.engine
-        options = engine.guard.options
+        options = engine.options
         _host.check_shareable(options, "target", target)
         if shared:
             _host.check_shareable(options)
@@ -211,7 +211,7 @@ class _Mold:
                 self._control.send(("exit", number, os.waitstatus_to_exitcode(status)))
 
     def _unload(self) -> None:
-        unload, generation = self.guard.engine.guard.options.unload, self.guard.engine.state.current
+        unload, generation = self.guard.engine.options.unload, self.guard.engine.state.current
         if unload is not None and generation is not None:
             try:
                 self.guard.close()
@@ -295,7 +295,7 @@ class Serving:
         self._call = mold.function
         self._kind = mold.kind
         self._max_bytes = mold.options.max_transfer
-        self._asks_policies = mold.guard.engine.guard.options.reload_on is not None
+        self._asks_policies = mold.guard.engine.options.reload_on is not None
         self._pid = os.getpid()
         self._look_again = 0.0
         self._streams = mold.kind in {"generator", "async generator"}

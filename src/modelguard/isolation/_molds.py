@@ -471,7 +471,7 @@ class MoldGuard:
         )
         self.guard: ModelGuard[Mold] = ModelGuard(self._made_of(source), world)
         self.guard.engine.state.set_paused(paused=paused)
-        self.guard.engine.guard.shown_pause.show(paused=paused)
+        self.guard.engine.shown_pause.show(paused=paused)
         hide(self.guard)
 
     def _made_of(self, source: GuardOptions[Any]) -> GuardOptions[Mold]:
@@ -506,13 +506,13 @@ class MoldGuard:
             return
         try:
             name = f"modelguard-idle-{self._options.name}"
-            self.guard.engine.guard.runtime.start_thread(partial(self._end_workers, reasons), name)
+            self.guard.engine.runtime.start_thread(partial(self._end_workers, reasons), name)
         except RuntimeError:  # the system gives no thread; the next look tries again
             self._ending_workers.release()
 
     def _end_workers(self, reasons: tuple[Reason, ...]) -> None:
         try:
-            mold, runtime = self.current, self.guard.engine.guard.runtime
+            mold, runtime = self.current, self.guard.engine.runtime
             if mold is None:
                 return
             started, before = time.monotonic(), runtime.private()

@@ -255,7 +255,7 @@ class ProcessScope(MoldScope):
     def __init__(self, options: IsolationOptions, molds: MoldGuard) -> None:
         self._molds = molds
         self._engine = molds.guard.engine
-        super().__init__(options, lambda: self._engine.guard.options.wait_timeout)
+        super().__init__(options, lambda: self._engine.options.wait_timeout)
         guard = molds.guard
         self.reload, self.unload = guard.reload, guard.unload
         self.close, self.reopen = guard.close, self._engine.reopen
@@ -298,7 +298,7 @@ class ProcessScope(MoldScope):
         mold = self._molds.current
         if mold is None:
             return self._molds.guard.ready
-        return mold.workers.is_ready or (mold.idle and self._engine.guard.options.ready_when_idle)
+        return mold.workers.is_ready or (mold.idle and self._engine.options.ready_when_idle)
 
     @property
     def version(self) -> str | None:

@@ -443,7 +443,7 @@ def _scope_of(
 ) -> ProcessScope | PoolScope | HostScope:
     if isinstance(source, PoolSource):
         return PoolScope(options, source, paused=paused)
-    guard_options = source.guard.engine.guard.options
+    guard_options = source.guard.engine.options
     if options.scope == "process":
         return ProcessScope(options, MoldGuard(options, guard_options, paused=paused))
     from modelguard.isolation._host_scope import HostScope

@@ -24,10 +24,6 @@ class Adapter(Protocol):
         """Figures of the model that policies may read."""
         ...
 
-    def released(self) -> None:
-        """Free what the library still holds after a model is gone."""
-        ...
-
 
 class Compiler(Protocol):
     """What modelguard can find out about the compiler of a library, and its threads."""
@@ -54,9 +50,6 @@ class PlainAdapter:
 
     def gauges(self, model: Any) -> Mapping[str, int]:  # noqa: ARG002 - nothing is known about it
         return MappingProxyType({})
-
-    def released(self) -> None:
-        """The library holds nothing."""
 
 
 PLAIN: Adapter = PlainAdapter()

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from modelguard import telemetry
 from modelguard.facts._gpu import use_of
@@ -22,61 +22,14 @@ if TYPE_CHECKING:
     from modelguard.telemetry import Callback
 
 
-# Empties torch's cache of GPU memory where a policy finds it too large: a reload would not help.
-
-
-#: After emptying the cache, calls ask the device for memory again, which makes it wait. So a cache that grows back is
-#: emptied less and less often.
+#: After emptying torch's cache of GPU memory, calls ask the device for memory again, which makes it wait. So a cache
+#: that grows back is emptied less and less often.
 _PAUSE = Backoff("1m", "1h")
 
 _ADVICE = (
     "The cache grows back or is fragmented. Start the service with the preset 'torch-cuda-dynamic' "
     "(PYTORCH_ALLOC_CONF=expandable_segments:True), or pad inputs to fewer shapes."
 )
-
-
-class GpuCache:
-    """The cache of torch, as the policies of one guard judge it. Not thread safe: one thread at a time may check."""
-
-    def __init__(self, guard: GuardContext[Any]) -> None:
-        self._guard = guard
-        policy = guard.options.reload_on
-        parts = () if policy is None else policy.parts()
-        self._parts = tuple(part for part in parts if isinstance(part, GpuPolicy))
-        self._generation = self._times = 0
-        self._next = -math.inf
-
-    def check(self, now: Snapshot) -> None:
-        """Empty the cache if a policy finds it too large, and not too soon after the last time."""
-        if now.generation != self._generation:
-            self._generation, self._times, self._next = now.generation, 0, -math.inf
-        part = next((part for part in self._parts if part.cache_too_large(now)), None)
-        runtime = self._guard.runtime
-        if part is None or runtime.clock() < self._next:
-            return
-        self._times += 1
-        self._next = runtime.clock() + _PAUSE.seconds(self._times, now.jitter)
-        self._empty(part, now)
-
-    def _empty(self, part: GpuPolicy, now: Snapshot) -> None:
-        runtime = self._guard.runtime
-        before, started = use_of(runtime.gpu), runtime.clock()
-        runtime.gpu.empty_cache()
-        after = use_of(runtime.gpu)
-        if before is None or after is None:  # the device has failed
-            return
-        telemetry.emit(
-            telemetry.GpuCacheEmptied(
-                guard=self._guard.name,
-                generation=now.generation,
-                policy=repr(part),
-                reserved_before=before.reserved,
-                reserved_after=after.reserved,
-                allocated=after.allocated,
-                seconds=runtime.clock() - started,
-                advice=_ADVICE if self._times > 1 or after.reserved >= before.reserved else None,
-            )
-        )
 
 
 # Asks the policy of one guard whether its current generation is over.
@@ -111,15 +64,27 @@ class Evaluator(Generic[M]):
 
     def __init__(self, guard: GuardContext[M]) -> None:
         self.readings = Readings(guard)
-        self._gpu_cache = GpuCache(guard)
         self.interval = math.inf
         self._guard = guard
+        parts = () if guard.options.reload_on is None else guard.options.reload_on.parts()
+        self._gpu_parts = tuple(part for part in parts if isinstance(part, GpuPolicy))
         self._members = alternatives(guard.options.reload_on)
         self._members_if_pinned = alternatives(source_part(guard.options.reload_on))
-        self._lock = threading.Lock()
         self._again = False
-        self._reported: set[str] = set()
-        self._uses_seen = -1
+        self._renew()
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+        self._uses_seen = self._generation = -1
+        self._begin(0)
+
+    def _begin(self, generation: int) -> None:
+        """Forget what another generation was told of."""
+        if generation == self._generation:
+            return
+        self._generation = generation
+        self._reported: dict[object, object] = {}
+        self._emptied, self._empty_again = 0, -math.inf  # torch's cache: how often, and not before then
 
     def decide_by(self, policy: Policy | None) -> None:
         self._members = alternatives(policy)
@@ -148,22 +113,20 @@ class Evaluator(Generic[M]):
     def after_load(self) -> None:
         generation = self._guard.state.current
         if generation is not None:
-            self._reported.clear()
+            self._begin(generation.number)
             snapshot = self.readings.snapshot(generation, settled=False, sample=False)
             self._set_alarm(generation, snapshot)
             if snapshot.uses:  # calls have ended since the installation, without an alarm
                 self._guard.state.set_alarm(generation, snapshot.uses)
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()
-        self._reported.clear()
-        self._uses_seen = -1
+        self._renew()
         self.readings.after_fork_in_child(self._guard.state.current)
         self.after_load()
 
     def report_error(self, callback: Callback, error: BaseException, *, about: str = "") -> None:
         """Report a callable of the author's that raised; once per generation and type of error."""
-        if self._first_report(f"{callback} {about} {type(error)}"):
+        if self.first_report(f"{callback} {about} {type(error)}"):
             where = f" (in {about})" if about else ""
             telemetry.emit(
                 telemetry.CallbackErrored(
@@ -183,12 +146,13 @@ class Evaluator(Generic[M]):
             self.interval = math.inf
             return None
         if self.readings.generation != generation.number:  # after a rollback
-            self._reported.clear()
             self.readings.start(generation)
         snapshot = self.readings.snapshot(generation, settled=state.draining <= state.abandoned, sample=sample)
+        snapshot = self._guard.options.seen(snapshot)
+        self._begin(generation.number)
         reasons = self._ask(snapshot)
         if sample:
-            self._gpu_cache.check(snapshot)
+            self._check_gpu_cache(snapshot)
         self._set_alarm(generation, snapshot)
         if not reasons:
             state.postpone(None)
@@ -221,7 +185,7 @@ class Evaluator(Generic[M]):
     def _report_ignored_parts(self, policy: Policy, snapshot: Snapshot) -> None:
         for part in policy.parts():
             detail = part.ignored_because(snapshot)
-            if detail is not None and self._first_report(f"ignored {part!r}"):
+            if detail is not None and self.first_report(f"ignored {part!r}"):
                 telemetry.emit(
                     telemetry.PolicyIgnored(
                         guard=self._guard.name,
@@ -260,11 +224,36 @@ class Evaluator(Generic[M]):
             return members
         return tuple(member for member in members if not member.ends_workers)
 
-    def _first_report(self, about: str) -> bool:
-        if about in self._reported:
-            return False
-        self._reported.add(about)
-        return True
+    def first_report(self, about: object) -> bool:
+        """Whether this generation has not been told of it. In one step: ends of calls and the ticker may both ask."""
+        mine = object()
+        return self._reported.setdefault(about, mine) is mine
+
+    def _check_gpu_cache(self, now: Snapshot) -> None:
+        """Empty torch's cache if a policy finds it too large, and not too soon after the last time."""
+        part = next((part for part in self._gpu_parts if part.cache_too_large(now)), None)
+        runtime = self._guard.runtime
+        if part is None or runtime.clock() < self._empty_again:
+            return
+        self._emptied += 1
+        self._empty_again = runtime.clock() + _PAUSE.seconds(self._emptied, now.jitter)
+        before, started = use_of(runtime.gpu), runtime.clock()
+        runtime.gpu.empty_cache()
+        after = use_of(runtime.gpu)
+        if before is None or after is None:  # the device has failed
+            return
+        telemetry.emit(
+            telemetry.GpuCacheEmptied(
+                guard=self._guard.name,
+                generation=now.generation,
+                policy=repr(part),
+                reserved_before=before.reserved,
+                reserved_after=after.reserved,
+                allocated=after.allocated,
+                seconds=runtime.clock() - started,
+                advice=_ADVICE if self._emptied > 1 or after.reserved >= before.reserved else None,
+            )
+        )
 
 
 def _asked_by(member: Policy) -> Action:
@@ -287,59 +276,8 @@ def _name(policy: Policy) -> str:
     return type(policy).__name__ if policy.kind == "custom" else repr(policy)
 
 
-# What policies ask for may have to wait: while the guard is paused, and while its model is young.
-
-
-#: Seconds between two checks of what waits, so that what is no longer due does not go on waiting.
+#: Seconds between two checks of what has to wait, so that what is no longer due does not go on waiting.
 _INTERVAL = 1.0
-
-
-class Postponing:
-    """Decides whether what is due must wait, and reports each policy that waits, once for each generation."""
-
-    def __init__(self, guard: GuardContext[Any]) -> None:
-        self._guard = guard
-        self._generation = 0
-        self._reported: set[tuple[str, Reason]] = set()
-
-    @property
-    def interval(self) -> float:
-        waits = self._guard.state.postponed
-        if waits is None or waits.until is None:
-            return _INTERVAL
-        return min(_INTERVAL, max(0.0, waits.until - self._guard.runtime.clock()))
-
-    def postpones(self, due: Due[Any]) -> bool:
-        state, over = self._guard.state, due.generation
-        if over is None:  # the retry of a failed load
-            return False
-        now, until = self._guard.runtime.clock(), over.born + self._guard.options.swap.min_lifetime
-        if state.paused:
-            job = PostponedJob(due.reasons, "paused", None)
-        elif now < until:
-            job = PostponedJob(due.reasons, "min_lifetime", until)
-        else:
-            return False
-        state.postpone(job)
-        fresh = self._not_reported(over.number, job)
-        if fresh:
-            seconds = None if job.until is None else job.until - now
-            telemetry.emit(
-                telemetry.ReloadPostponed(
-                    guard=self._guard.name, generation=over.number, reasons=fresh, cause=job.cause, seconds=seconds
-                )
-            )
-        return True
-
-    def _not_reported(self, generation: int, job: PostponedJob) -> tuple[Reason, ...]:
-        with self._guard.state.lock:  # the end of a call and the ticker may both get here
-            if generation != self._generation:
-                self._generation = generation
-                self._reported.clear()
-            fresh = tuple(reason for reason in job.reasons if (job.cause, reason) not in self._reported)
-            self._reported.update((job.cause, reason) for reason in fresh)
-            return fresh
-
 
 #: Asks the server for a fresh process.
 Ask = Callable[[tuple[Reason, ...]], object]
@@ -357,7 +295,6 @@ class Checks(Generic[M]):
         self._guard = guard
         self._start = start
         self._evaluator = Evaluator(guard)
-        self._postponing = Postponing(guard)
         self._ask_for_process: Ask | None = None
         self._ask_for_weights: Callable[[], object] | None = None
         self._shares = False  # the model with a parent that loads new weights
@@ -367,8 +304,6 @@ class Checks(Generic[M]):
 
     def _start_anew(self) -> None:
         self._ticking = threading.Lock()
-        self._asking = threading.Lock()
-        self._asked = 0  # the latest generation for which a fresh process was asked for
 
     @property
     def readings(self) -> Readings:
@@ -381,9 +316,11 @@ class Checks(Generic[M]):
 
     @property
     def interval(self) -> float:
-        if self._guard.state.postponed is not None:
-            return self._postponing.interval
-        return self._evaluator.interval
+        waits = self._guard.state.postponed
+        if waits is None:
+            return self._evaluator.interval
+        until = math.inf if waits.until is None else waits.until
+        return min(_INTERVAL, max(0.0, until - self._guard.runtime.clock()))
 
     def check(self) -> bool:
         return self.ask(sample=True)
@@ -416,20 +353,46 @@ class Checks(Generic[M]):
         if _reload.active():
             return False
         due = self._evaluator.evaluate(sample=sample, insist=insist)
-        if due is None:
+        over = None if due is None else due.generation
+        if due is None or over is None:
+            return due is not None and self._retry(due)
+        if self._postpones(due, over):
             return False
-        over = due.generation
-        if over is None:
-            return self._retry(due)
-        if self._postponing.postpones(due):
-            return False
-        return self._act(due, over, sample=sample)
+        if due.action != "load":  # several replicas may be released at once
+            return self._act(due, over, sample=sample)
+        with self._guard.options.turn() as mine:
+            if mine:
+                return self._act(due, over, sample=sample)
+        self._evaluator.interval = max(self._evaluator.interval, _INTERVAL)
+        self._guard.state.set_alarm(over, over.uses + 1)
+        return False
 
     def demand(self, reasons: tuple[Reason, ...], over: Generation[M]) -> None:
         """Replace a generation at the end of a call, for reasons that no policy has."""
         due = Due(reasons, over)
-        if not _reload.active() and not self._postponing.postpones(due):
+        if not _reload.active() and not self._postpones(due, over):
             self._act(due, over, sample=False)
+
+    def _postpones(self, due: Due[M], over: Generation[M]) -> bool:
+        """Whether it must wait: the guard is paused, or its model young. Each policy is reported once."""
+        state, now = self._guard.state, self._guard.runtime.clock()
+        until = over.born + self._guard.options.swap.min_lifetime
+        if state.paused:
+            job = PostponedJob(due.reasons, "paused", None)
+        elif now < until:
+            job = PostponedJob(due.reasons, "min_lifetime", until)
+        else:
+            return False
+        state.postpone(job)
+        fresh = tuple(reason for reason in job.reasons if self._evaluator.first_report((job.cause, reason)))
+        if fresh:
+            seconds = None if job.until is None else job.until - now
+            telemetry.emit(
+                telemetry.ReloadPostponed(
+                    guard=self._guard.name, generation=over.number, reasons=fresh, cause=job.cause, seconds=seconds
+                )
+            )
+        return True
 
     def _retry(self, due: Due[M]) -> bool:
         state = self._guard.state
@@ -440,7 +403,7 @@ class Checks(Generic[M]):
     def _act(self, due: Due[M], over: Generation[M], *, sample: bool) -> bool:
         state = self._guard.state
         if due.action == "unload":
-            self._start(state.request_unload(due.reasons, instead_of=over, by_policy=True))
+            self._start(state.request_if_idle(due.reasons, urgent=True, instead_of=over, by_policy=True, unloads=True))
             return False
         if due.action == "end_workers":
             if self._guard.options.workers is not None:
@@ -456,24 +419,12 @@ class Checks(Generic[M]):
             telemetry.emit(telemetry.ReloadDue(guard=self._guard.name, generation=over.number, reasons=due.reasons))
         return self._start(job)
 
-    # What changes the checks
-
-    def set_paused(self, *, paused: bool) -> None:
-        guard = self._guard
-        with guard.state.lock:  # so that what is shown is what is set
-            changed = guard.state.set_paused(paused=paused)
-            guard.shown_pause.show(paused=paused)
-        if changed:
-            telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=guard.name))
-
     # Processes that are replaced as a whole: a due policy asks for a fresh process instead of a reload
 
     def _recycle(self, due: Due[M], over: Generation[M]) -> None:
         """Ask for a fresh process, once per generation."""
-        with self._asking:
-            if self._ask_for_process is None or self._asked >= over.number:
-                return
-            self._asked = over.number
+        if self._ask_for_process is None or not self._evaluator.first_report("recycle"):
+            return
         telemetry.emit(telemetry.RecycleAsked(guard=self._guard.name, generation=over.number, reasons=due.reasons))
         try:
             self._ask_for_process(due.reasons)
@@ -485,13 +436,15 @@ class Checks(Generic[M]):
         """What asks the parent for new weights, instead of a reload in this process; None where that is not so."""
         return self._ask_for_weights if self._shares else None
 
-    def recycle_in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None) -> None:
+    def recycle_in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None = None) -> None:
         """Children that are forked from now on call ``ask``, and ``renew`` instead of a reload, if it is given."""
+        self._guard.state.raise_if_closed()
         self._ask_for_process, self._ask_for_weights = ask, renew
         self._takes_calls = takes_calls
         self._evaluator.decide_by(self._policy)
 
-    def recycle_here(self, ask: Ask, *, renews: bool) -> None:
+    def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
+        self._guard.state.raise_if_closed()
         self._ask_for_process, self._recycles_here = ask, True
         if not renews:
             self._evaluator.decide_by(subset(self._guard.options.reload_on, renews=False))

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 from modelguard import _units, telemetry
 from modelguard.errors import InvalidOption, LoadFailed, NoPreviousModel, WouldDeadlock
 from modelguard.lifecycle import _load_waits, _misuse, _reload
-from modelguard.lifecycle._checks import Ask, Checks
-from modelguard.lifecycle._load_waits import until_loaded, wait_for_end_of_job
-from modelguard.lifecycle._release import drain_and_release, in_background, release_and_report, unload
+from modelguard.lifecycle._checks import Checks
+from modelguard.lifecycle._load_waits import until_ended, until_loaded
+from modelguard.lifecycle._release import drain_and_release, release_and_report, unload
 from modelguard.lifecycle._reload import Reload, free, named
 from modelguard.lifecycle._state import Enclosing, Generation, GuardContext, GuardState, LoadJob, Outcome
 from modelguard.lifecycle.policies import subset
@@ -66,13 +66,10 @@ def _unload_all(seconds: float) -> None:
         engine.unload_at_exit(max(0.0, until - time.monotonic()))
 
 
-class Engine(Generic[M]):
+class Engine(GuardContext[M]):
     """Runs one guard. Its loads run one at a time, and all who need the model join them.
 
     Attributes:
-        guard: Options, state and runtime.
-        name: The guard's name.
-        state: The guard's state, to be read.
         checks: Ask the policies, and start what is due.
         changed: Called when a load has ended, and while :attr:`GuardState.watched` at the end of each call.
     """
@@ -80,20 +77,14 @@ class Engine(Generic[M]):
     fork_rank = fork.Rank.GUARD
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
-        self.name = options.name
-        self.state: GuardState[M] = GuardState(options.name)
-        self.guard = GuardContext(options, self.state, runtime)
-        self.checks = Checks(self.guard, self._start)
+        super().__init__(options, runtime)
+        self.checks = Checks(self, self._start)
         self.changed: Callable[[], object] = lambda: None
         _hooks.import_events()
         _engines.add(self)
         if options.unload is not None:
             fork.before_exit("models", _unload_all)
         fork.register(self)
-
-    @property
-    def runtime(self) -> Runtime:
-        return self.guard.runtime
 
     def __repr__(self) -> str:
         return f"<Engine of guard {self.name!r}>"
@@ -105,8 +96,7 @@ class Engine(Generic[M]):
 
     def _check_keep(self) -> None:
         """Refuse to load a model in a process where ``keep="mold"`` has no meaning. Before, nobody can know."""
-        guard = self.guard
-        if guard.options.keeps_mold and guard.options.workers is None and not guard.runtime.in_mold:
+        if self.options.keeps_mold and self.options.workers is None and not self.runtime.in_mold:
             why = f"is for the workers of an isolated function, and guard {self.name!r} loads its model in this process"
             fix = "Put @isolate() above the guard's decorator, or leave keep out to release the model."
             raise InvalidOption("keep", "mold", why=why, fix=fix)
@@ -129,9 +119,9 @@ class Engine(Generic[M]):
         if job is None:
             return False
         try:
-            if self.guard.runtime.ticks:
+            if self.runtime.ticks:
                 TICKER.add(self)
-            self.guard.runtime.start_thread(lambda: self._run(job), f"modelguard-load-{self.name}")
+            self.runtime.start_thread(lambda: self._run(job), f"modelguard-load-{self.name}")
         except RuntimeError as error:  # the system gives no thread, or the interpreter is shutting down
             if job.unloads:
                 return self._start(self.state.finish(job, _MEANWHILE))
@@ -147,7 +137,7 @@ class Engine(Generic[M]):
             self._after_load()
             job = self.state.finish(job, _MEANWHILE)
             self.changed()
-            if job is not None and self.guard.runtime.ticks:
+            if job is not None and self.runtime.ticks:
                 with suppress(RuntimeError):  # the interpreter is shutting down
                     TICKER.add(self)
         current = self.state.current
@@ -156,7 +146,7 @@ class Engine(Generic[M]):
             self.checks.ask(sample=False, insist=True)
 
     def _reload(self, job: LoadJob) -> Reload[M]:
-        return Reload(self.guard, self.checks.readings, job)
+        return Reload(self, self.checks.readings, job)
 
     def _after_load(self) -> None:
         """Set the policy's alarm, before the job ends: a request in between would start another thread."""
@@ -166,31 +156,31 @@ class Engine(Generic[M]):
 
     # Waiting
 
-    def _timeout(self, timeout: _units.Duration | None) -> Timeout:
+    def _limit(self, timeout: _units.Duration | None) -> Timeout:
         """A first load may take as long as it takes; a replacement is awaited for up to ``wait_timeout``."""
         return Timeout(self.load_patience if timeout is None else timeout)
 
     @property
     def load_patience(self) -> float | None:
         """Seconds that a call waits for the load that it joins; None for as long as that takes."""
-        return self.guard.options.wait_timeout if self.state.generations else None
+        return self.options.wait_timeout if self.state.generations else None
 
     def _until_loaded(self, limit: Timeout) -> Steps[None]:
-        if (future := self.join_load()) is not None:
+        if _reload.active():
+            yield _reload.Inline(self)
+        elif (future := self.join_load()) is not None:
             yield from until_loaded(self.state, future, limit)
 
-    def _until_entered(self, limit: Timeout) -> Steps[Generation[M]]:
+    def until_entered(self, timeout: float | None) -> Steps[Generation[M]]:
+        """Take a lease, after a load if need be.
+
+        Raises:
+            GuardClosed, LoadFailed, Reloading, WouldDeadlock: There is no generation to run on.
+        """
+        limit = self._limit(timeout)
         while (generation := self.state.enter()) is None:
             yield from self._until_loaded(limit)
         return generation
-
-    async def _prepare_to_await(self) -> None:
-        """Load here and now in inline mode; else see to it that no load begins that cannot be awaited."""
-        if _reload.active():
-            await _reload.aload(self.guard)
-        elif self.state.current is None:
-            self.state.raise_if_closed()
-            waiting.require_loop("waiting for a model in a coroutine")
 
     def join_load(self) -> Future[Outcome] | None:
         """Join the one load, started here if need be; None if there is a current generation already. Does not block.
@@ -199,7 +189,7 @@ class Engine(Generic[M]):
             GuardClosed, LoadFailed: None begins.
         """
         if _reload.active():
-            _reload.load(self.guard)
+            _reload.load(self)
             return None
         state = self.state
         with state.lock:
@@ -207,7 +197,7 @@ class Engine(Generic[M]):
             if state.current is not None:
                 return None
             self._check_keep()
-            left = state.retry_at - self.guard.runtime.clock()
+            left = state.retry_at - self.runtime.clock()
             if state.job is None and state.failure is not None and left > 0:
                 raise state.failure.again(left)
             future = state.wait_for()
@@ -231,10 +221,6 @@ class Engine(Generic[M]):
         """Seconds until :meth:`check` should be called again; infinity if only the ends of calls matter."""
         return self.checks.interval
 
-    def move_to(self, runtime: Runtime) -> None:
-        """Use another runtime from now on. For tests, which move a guard to their clock and back."""
-        self.guard.runtime = runtime
-
     def follow(self, options: GuardOptions[M], files: Mapping[Path, Fingerprint | None]) -> None:
         """Go by other options from now on. For the guard of molds, whose load under way has found them.
 
@@ -242,25 +228,20 @@ class Engine(Generic[M]):
             options: The options.
             files: What the paths were that their policy watches, before that load read them.
         """
-        self.guard.options = options
+        self.options = options
         self.checks.follow(options.reload_on, files)
 
     # Calls
 
     def enter(self, timeout: float | None = None) -> Generation[M]:
-        """Take a lease, after a load if need be.
-
-        Raises:
-            GuardClosed, LoadFailed, Reloading, WouldDeadlock: There is no generation to run on.
-        """
         generation = self.state.enter()
-        return waiting.block(self._until_entered(self._timeout(timeout))) if generation is None else generation
+        return waiting.block(self.until_entered(timeout)) if generation is None else generation
 
     async def aenter(self, timeout: float | None = None) -> Generation[M]:
         generation = self.state.enter()
         if generation is None:
-            await self._prepare_to_await()
-            generation = await waiting.suspend(self._until_entered(self._timeout(timeout)))
+            self.state.raise_if_closed()  # whatever the loop
+            generation = await waiting.suspend(self.until_entered(timeout))
         return generation
 
     def leave(self, generation: Generation[M], *, failed: bool) -> None:
@@ -275,7 +256,7 @@ class Engine(Generic[M]):
         """
         state = self.state
         if state.leave(generation, False) and (generation.retired or state.watched):  # noqa: FBT003 - by position, it is the hot path
-            in_background(self.guard, partial(self._after_call, generation))
+            self._in_background(partial(self._after_call, generation))
 
     def wrapper(  # noqa: C901 - the hot path is written out
         self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]
@@ -345,14 +326,14 @@ class Engine(Generic[M]):
         Raises:
             CudaAfterFork: CUDA cannot be used in this process.
         """
-        if (better := named(self.name, self.guard.runtime.gpu, error)) is not error:
+        if (better := named(self.name, self.runtime.gpu, error)) is not error:
             raise better
-        if not self.guard.runtime.gpu.is_out_of_memory(error):
+        if not self.runtime.gpu.is_out_of_memory(error):
             return False
-        reasons = free(self.guard, generation, error)
+        reasons = free(self, generation, error)
         if reasons and generation is self.state.current:
             self.checks.demand(reasons, generation)
-        return self.guard.options.retry
+        return self.options.retry
 
     def _enter_instead_of(self, retired: Generation[M]) -> Generation[M]:
         """Take a lease again, after one that was taken in the moment of the generation's retirement."""
@@ -365,7 +346,7 @@ class Engine(Generic[M]):
             self.checks.ask(sample=False)
         elif self.state.retired_call_ended(generation):
             # After the last call on an abandoned generation, which must not wait for its release.
-            in_background(self.guard, partial(release_and_report, self.guard, generation, drain_seconds=None))
+            self._in_background(partial(release_and_report, self, generation, drain_seconds=None))
         if self.state.watched:
             self.changed()
 
@@ -378,12 +359,13 @@ class Engine(Generic[M]):
     def ensure_loaded(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`load`, on an event loop too, which it then blocks."""
         self.state.raise_if_closed()
-        waiting.block(self._until_loaded(self._timeout(timeout)))
+        waiting.block(self._until_loaded(self._limit(timeout)))
 
     async def aload(self, timeout: _units.Duration | None = None) -> None:
+        limit = self._limit(timeout)
         self.state.raise_if_closed()
-        await self._prepare_to_await()
-        await waiting.suspend(self._until_loaded(self._timeout(timeout)))
+        if self.state.current is None:
+            await waiting.suspend(self._until_loaded(limit))
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None = None) -> None:
         limit = Timeout(timeout)  # first: a mistake must not begin a load
@@ -392,30 +374,38 @@ class Engine(Generic[M]):
             self.raise_inside_call("reload")
             with _load_waits.waiting_for(self.state):
                 pass  # a loader that asks for its own reload is refused before the request makes its load stale
-        future = self._request_reload()
-        if wait:
-            waiting.block(until_loaded(self.state, future, limit))
+            waiting.block(self._until_reloaded(limit))
+        else:
+            self._request_reload()
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         limit = Timeout(timeout)
         self.raise_inside_call("areload")
-        waiting.require_loop("waiting for a model in a coroutine")  # before the load begins
-        await waiting.suspend(until_loaded(self.state, self._request_reload(), limit))
+        await waiting.suspend(self._until_reloaded(limit))
+
+    def _until_reloaded(self, limit: Timeout) -> Steps[None]:
+        yield from until_loaded(self.state, self._request_reload(), limit)
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
         waiting.raise_on_event_loop(self.name, "unload", "await guard.aunload()")
+        waiting.block(self._until_unloaded(Timeout(timeout)))
+
+    async def aunload(self, timeout: _units.Duration | None = None) -> None:
+        await waiting.suspend(self._until_unloaded(Timeout(timeout)))
+
+    def _until_unloaded(self, limit: Timeout) -> Steps[None]:
         self.raise_inside_call("unload")
         self.state.raise_if_closed()
         if _reload.active():
-            _reload.unload(self.guard)
+            _reload.unload(self)
             return
-        limit, job = Timeout(timeout), None
         with _load_waits.waiting_for(self.state):
-            wait_for_end_of_job(self.state, None, limit)  # also of a load that has no current generation to replace
+            yield from until_ended(self.state, self.state.job, limit)  # a load that has nothing to replace counts too
+            job = None
             while self.state.current is not None and job is None:
-                job = self.state.request_unload((Reason("requested", "requested"),))
+                job = self.state.request_if_idle((Reason("requested", "requested"),), urgent=True, unloads=True)
                 self._start(job)
-                wait_for_end_of_job(self.state, job, limit)
+                yield from until_ended(self.state, job or self.state.job, limit)
 
     def rollback(self) -> None:
         """Make the generation that the current one has replaced current again; a load under way is cancelled.
@@ -426,8 +416,7 @@ class Engine(Generic[M]):
             NoPreviousModel: None is kept.
             GuardClosed: The guard is closed.
         """
-        guard = self.guard
-        if not guard.options.swap.keep_previous:
+        if not self.options.swap.keep_previous:
             why = "the guard keeps none"
             raise NoPreviousModel(self.name, why=why, fix="Make it with guard(..., swap=Swap(keep_previous=True)).")
         swapped = self.state.roll_back(LoadFailed(self.name, "rollback() was called during the load"))
@@ -435,7 +424,7 @@ class Engine(Generic[M]):
             why = "no reload has kept one since the first load, the last rollback, a release or a shortage of memory"
             raise NoPreviousModel(self.name, why=why, fix="Call reload() to load a model.")
         back, old = swapped
-        guard.shown.show(back.version)
+        self.shown.show(back.version)
         telemetry.emit(
             telemetry.RolledBack(
                 guard=self.name,
@@ -445,10 +434,13 @@ class Engine(Generic[M]):
                 replaced_version=old.version,
             )
         )
-        in_background(guard, partial(drain_and_release, guard, old))
+        self._in_background(partial(drain_and_release, self, old))
+
+    def _in_background(self, work: Callable[[], None]) -> None:
+        self.runtime.in_background(work, f"modelguard-release-{self.name}")
 
     def warm_up(self) -> None:
-        warmup, generation = self.guard.options.warmup, self.state.current
+        warmup, generation = self.options.warmup, self.state.current
         if warmup is not None and generation is not None:
             with self.state.running_on(generation), own_thread.stay():
                 resolve(warmup(generation.model))
@@ -457,7 +449,7 @@ class Engine(Generic[M]):
     @property
     def ready(self) -> bool:
         state = self.state
-        ready_when_idle = state.unloaded and not state.failures and self.guard.options.ready_when_idle
+        ready_when_idle = state.unloaded and not state.failures and self.options.ready_when_idle
         return state.current is not None or ready_when_idle
 
     def raise_inside_call(self, action: str) -> None:
@@ -477,8 +469,12 @@ class Engine(Generic[M]):
     # Policies
 
     def set_paused(self, *, paused: bool) -> None:
-        self.checks.set_paused(paused=paused)
-        if not paused and self.checks.needed and self.state.current is not None and self.guard.runtime.ticks:
+        with self.state.lock:  # so that what is shown is what is set
+            changed = self.state.set_paused(paused=paused)
+            self.shown_pause.show(paused=paused)
+        if changed:
+            telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=self.name))
+        if not paused and self.checks.needed and self.state.current is not None and self.runtime.ticks:
             with suppress(RuntimeError):  # the system gives no thread; the next call tries again
                 TICKER.add(self)  # and wake it
 
@@ -489,15 +485,7 @@ class Engine(Generic[M]):
     @property
     def renews_weights(self) -> bool:
         """Whether a part of the policy asks for new weights (``TTL``, ``Modified``, ``Changed``)."""
-        return subset(self.guard.options.reload_on, renews=True) is not None
-
-    def recycle_in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None = None) -> None:
-        self.state.raise_if_closed()
-        self.checks.recycle_in_children(ask, takes_calls=takes_calls, renew=renew)
-
-    def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
-        self.state.raise_if_closed()
-        self.checks.recycle_here(ask, renews=renews)
+        return subset(self.options.reload_on, renews=True) is not None
 
     # The end, and forks
 
@@ -522,17 +510,17 @@ class Engine(Generic[M]):
         TICKER.remove(self)
         for old in (self.state.close(), self.state.take_previous()):  # once it is closed, nothing is kept any more
             if old is not None:
-                drain_and_release(self.guard, old, timeout)
-        if self.guard.recorded is not None:
-            self.guard.recorded.clear()
+                drain_and_release(self, old, timeout)
+        if self.recorded is not None:
+            self.recorded.clear()
 
     def unload_at_exit(self, seconds: float) -> None:
         """Call the ``unload`` hook, unless calls still run on the model after ``seconds`` or a parent loaded it."""
         state = self.state
-        for old in (state.close(), state.take_previous()) if self.guard.options.unload is not None else ():
+        for old in (state.close(), state.take_previous()) if self.options.unload is not None else ():
             if old is None or old.pid != os.getpid() or state.drain(old, seconds):
                 continue
-            error = unload(self.guard, state.take_model(old))
+            error = unload(self, old.drop())
             if error is not None:
                 telemetry.emit(telemetry.CallbackErrored(guard=self.name, callback="unload", error=error))
 
@@ -543,10 +531,10 @@ class Engine(Generic[M]):
         self.state.lock.release()
 
     def after_fork_in_child(self) -> None:
-        self.state.after_fork_in_child(self.guard.runtime.random())
+        self.state.after_fork_in_child(self.runtime.random())
         self.checks.after_fork_in_child()
-        if self.guard.recorded is not None:
-            self.guard.recorded.after_fork_in_child()
+        if self.recorded is not None:
+            self.recorded.after_fork_in_child()
 
 
 T = TypeVar("T")

@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from modelguard import _public, _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, PolicyNeverFires
 from modelguard.facts._gpu import Gpu
 from modelguard.lifecycle import _adapters, policies, runtime
-from modelguard.lifecycle._misuse import fits
+from modelguard.lifecycle._misuse import misfit
 from modelguard.lifecycle.policies import (
     TTL,
     Backoff,
@@ -28,6 +29,7 @@ from modelguard.lifecycle.policies import (
     MemoryLimit,
     Modified,
     Policy,
+    Snapshot,
     alternatives,
 )
 from modelguard.telemetry.reasons import Reason
@@ -91,8 +93,14 @@ class Replay:
         timeout: _units.Duration = 10.0,
     ) -> None:
         object.__setattr__(self, "count", _units.whole_number(count, "count"))
-        object.__setattr__(self, "min_agreement", _share(min_agreement))
-        object.__setattr__(self, "max_slowdown", None if max_slowdown is None else _factor(max_slowdown))
+        object.__setattr__(self, "min_agreement", policies.share(min_agreement, "min_agreement", example=0.95))
+        fix = "Write max_slowdown=2 for twice as long, or None."
+        slowdown = (
+            None
+            if max_slowdown is None
+            else policies.factor_of(max_slowdown, "max_slowdown", most=sys.float_info.max, fix=fix)
+        )
+        object.__setattr__(self, "max_slowdown", slowdown)
         _units.function(same, "same", "two answers", fix="Write for example same=numpy.allclose.")
         object.__setattr__(self, "same", same)
         object.__setattr__(self, "max_memory", _units.size(max_memory, "max_memory"))
@@ -122,21 +130,6 @@ class Replay:
     def disagreements_allowed(self, compared: int) -> int:
         """How many of so many answers may differ."""
         return math.floor((1 - self.min_agreement) * compared + 1e-9)  # 0.1 * 10 must not become 0.999...
-
-
-def _share(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        percent = isinstance(value, int | float) and not isinstance(value, bool) and 1 < value <= 100  # noqa: PLR2004
-        fix = f"Write min_agreement={value / 100:g}." if percent else "Write for example min_agreement=0.95."  # type: ignore[operator]
-        raise InvalidOption("min_agreement", value, why="must be a share from 0 to 1", fix=fix)
-    return float(value)
-
-
-def _factor(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
-        why = "must be a factor of at least 1, or None"
-        raise InvalidOption("max_slowdown", value, why=why, fix="Write max_slowdown=2 for twice as long.")
-    return float(value)
 
 
 M = TypeVar("M")
@@ -241,12 +234,10 @@ class KnownModels:
         self._models: dict[int, weakref.KeyedRef[int, object]] = {}
 
     def add(self, model: object) -> bool:
-        """Note a model; false if it is known already. Plain values, and what has no weak references, do not count.
+        """Note a model; false if it is known already. What has no weak references does not count.
 
         Two guards may load at once, so there is one step that decides, and no lock that a fork could break.
         """
-        if is_plain_value(model):
-            return True
         try:
             mine = weakref.KeyedRef(model, self._forget, id(model))
         except TypeError:  # dict, list, ...
@@ -272,6 +263,14 @@ class ModelWorkers(Protocol):
         """End them until the next call, unless one has a call. Does not block."""
 
 
+def _as_it_is(now: Snapshot) -> Snapshot:
+    return now
+
+
+def _always() -> AbstractContextManager[bool]:
+    return nullcontext(enter_result=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GuardOptions(Generic[M]):
     """Options of a guard, parsed. Durations are seconds."""
@@ -290,6 +289,9 @@ class GuardOptions(Generic[M]):
     retry: bool = False
     family: KnownModels | None = None  # of the guards among which no model may be the same object
     workers: ModelWorkers | None = None  # that Idle(keep="mold") ends
+    #: Of a replica: what its policies read, and whether it may be replaced now.
+    seen: Callable[[Snapshot], Snapshot] = _as_it_is
+    turn: Callable[[], AbstractContextManager[bool]] = _always
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):
@@ -358,7 +360,7 @@ _FIXES = {
 
 def takes_old_model(validate: Any) -> bool:
     """Whether ``validate`` has a second parameter that needs a value: for the old model."""
-    return callable(validate) and fits(validate, 2) and not fits(validate, 1)
+    return callable(validate) and misfit(validate, 2) is None and misfit(validate, 1) is not None
 
 
 def check_callable(argument: str, value: object, *, arguments: int, fix: str) -> None:
@@ -371,14 +373,8 @@ def check_callable(argument: str, value: object, *, arguments: int, fix: str) ->
     if not callable(value):
         why = f"must be {how}, not {_units.kind_of(value)}"
         raise InvalidOption(argument, value, why=why, fix=fix)
-    try:
-        signature = inspect.signature(value)
-    except (ValueError, TypeError):  # many built-in callables have none
-        return
-    try:
-        signature.bind(*(object() for _ in range(arguments)))
-    except TypeError as error:
-        raise InvalidOption(argument, value, why=f"is called as {how}: {error}", fix=fix) from None
+    if (found := misfit(value, arguments)) is not None:
+        raise InvalidOption(argument, value, why=f"is called as {how}: {found}", fix=fix)
 
 
 def check_loader(load: object, *, arguments: int = 0) -> None:
@@ -565,27 +561,19 @@ def _checked(version: object) -> str:
     if not isinstance(version, str):
         why = f"must be text, not {_units.kind_of(version)}"
         fix = "Leave Loaded out if there is no version." if version is None else f"Write version={str(version)!r}."
-        raise InvalidOption("version", version, why=why, fix=fix)
-    if not version.strip():
-        why = "must be text that is not empty"
-        raise InvalidOption("version", version, why=why, fix="Return the model alone if it has no version.")
-    if len(version) > LONGEST or not version.isprintable():
+    elif not version.strip():
+        why, fix = "must be text that is not empty", "Return the model alone if it has no version."
+    elif len(version) > LONGEST or not version.isprintable():
         why = f"must have at most {LONGEST} characters, all of them printable"
-        raise InvalidOption("version", version, why=why, fix="Give a short name, such as a date or a revision.")
-    return version
+        fix = "Give a short name, such as a date or a revision."
+    else:
+        return version
+    raise InvalidOption("version", version, why=why, fix=fix)
 
 
-class Unpacked(NamedTuple):
+def unpacked(returned: Any) -> tuple[Any, str | None]:
     """What a loader returned: the model, and its version if it has one."""
-
-    model: Any
-    version: str | None
-
-
-def unpacked(returned: object) -> Unpacked:
-    if isinstance(returned, Loaded):
-        return Unpacked(returned.model, returned.version)
-    return Unpacked(returned, None)
+    return (returned.model, returned.version) if isinstance(returned, Loaded) else (returned, None)
 
 
 _public.set_module(globals(), "modelguard")

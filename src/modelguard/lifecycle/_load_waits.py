@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -44,8 +44,8 @@ def waiting_for(state: GuardState[Any]) -> Iterator[None]:
             _waiting.pop(me, None)
 
 
-def raise_if_load_waits_here(state: GuardState[Any]) -> None:
-    """Check that the threads of the load under way do not wait for work that this thread does for them.
+def search(states: Iterable[GuardState[Any]]) -> None:
+    """Check that no load under way waits for work that this thread does for it.
 
     A warm-up that calls the guarded function by way of an executor waits for a thread that waits for the new model.
     Which thread that is can be read off the stacks only, so this is for those who have waited for some time.
@@ -53,12 +53,12 @@ def raise_if_load_waits_here(state: GuardState[Any]) -> None:
     Raises:
         WouldDeadlock: One of them does.
     """
-    job = state.job
-    frames = sys._current_frames() if job is not None else {}  # noqa: SLF001 - there is no public way to the stacks
-    for thread in list(job.threads) if job is not None else ():
-        if any(map(_is_done_here, _stack(frames.get(thread)))):
+    loads = [(state.name, list(job.threads)) for state in states if (job := state.job) is not None]
+    frames = sys._current_frames() if loads else {}  # noqa: SLF001 - there is no public way to the stacks
+    for name, threads in loads:
+        if any(_is_done_here(frame) for thread in threads for frame in _stack(frames.get(thread))):
             raise WouldDeadlock(
-                state.name,
+                name,
                 why="the warm-up of its new model waits for this thread, which waits for that model",
                 fix="Call the function in the warm-up itself, or submit contextvars.copy_context().run(...).",
             )
@@ -131,30 +131,27 @@ def until_loaded(state: GuardState[Any], future: Future[Outcome], timeout: Timeo
     """
     try:
         with waiting_for(state):
-            yield Wait(future, timeout, search=partial(raise_if_load_waits_here, state))
+            yield Wait(future, timeout, search=partial(search, [state]))
     finally:
         state.stop_waiting(future)
     if not future.done():
-        raise Reloading(state.name, waited=timeout.waited(), current=_number(state))
+        raise Reloading(state.name, waited=timeout.waited(), current=state.number)
     raise_outcome(future.result())
 
 
-def wait_for_end_of_job(state: GuardState[Any], job: LoadJob | None, timeout: Timeout) -> None:
-    """Wait until ``job``, or the load under way, has ended.
+def until_ended(state: GuardState[Any], job: LoadJob | None, timeout: Timeout) -> Steps[None]:
+    """Wait until a job has ended, if there is one.
 
     Raises:
         Reloading: ``timeout`` has passed.
         GuardClosed: The guard was closed meanwhile.
     """
-    if not state.wait_for_end_of_job(job, timeout.left()):
-        command = "the load or release under way"
-        raise Reloading(state.name, waited=timeout.waited(), command=command, current=_number(state))
+    if job is not None:
+        yield Wait(job.ended, timeout)
+        if not job.ended.done():
+            command = "the load or release under way"
+            raise Reloading(state.name, waited=timeout.waited(), command=command, current=state.number)
     state.raise_if_closed()
-
-
-def _number(state: GuardState[Any]) -> int | None:
-    current = state.current
-    return None if current is None else current.number
 
 
 def raise_outcome(outcome: Outcome) -> None:

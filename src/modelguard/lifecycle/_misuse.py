@@ -183,15 +183,17 @@ def takes_positional(function: Any) -> bool:
     return parameters is None or any(one.kind in _POSITIONAL for one in parameters)
 
 
-def fits(function: Any, arguments: int) -> bool:
-    """Whether it can be called with so many positional arguments, as far as its signature is known."""
+def misfit(function: Any, arguments: int) -> str | None:
+    """Why it cannot be called with so many positional arguments; None if it can, as far as its signature is known."""
     try:
-        inspect.signature(function).bind(*(None for _ in range(arguments)))
-    except TypeError:
-        return False
-    except ValueError:  # many built-in functions have none
-        return True
-    return True
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # many built-in functions have none
+        return None
+    try:
+        signature.bind(*(None for _ in range(arguments)))
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def first_name(function: Any) -> str | None:

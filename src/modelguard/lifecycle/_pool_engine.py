@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-from cachetools import LRUCache
 
 from modelguard import _units, telemetry
 from modelguard.errors import (
@@ -26,7 +25,8 @@ from modelguard.facts._proc import ShownPause
 from modelguard.lifecycle import _load_waits
 from modelguard.lifecycle._engine import Engine, Lease
 from modelguard.lifecycle._guard_options import PoolOptions
-from modelguard.lifecycle._pool_models import OVERDUE, REMEMBERED, IdleKeys, PooledModel, PoolLRU, PoolSources, Want
+from modelguard.lifecycle._pool_models import OVERDUE, Known, PooledModel, Want
+from modelguard.lifecycle._readings import UNKNOWN
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import TICKER
 from modelguard.runtime.fork import WeakRegistry
@@ -48,6 +48,12 @@ _END = 30.0
 
 _REQUESTED = Reason("requested", "requested")
 
+#: What is known of keys is kept for the latest ones, this many.
+_REMEMBERED = 256
+
+#: How often a pool looks for models that nobody uses, in the time after which they are released.
+_LOOKS = 10
+
 #: Of a model's age, at random, so that not all end at once.
 _JITTER = 0.1
 
@@ -56,14 +62,6 @@ _pool_engines: WeakRegistry[PoolEngine[Any, Any]] = WeakRegistry()
 
 def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
     return tuple(_pool_engines)
-
-
-def in_background_of(runtime: Runtime, work: Callable[[], None], name: str) -> None:
-    """Do something in another thread; in this one if the system gives none."""
-    try:
-        runtime.start_thread(work, f"modelguard-line-{name}")
-    except RuntimeError:
-        work()
 
 
 class PoolEngine(Generic[K, M]):
@@ -89,13 +87,11 @@ class PoolEngine(Generic[K, M]):
         self.paused = False
         self._make = make
         self._shown_pause = ShownPause(options.name)
-        self._models: PoolLRU[K, M] = PoolLRU(options.max_memory)
-        self._sources: PoolSources[K] = PoolSources(options.name, options.reload_on)
-        self._idle: IdleKeys[K, M] = IdleKeys(options.idle)
-        self._sizes: LRUCache[K, int] = LRUCache(REMEMBERED)
-        self._failed: LRUCache[K, Engine[M]] = LRUCache(REMEMBERED)
+        self._models: OrderedDict[K, PooledModel[M]] = OrderedDict()  # the latest one last
+        self._evicted: list[PooledModel[M]] = []  # they have left the pool, and are to be released
+        self._known: OrderedDict[K, Known[M]] = OrderedDict()  # in the same order
         self._closed = False
-        self._loads = self._evictions = 0
+        self._loads = self._evictions = self._unloads = 0
         _hooks.import_events()
         self._renew_locks()
         _pool_engines.add(self)
@@ -119,6 +115,20 @@ class PoolEngine(Generic[K, M]):
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def _used(self) -> int:
+        return sum(model.size for model in self._models.values())
+
+    def _engines(self) -> list[Engine[M]]:
+        return [model.engine for model in self._models.values() if model.engine is not None]
+
+    def _known_of(self, key: K) -> Known[M]:
+        known = self._known.pop(key, None) or Known(self.name, key, self.options.reload_on)
+        self._known[key] = known
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return known
 
     # On request
 
@@ -162,12 +172,8 @@ class PoolEngine(Generic[K, M]):
         """Whether these models have left the pool; None while one is in use."""
         with self._lock:
             self._watch_for(ending)
-            self._evict_ending()
+            self._evict_over()
             return None if any(self._models.get(key) is model for key, model in ending.items()) else True
-
-    async def aunload(self, keys: tuple[K, ...], timeout: Timeout) -> None:
-        work = partial(self.unload, keys, timeout)
-        await waiting.run(work, f"modelguard-unload-{self.name}", self.runtime.start_thread)
 
     def set_paused(self, *, paused: bool) -> None:
         with self._lock:
@@ -192,7 +198,7 @@ class PoolEngine(Generic[K, M]):
         """Refuse further leases, and those that are waited for. Waits for nothing, and releases nothing."""
         with self._lock:
             self._closed = True
-            engines = self._models.engines()
+            engines = self._engines()
         for engine in engines:
             engine.state.close()
         self.line.serve()
@@ -202,12 +208,13 @@ class PoolEngine(Generic[K, M]):
         waiting.raise_on_event_loop(self.name, "close", "await pool.aclose()")
         TICKER.remove(self)
         with self._lock:
-            engines = self._models.engines()
+            engines = self._engines()
             for engine in engines:
                 engine.raise_inside_call("close")
             self._closed = True
             self._models.clear()
-            self._idle.clear()
+            for known in self._known.values():
+                known.failed, known.idle = None, False
             releasing = self._releasing
         self.line.serve()
         for engine in engines:
@@ -215,9 +222,6 @@ class PoolEngine(Generic[K, M]):
         self._close_evicted()
         if releasing is not None:
             wait([releasing], _END if limit is None else limit.left())
-
-    async def aclose(self) -> None:
-        await waiting.run(self.close, f"modelguard-close-{self.name}", self.runtime.start_thread)
 
     def reopen(self) -> None:
         with self._lock:
@@ -228,11 +232,9 @@ class PoolEngine(Generic[K, M]):
     def tick(self) -> None:
         """Ask the probes for which it is time, and release what is over or idle. Waits for neither."""
         with self._lock:
-            self._evict_ending()
-            if not self.paused:
-                self._idle.evict_from(self._models, self.runtime.clock())
+            self._evict_over()
             probes = [model.probe for model in self._models.values() if model.probe is not None]
-            if not self._models.evicted and not self._has_to_look():
+            if not self._evicted and not self._has_to_look():
                 TICKER.remove(self)  # a process that forks should have few threads
             self._release_evicted_in_background()
         if self.line:
@@ -241,7 +243,8 @@ class PoolEngine(Generic[K, M]):
             probe.poll(self.runtime)
 
     def check_interval(self) -> float:
-        return min(self._sources.interval, self._idle.interval)
+        source = self.options.reload_on
+        return min(self.options.idle / _LOOKS, math.inf if source is None else min(1.0, source.every))
 
     def _has_to_look(self) -> bool:
         if self.check_interval() < math.inf:
@@ -249,20 +252,32 @@ class PoolEngine(Generic[K, M]):
         return any(model.until_next_use is not None for model in self._models.values())
 
     def _tick_from_now_on(self) -> None:
-        try:
+        with suppress(RuntimeError):  # the system gives no thread; the next load tries again
             TICKER.add(self)
-        except RuntimeError:  # the system gives no thread; the next load tries again
-            return
 
-    def _evict_ending(self) -> None:
+    def _evict_over(self) -> None:
+        """Evict what nobody uses and is to go: on request, or because nobody has used it for long enough."""
+        now, after = self.runtime.clock(), math.inf if self.paused else self.options.idle
         for key, model in list(self._models.items()):
-            if model.until_next_use is not None and model.unused:
-                self._idle.evict(key, self._models, model.until_next_use)
+            if model.until_next_use is not None:
+                if model.unused:
+                    self._evict(key, model.until_next_use)
+            elif after < math.inf and model.seconds_unused(now) >= after:
+                self._evict(key, Reason("idle", f"Idle({_units.format_seconds(after)!r})"))
+
+    def _evict(self, key: K, until_next_use: Reason | None = None) -> None:
+        """Take a model out of the pool, to be released; with a reason, until its next use."""
+        model = self._models.pop(key)
+        model.until_next_use = until_next_use
+        self._evicted.append(model)
+        if until_next_use is not None:
+            self._known_of(key).idle = True
+            self._unloads += 1
 
     def _release_evicted_in_background(self) -> None:
         """Release them beside no load: one that is under way releases them at its end."""
         one_load = self._one_load
-        if not self._models.evicted or not one_load.acquire(blocking=False):
+        if not self._evicted or not one_load.acquire(blocking=False):
             return
         name = f"modelguard-release-{self.name}"
         self._releasing = waiting.start(self._close_evicted, name, self.runtime.start_thread)
@@ -270,7 +285,7 @@ class PoolEngine(Generic[K, M]):
 
     def _close_evicted(self) -> None:
         with self._lock:
-            evicted, self._models.evicted = self._models.evicted, []
+            evicted, self._evicted = self._evicted, []
             self._evictions += sum(model.until_next_use is None for model in evicted)
         for model in evicted:
             self._release(model)
@@ -318,12 +333,12 @@ class PoolEngine(Generic[K, M]):
                 name=self.name,
                 models={key: model.size for key, model in loaded.items()},
                 in_flight=sum(model.engine.state.in_flight for model in loaded.values() if model.engine),
-                used=int(self._models.currsize),
-                max_memory=int(self._models.maxsize),
+                used=self._used,
+                max_memory=self.options.max_memory,
                 loads=self._loads,
                 evictions=self._evictions,
-                unloads=self._idle.unloads,
-                idle=self._idle.keys,
+                unloads=self._unloads,
+                idle=tuple(key for key, known in self._known.items() if known.idle),
                 paused=self.paused,
                 versions={
                     key: version
@@ -341,10 +356,7 @@ class PoolEngine(Generic[K, M]):
 
     async def atake(self, key: K, wait: float) -> Lease[M]:
         lease = self.take_now(key)
-        if lease is None:
-            waiting.require_loop("waiting for a model in a coroutine")
-            lease = await waiting.suspend(self._until_taken(key, Timeout(wait)))
-        return lease
+        return await waiting.suspend(self._until_taken(key, Timeout(wait))) if lease is None else lease
 
     def _until_taken(self, key: K, limit: Timeout) -> Steps[Lease[M]]:
         while True:
@@ -359,7 +371,7 @@ class PoolEngine(Generic[K, M]):
                 if (lease := self._lease_of(model.engine)) is not None:
                     return lease
             except GeneratorExit:  # the coroutine was dropped: the collector, which may be at work, takes no lock
-                unpin = partial(in_background_of, self.runtime, unpin, self.name)
+                unpin = partial(self._in_background, unpin)
                 raise
             finally:
                 unpin()
@@ -394,7 +406,7 @@ class PoolEngine(Generic[K, M]):
         self._stop_watching(want)
         if self._first is want:
             self._first = None
-            in_background_of(self.runtime, self.line.serve, self.name)
+            self._in_background(self.line.serve)
 
     def fetch(self, key: K) -> tuple[Future[Lease[M]], bool]:
         """Have one thread take a lease for all who wait for the model of ``key``. Does not block.
@@ -422,12 +434,18 @@ class PoolEngine(Generic[K, M]):
         with self._lock:
             self._raise_if_closed()
             try:
-                model = self._models.touch(key)
+                model = self._touch(key)
             except TypeError:
                 raise UnhashableKey(key) from None
             if model is None or not self._lends(model):
                 return None
             return None if model.engine is None else Lease.take_now(model.engine)
+
+    def _touch(self, key: K) -> PooledModel[M] | None:
+        model = self._models.get(key)
+        if model is not None:
+            self._models.move_to_end(key)
+        return model
 
     def _find(self, want: Want[K, M]) -> tuple[PooledModel[M], bool] | None:
         """The pinned model of a key, and whether the caller is the one to load it; None if it has to wait."""
@@ -437,9 +455,9 @@ class PoolEngine(Generic[K, M]):
         key = want.key
         with self._lock:
             want.raise_failure()
-            model = self._models.touch(key)
+            model = self._touch(key)
             if model is not None and self._expired(model) and model.unused:
-                self._idle.evict(key, self._models, model.until_next_use)
+                self._evict(key, model.until_next_use)
                 model = None
             mine = model is None
             if model is None:
@@ -461,7 +479,7 @@ class PoolEngine(Generic[K, M]):
         """A place for a model that is to be loaded; None if others come first, or there is no room."""
         if not want.nested and self._first not in (None, want):
             return None
-        if not self._make_room(want.key):
+        if not self._make_room(self._estimate(want.key), models=1):
             if not want.nested:
                 self._first = want
             return None
@@ -476,8 +494,15 @@ class PoolEngine(Generic[K, M]):
             now = self.runtime.clock()
             with self._lock:
                 if want.is_overdue(now):
-                    self._models.stop_lending_oldest(now, paused=self.paused)
+                    self._stop_lending_oldest(now)
             self.line.serve()
+
+    def _stop_lending_oldest(self, now: float) -> None:
+        """Close the least recently used of the models in use to new calls, so that steady traffic makes room."""
+        for model in self._models.values():
+            if not model.loading and model.overdue(now, paused=self.paused) < 0:
+                model.stop_lending(now)
+                return
 
     def _lends(self, model: PooledModel[M], want: Want[Any, M] | None = None) -> bool:
         """Whether the caller may use ``model`` now. While it loads, only its own warm-up may."""
@@ -497,7 +522,7 @@ class PoolEngine(Generic[K, M]):
     def _watch_for(self, who: object) -> None:
         if who not in self._watchers:
             self._watchers.append(who)
-            for engine in self._models.engines():
+            for engine in self._engines():
                 engine.state.watch(watched=True)
 
     def _stop_watching(self, who: object) -> None:
@@ -510,13 +535,16 @@ class PoolEngine(Generic[K, M]):
             self.line.serve()
         if not self._watchers:
             with self._lock:
-                for engine in self._models.engines() if not self._watchers else ():
+                for engine in self._engines() if not self._watchers else ():
                     engine.state.watch(watched=False)
 
     def _return_unwanted(self, found: object) -> None:
         """Take back what a caller that is gone was to have; in another thread, the collector may be at work here."""
         if isinstance(found, tuple):
-            in_background_of(self.runtime, partial(self._return, *found), self.name)
+            self._in_background(partial(self._return, *found))
+
+    def _in_background(self, work: Callable[[], None]) -> None:
+        self.runtime.in_background(work, f"modelguard-line-{self.name}")
 
     def _return(self, model: PooledModel[M], mine: bool) -> None:  # noqa: FBT001 - by position, as it was found
         for key in [key for key, known in self._models.items() if mine and known is model]:
@@ -527,37 +555,33 @@ class PoolEngine(Generic[K, M]):
         return model.overdue(self.runtime.clock(), paused=self.paused) >= 0
 
     def _raise_if_too_large(self, key: K) -> None:
-        if (need := self._estimate(key)) > (budget := int(self._models.maxsize)):
-            raise ModelTooLarge(key, model_bytes=need, max_memory=budget)
+        if (need := self._estimate(key)) > self.options.max_memory:
+            raise ModelTooLarge(key, model_bytes=need, max_memory=self.options.max_memory)
 
-    def _make_room(self, key: K) -> bool:
-        """Evict unused models until the model of ``key`` fits by its estimated size; false if it cannot."""
-        models, need = self._models, self._estimate(key)
-        try:
-            while models.currsize + need > models.maxsize or len(models) >= self.options.max_models:
-                models.popitem()
-        except KeyError:
-            return False
+    def _make_room(self, need: int, *, models: int = 0) -> bool:
+        """Evict unused models, the least recently used first, until so many more bytes and models fit."""
+        while self._used + need > self.options.max_memory or len(self._models) + models > self.options.max_models:
+            unused = next((key for key, model in self._models.items() if model.unused), None)
+            if unused is None:
+                return False
+            self._evict(unused)  # for its room, whatever else it was to go for
         return True
 
     def _estimate(self, key: K) -> int:
         """The size of this model when it was last loaded; if it never was, that of the largest model known."""
-        known = self._sizes.get(key)
-        if known is not None:
-            return known
-        return max((size for size in self._sizes.values() if size <= self._models.maxsize), default=0)
+        if (own := self._known_of(key).size) is not None:
+            return own
+        sizes = (known.size or 0 for known in self._known.values())
+        return max(size for size in sizes if size <= self.options.max_memory)
 
     def why_full(self, key: K) -> Overloaded:
         with self._lock:
-            return Overloaded(self._why_full(key, self._models.get(key)))
-
-    def _why_full(self, key: K, model: PooledModel[M] | None) -> str:
-        if model is not None:
-            doing = "loaded" if model.loading else "replaced"
-            return f"pool {self.name!r}: the model of key {key!r} is still being {doing}"
-        used, budget = (_units.format_bytes(int(n)) for n in (self._models.currsize, self._models.maxsize))
-        in_use = f"{len(self._models)} models with {used} of {budget} are in use"
-        return f"pool {self.name!r}: no room for key {key!r}; {in_use}"
+            if (model := self._models.get(key)) is not None:
+                why = f"the model of key {key!r} is still being {'loaded' if model.loading else 'replaced'}"
+            else:
+                used, budget = (_units.format_bytes(n) for n in (self._used, self.options.max_memory))
+                why = f"no room for key {key!r}; {len(self._models)} models with {used} of {budget} are in use"
+            return Overloaded(f"pool {self.name!r}: {why}")
 
     # Loading
 
@@ -566,13 +590,14 @@ class PoolEngine(Generic[K, M]):
         with self._turn(key, model, limit):
             self._close_evicted()  # their memory is needed now
             with self._lock:
-                failed, probe = self._failed.pop(key, None), self._sources.of(key)
-                woken = self._idle.wake(key)
+                known = self._known_of(key)
+                failed, woken, probe = known.failed, known.idle, known.probe
+                known.failed, known.idle = None, False
             engine = model.engine = failed or self._make(key, self.runtime)
             engine.changed = self._call_ended
             if woken:
                 engine.state.await_next_use()
-            at_load = self._sources.before_load(probe, self.runtime)
+            at_load = UNKNOWN if probe is None else probe.wait(*probe.ask(self.runtime))
             engine.ensure_loaded()
             if probe is not None:
                 probe.loaded(at_load, self.runtime)
@@ -611,26 +636,21 @@ class PoolEngine(Generic[K, M]):
             self._search()
 
     def _search(self) -> None:
-        """Look for loads that wait for this thread."""
-        for state in self._states_of_loads():
-            _load_waits.raise_if_load_waits_here(state)
+        _load_waits.search(self._states_of_loads())
 
     def _admit(self, key: K, model: PooledModel[M], engine: Engine[M]) -> bool:
         size = engine.state.model_bytes or 0
-        budget = int(self._models.maxsize)
         with self._lock:
             # A load that reuses free memory measures too little: the largest measurement counts.
-            size = self._sizes[key] = max(size, self._sizes.get(key, 0))
-            if size > budget:
-                raise ModelTooLarge(key, model_bytes=size, max_memory=budget)
+            known = self._known_of(key)
+            size = known.size = max(size, known.size or 0)
+            if size > self.options.max_memory:
+                raise ModelTooLarge(key, model_bytes=size, max_memory=self.options.max_memory)
             if self._models.get(key) is not model:  # closed meanwhile, and maybe reopened
                 raise GuardClosed(self.name)
-            self._remove(key, model)  # with the size that was estimated
-            model.size = size
-            try:
-                self._models[key] = model  # cachetools evicts unused models until it fits
-            except KeyError:
-                self._models.evicted.append(model)
+            model.size = size  # and no longer what was estimated
+            if not self._make_room(0):
+                self._evict(key)
                 model.loading = False  # those who wait for it look again
                 return False
             model.admit(self.runtime.clock(), self.options.ttl * (1 - _JITTER * self.runtime.random()))
@@ -643,16 +663,13 @@ class PoolEngine(Generic[K, M]):
         failure = error if isinstance(error, Exception) else None
         with self._lock:
             model.failure = failure or Overloaded(f"pool {self.name!r}: the load of key {key!r} was interrupted")
-            self._remove(key, model)
+            if self._models.get(key) is model:
+                del self._models[key]
             if isinstance(failure, LoadFailed) and model.engine is not None:
-                self._failed[key] = model.engine  # it knows when the next attempt is due
+                self._known_of(key).failed = model.engine
             elif model.engine is not None:
-                self._models.evicted.append(model)
+                self._evicted.append(model)
         self.line.serve()
-
-    def _remove(self, key: K, model: PooledModel[M]) -> None:
-        if self._models.get(key) is model:
-            del self._models[key]
 
     def _unpin(self, model: PooledModel[M]) -> None:
         with self._lock:
@@ -670,8 +687,8 @@ class PoolEngine(Generic[K, M]):
 
     def after_fork_in_child(self) -> None:
         self._renew_locks()
-        probes = {model.probe for model in self._models.values() if model.probe is not None}
-        for probe in probes.union(self._sources.kept()):
+        probes = [one.probe for one in self._models.values()] + [one.probe for one in self._known.values()]
+        for probe in {one for one in probes if one is not None}:
             probe.after_fork_in_child(self.runtime)
         for key, model in list(self._models.items()):
             model.pins = 0

@@ -1,27 +1,20 @@
-"""The models of a pool in the order of their use, and the callers that wait for room. Only under the pool's lock."""
+"""The models of a pool, what is known of their keys, and the callers that wait. Only under the pool's lock."""
 
 from __future__ import annotations
 
 import copy
 import math
 import os
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from cachetools import Cache, LRUCache
-
-from modelguard import _units
 from modelguard.errors import GuardClosed, LoadFailed, Overloaded
 from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._readings import UNKNOWN, Probe
+from modelguard.lifecycle._readings import Probe
 from modelguard.lifecycle.policies import Changed
 from modelguard.runtime import waiting
 from modelguard.telemetry.reasons import Reason
-
-if TYPE_CHECKING:
-    from modelguard.lifecycle.runtime import Runtime
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
@@ -147,167 +140,25 @@ class Want(Generic[K, M]):
             raise afresh(failure) from failure.__cause__
 
 
-class PoolLRU(Cache[K, PooledModel[M]]):
-    """The pool's models. cachetools adds up the sizes; the least recently used model that nobody uses is evicted.
-
-    cachetools' own ``LRUCache`` evicts in its own order, whether or not a model is in use.
+class Known(Generic[M]):
+    """What a pool knows of a key, also while it has no model.
 
     Attributes:
-        evicted: Models that were evicted and have to be closed.
+        probe: Where its model comes from: asked while there is one, and kept beyond it, since it knows how often that
+            has changed.
+        size: Of its model when it was last loaded, None if it never was.
+        failed: The engine whose load has failed: it knows when the next attempt is due.
+        idle: Its model was released until its next use: nobody used it, or it was requested.
     """
 
-    def __init__(self, max_memory: int) -> None:
-        super().__init__(max_memory, getsizeof=lambda model: model.size)
-        self.evicted: list[PooledModel[M]] = []
-        self._by_use: OrderedDict[K, PooledModel[M]] = OrderedDict()  # the latest one last; a lease looks here alone
-
-    def __setitem__(self, key: K, model: PooledModel[M]) -> None:
-        super().__setitem__(key, model)
-        self._by_use[key] = model
-
-    def __delitem__(self, key: K) -> None:
-        super().__delitem__(key)
-        del self._by_use[key]
-
-    def clear(self) -> None:
-        for key in list(self):  # cachetools 5 would call popitem(), which leaves what is in use
-            del self[key]
-
-    def touch(self, key: K) -> PooledModel[M] | None:
-        model = self._by_use.get(key)
-        if model is not None:
-            self._by_use.move_to_end(key)
-        return model
-
-    def engines(self) -> list[Engine[M]]:
-        return [model.engine for model in self.values() if model.engine is not None]
-
-    def stop_lending_oldest(self, now: float, *, paused: bool) -> None:
-        """Close the least recently used of the models in use to new calls, so that steady traffic makes room."""
-        for model in self._by_use.values():
-            if not model.loading and model.overdue(now, paused=paused) < 0:
-                model.stop_lending(now)
-                return
-
-    def popitem(self) -> tuple[K, PooledModel[M]]:
-        """Remove the least recently used model that nobody uses.
-
-        Raises:
-            KeyError: All are in use.
-        """
-        for key, model in self._by_use.items():
-            if model.unused:
-                del self[key]
-                model.until_next_use = None  # it goes for its room
-                self.evicted.append(model)
-                return key, model
-        raise KeyError("every model of the pool is in use")
-
-
-# Where the models of a pool come from: one probe for each key, asked while its model is loaded.
-
-
-#: What is known of keys is kept for the latest ones, this many.
-REMEMBERED = 256
-
-
-class PoolSources(Generic[K]):
-    """The probes of one pool. Not thread safe; the probes are.
-
-    Args:
-        pool: The pool's name.
-        policy: The probe, which takes the key; None for none.
-    """
-
-    def __init__(self, pool: str, policy: Changed | None) -> None:
-        self._pool = pool
-        self._policy = policy
-        # Kept beyond a key's model: how often its source has changed is known by them.
-        self._probes: LRUCache[K, Probe] = LRUCache(REMEMBERED)
-
-    @property
-    def interval(self) -> float:
-        """Seconds until probes should be polled again; infinity without a probe."""
-        return math.inf if self._policy is None else min(1.0, self._policy.every)
-
-    def of(self, key: K) -> Probe | None:
-        policy = self._policy
-        if policy is None:
-            return None
-        probe = self._probes.get(key)
-        if probe is None:
+    def __init__(self, name: str, key: object, policy: Changed | None) -> None:
+        self.probe: Probe | None = None
+        if policy is not None:
             own = Changed(partial(policy.probe, key), policy.every, jitter=policy.jitter, timeout=policy.timeout)
-            probe = self._probes[key] = Probe(f"{self._pool}[{key!r}]", own)
-        return probe
-
-    def kept(self) -> list[Probe]:
-        """The probes of the latest keys, also of those without a model."""
-        return list(self._probes.values())
-
-    @staticmethod
-    def before_load(probe: Probe | None, runtime: Runtime) -> object:
-        """What a probe returns now. Waits for it."""
-        return UNKNOWN if probe is None else probe.wait(*probe.ask(runtime))
-
-
-# The models of a pool that are released until their next use, and their keys. Only under the pool's lock.
-
-
-#: How often a pool looks for models that nobody uses, in the time after which they are released.
-_LOOKS = 10
-
-
-class IdleKeys(Generic[K, M]):
-    """The keys whose models were released until their next use: nobody used them, or it was requested.
-
-    Args:
-        after: Seconds without use; infinity for never.
-
-    Attributes:
-        unloads: How many there were.
-    """
-
-    def __init__(self, after: float) -> None:
-        self._after = after
-        self._keys: LRUCache[K, None] = LRUCache(REMEMBERED)
-        self.unloads = 0
-
-    @property
-    def interval(self) -> float:
-        return self._after / _LOOKS
-
-    @property
-    def keys(self) -> tuple[K, ...]:
-        """The latest of them that were not loaded again."""
-        return tuple(self._keys)
-
-    def evict_from(self, models: PoolLRU[K, M], now: float) -> None:
-        """Evict the models that nobody has used for long enough."""
-        if self._after == math.inf:
-            return
-        reason = Reason("idle", f"Idle({_units.format_seconds(self._after)!r})")
-        for key, model in list(models.items()):
-            if model.seconds_unused(now) >= self._after:
-                self.evict(key, models, reason)
-
-    def evict(self, key: K, models: PoolLRU[K, M], until_next_use: Reason | None) -> None:
-        """Evict the model of ``key``; with a reason, until its next use."""
-        model = models.pop(key)
-        model.until_next_use = until_next_use
-        models.evicted.append(model)
-        if until_next_use is not None:
-            self._keys[key] = None
-            self.unloads += 1
-
-    def wake(self, key: K) -> bool:
-        try:
-            del self._keys[key]
-        except KeyError:
-            return False
-        return True
-
-    def clear(self) -> None:
-        self._keys.clear()
+            self.probe = Probe(f"{name}[{key!r}]", own)
+        self.size: int | None = None
+        self.failed: Engine[M] | None = None
+        self.idle = False
 
 
 def afresh(error: Exception) -> Exception:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -278,46 +278,7 @@ class Probe:
         return self._policy.every * (1 - self._policy.jitter * runtime.random())
 
 
-class Probes:
-    """The probes of one guard.
-
-    Args:
-        guard: The guard's name.
-        policy: Of the guard.
-    """
-
-    def __init__(self, guard: str, policy: Policy | None) -> None:
-        self._known: dict[Changed, Probe] = {part: Probe(guard, part) for part in _of(policy)}
-        self._asked = tuple(self._known)
-
-    def decide_by(self, policy: Policy | None) -> None:
-        self._asked = tuple(_of(policy))
-
-    def after_fork_in_child(self, runtime: Runtime) -> None:
-        for probe in self._known.values():
-            probe.after_fork_in_child(runtime)
-
-    def before_load(self, runtime: Runtime) -> Mapping[Changed, object]:
-        """Ask all of them, and wait for their answers."""
-        asked = [(part, self._known[part], *self._known[part].ask(runtime)) for part in self._used(runtime)]
-        return {part: probe.wait(call, future) for part, probe, call, future in asked}
-
-    def loaded(self, values: Mapping[Changed, object], runtime: Runtime) -> None:
-        for part, value in values.items():
-            self._known[part].loaded(value, runtime)
-
-    def poll(self, runtime: Runtime) -> None:
-        for part in self._used(runtime):
-            self._known[part].poll(runtime)
-
-    def answers(self) -> Mapping[Any, ProbeAnswers]:
-        return MappingProxyType({part.probe: self._known[part].answers for part in self._asked})
-
-    def _used(self, runtime: Runtime) -> tuple[Changed, ...]:
-        return self._asked if runtime.probes else ()
-
-
-def _of(policy: Policy | None) -> Iterable[Changed]:
+def _probed(policy: Policy | None) -> dict[Changed, None]:
     return dict.fromkeys(part for part in (policy.parts() if policy is not None else ()) if isinstance(part, Changed))
 
 
@@ -407,7 +368,8 @@ class Readings:
         self._guard = guard
         self._watch(guard.options.reload_on)
         self._told: set[Path] = set()  # of which paths it was logged that not all is watched
-        self._probes = Probes(guard.name, guard.options.reload_on)
+        self._probes = {part: Probe(guard.name, part) for part in _probed(guard.options.reload_on)}
+        self._asked = tuple(self._probes)
         self._at_load: dict[Path, Fingerprint | None] = {}
         self._before: dict[Path, Fingerprint | None] = {}  # the load that is under way
         self._idle_since = guard.runtime.clock()
@@ -434,17 +396,28 @@ class Readings:
         self._first_gauges = _gauges(generation)
         self._uses = 0
 
+    @property
+    def baseline(self) -> int | None:
+        """Private memory when the generation had settled, None until then."""
+        return self._memory.level.baseline
+
     def decide_by(self, policy: Policy | None) -> None:
-        self._probes.decide_by(policy)
+        self._asked = tuple(_probed(policy))
+
+    @property
+    def _polled(self) -> tuple[Changed, ...]:
+        return self._asked if self._guard.runtime.probes else ()
 
     def after_fork_in_child(self, generation: Generation[Any] | None) -> None:
         """Start the child's own readings. Its model, and so what its source was, is the parent's."""
-        self._probes.after_fork_in_child(self._guard.runtime)
+        for probe in self._probes.values():
+            probe.after_fork_in_child(self._guard.runtime)
         self.start(generation)
 
     def before_load(self) -> AtLoad:
         """The state of the source. Take it before the loader reads it. Waits for probes, up to their ``timeout``."""
-        answers = self._probes.before_load(self._guard.runtime)
+        asked = [(part, self._probes[part].ask(self._guard.runtime)) for part in self._polled]  # all of them at once
+        answers = {part: self._probes[part].wait(*call) for part, call in asked}
         found = {path: self._guard.runtime.fingerprint(path) for path in self._paths}
         for path, files in found.items():
             if path not in self._told and not is_whole(files):
@@ -462,7 +435,8 @@ class Readings:
             replaced: Whether there was another one before. A reload is no use, so it does not end idleness.
         """
         self._at_load = at_load.files
-        self._probes.loaded(at_load.answers, self._guard.runtime)
+        for part, value in at_load.answers.items():
+            self._probes[part].loaded(value, self._guard.runtime)
         if not replaced:
             self._idle_since = self._guard.runtime.clock()
         self.start(generation)
@@ -479,7 +453,8 @@ class Readings:
         age = now - generation.born
         if sample:
             self._read_files(now)
-            self._probes.poll(self._guard.runtime)
+            for part in self._polled:
+                self._probes[part].poll(self._guard.runtime)
             if settled and (generation.uses >= SETTLE_USES or age >= SETTLE_SECONDS):
                 self._read_memory(now)
         # Read once, and copied in one step: the end of a load begins anew, in its own thread.
@@ -501,7 +476,7 @@ class Readings:
             first=generation.number == 1 and self._guard.state.epoch == 0,
             time=self._guard.runtime.wall_clock(),
             files=MappingProxyType({path: self._change(path, *found, now) for path, found in seen.items()}),
-            probes=self._probes.answers(),
+            probes=MappingProxyType({part.probe: self._probes[part].answers for part in self._asked}),
             gauges=_gauges(generation),
             first_gauges=self._first_gauges,
         )

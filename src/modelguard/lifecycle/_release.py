@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.facts._gpu import GpuUse, use_of
-from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._state import Generation, GuardContext
 from modelguard.runtime.waiting import resolve
 
@@ -161,14 +160,6 @@ def drain_and_release(guard: GuardContext[M], old: Generation[M], timeout: float
     release_and_report(guard, old, drain_seconds=guard.runtime.clock() - started)
 
 
-def in_background(guard: GuardContext[Any], work: Callable[[], None]) -> None:
-    """Do the work of a release in another thread; in this one if the system gives none."""
-    try:
-        guard.runtime.start_thread(work, f"modelguard-release-{guard.name}")
-    except RuntimeError:
-        work()
-
-
 def release_and_report(guard: GuardContext[M], old: Generation[M], *, drain_seconds: float | None) -> None:
     """Release a generation on which no call runs any more, and emit what came of it."""
     event = None
@@ -198,8 +189,7 @@ def release(
     """Unload and drop a generation's model, and return its memory to the system.
 
     In this order: the ``unload`` hook, the drop, ``gc.collect()`` only if the drop was not enough (a collection stalls
-    every thread, about 80 ms for 1.5 million objects), the library's own caches, torch's cache of GPU memory, the
-    allocator's. The drop was not
+    every thread, about 80 ms for 1.5 million objects), torch's cache of GPU memory, the allocator's. The drop was not
     enough if the model is still alive, or if less memory came back than the model took, or than came back from earlier
     models.
     """
@@ -213,9 +203,8 @@ def _release(
     runtime = guard.runtime
     started, before, gpu_before = runtime.clock(), runtime.private(), use_of(runtime.gpu)
     handed_out = runtime.handed_out()
-    model = guard.state.take_model(generation)
+    model = generation.drop()
     error = unload(guard, model)
-    adapter = _adapters.find(model)
     watch = _watch(model)
     immortal = _is_immortal(model)
     del model
@@ -226,7 +215,7 @@ def _release(
         gc.collect()
         collected = True
         alive = None if watch is None else watch() is not None
-    trim, after = _return_memory(adapter, runtime)
+    trim, after = _return_memory(runtime)
     gpu_after = use_of(runtime.gpu)
     if not (collected or immortal) and (
         _too_little_came_back(guard, generation, before, after) or _stays_on_gpu(generation, gpu_before, gpu_after)
@@ -234,7 +223,7 @@ def _release(
         # The model itself died by reference count, but memory is still held: most likely by cycles inside it.
         gc.collect()
         collected = True
-        trim, after = _return_memory(adapter, runtime)
+        trim, after = _return_memory(runtime)
         gpu_after = use_of(runtime.gpu)
     return telemetry.GenerationReleased(
         guard=guard.name,
@@ -311,8 +300,7 @@ def unload(guard: GuardContext[M], model: M) -> str | None:
     return None
 
 
-def _return_memory(adapter: _adapters.Adapter, runtime: Runtime) -> tuple[Trim, int]:
-    adapter.released()
+def _return_memory(runtime: Runtime) -> tuple[Trim, int]:
     runtime.gpu.empty_cache()
     return runtime.try_trim(), runtime.private()
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
@@ -22,7 +21,7 @@ from modelguard.environment import _effect
 from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected
 from modelguard.facts._gpu import Gpu, free_after, use_of
 from modelguard.lifecycle import _adapters, _guard_options
-from modelguard.lifecycle._guard_options import Unpacked, unpacked
+from modelguard.lifecycle._guard_options import is_plain_value, unpacked
 from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release, release_and_report
 from modelguard.lifecycle._state import Generation, GuardContext, LoadJob
@@ -45,21 +44,6 @@ T = TypeVar("T")
 _BEAT = 0.005
 
 
-@dataclass
-class Made(Generic[M]):
-    """A model that was made.
-
-    Attributes:
-        generation: The model, validated and warm.
-        seconds: Loading, validation and warm-up together.
-        stall: The longest time, in seconds, in which no other Python thread could run.
-    """
-
-    generation: Generation[M]
-    seconds: float
-    stall: float
-
-
 class Late(Exception):
     """The work was not done in time. It goes on in its thread, and its result goes to ``when_late``."""
 
@@ -72,7 +56,7 @@ class Rejected(Exception):
 Discard = Callable[[Generation[M], "DiscardCause"], None]
 
 
-def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Made[M]:
+def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Generation[M]:
     """Load, validate and warm up a model within ``load_timeout``.
 
     Args:
@@ -86,7 +70,7 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Made[M]:
         BaseException: Whatever the loader or the warm-up raised.
     """
 
-    def work() -> Made[M]:
+    def work() -> Generation[M]:
         job.threads.add(threading.get_ident())
         try:
             return _make(guard, discard)
@@ -100,11 +84,11 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Made[M]:
             work,
             start_thread=guard.runtime.start_thread,
             name=f"modelguard-loader-{guard.name}",
-            when_late=lambda made: discard(made.generation, "late"),
+            when_late=lambda generation: discard(generation, "late"),
         )
 
 
-def _make(guard: GuardContext[M], discard: Discard[M]) -> Made[M]:
+def _make(guard: GuardContext[M], discard: Discard[M]) -> Generation[M]:
     runtime = guard.runtime
     before, handed_out_before, started = runtime.private(), runtime.handed_out(), runtime.clock()
     on_gpus = {one.device: one.allocated for one in runtime.gpu.devices()}
@@ -127,8 +111,8 @@ def _make(guard: GuardContext[M], discard: Discard[M]) -> Made[M]:
     generation.gpu_allocated = sum(one.allocated for one in devices) if devices else None
     generation.born = runtime.clock()
     generation.uses = generation.errors = 0
-    generation.load_seconds = runtime.clock() - started
-    return Made(generation, seconds=generation.load_seconds, stall=meter.longest)
+    generation.load_seconds, generation.stall_seconds = runtime.clock() - started, meter.longest
+    return generation
 
 
 def _load(guard: GuardContext[M]) -> Generation[M]:
@@ -137,12 +121,8 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
         raise Rejected("the loader returned None; return the model")
     if isinstance(model, GeneratorType):
         raise Rejected("the loader is a generator function; return the model instead of yielding it")
-    if guard.state.knows(model):
-        raise Rejected(
-            "the loader returned the model that it should replace; make a new one at each call, without a cache"
-        )
-    family = guard.options.family
-    if family is not None and not family.add(model):
+    # Of some models, such as a dict, no more is known than those that the guard has.
+    if not is_plain_value(model) and (guard.state.has(model) or not guard.family.add(model)):
         raise Rejected(
             "the loader returned a model that it has returned before; make a new one at each call, without a cache"
         )
@@ -229,13 +209,14 @@ def _replay(guard: GuardContext[M], generation: Generation[M], calls: RecordedCa
 @contextmanager
 def _lent_current(guard: GuardContext[M]) -> Iterator[Generation[M] | None]:
     """Keep the current generation from being released in the block; None if there is none."""
-    current = None
+    current = guard.state.hold_current()
     try:
-        with guard.state.lent_current() as current:
-            yield current
+        yield current
     finally:
-        if current is not None and current.retired and guard.state.retired_call_ended(current):
-            release_and_report(guard, current, drain_seconds=None)  # closed meanwhile, and given up
+        if current is not None:
+            current.leases.pop()
+            if current.retired and guard.state.retired_call_ended(current):
+                release_and_report(guard, current, drain_seconds=None)  # closed meanwhile, and given up
 
 
 def _within(
@@ -253,30 +234,26 @@ def _within(
     """
     if timeout is None:
         return work()
-    outcome: Future[T] = Future()
-    lock = threading.Lock()
-    left_behind = False
+    outcome: Future[T] = Future()  # cancelled if the work is left behind
 
     def run() -> None:
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
-            outcome.set_exception(error)
+            if outcome.set_running_or_notify_cancel():
+                outcome.set_exception(error)
             return
-        with lock:
-            if not left_behind:
-                outcome.set_result(result)
-                return
-        when_late(result)
+        if outcome.set_running_or_notify_cancel():
+            outcome.set_result(result)
+        else:
+            when_late(result)
 
     start_thread(run, name)
     try:
         return outcome.result(timeout)
     except TimeoutError:
-        with lock:
-            if outcome.done():  # it ended in this very moment, or raised a TimeoutError of its own
-                return outcome.result()
-            left_behind = True
+        if not outcome.cancel():  # it ended in this very moment, or raised a TimeoutError of its own
+            return outcome.result()
     raise Late
 
 
@@ -338,7 +315,7 @@ def load(guard: GuardContext[M]) -> None:
     with _lock:
         guard.state.raise_if_closed()
         if guard.state.current is None:
-            _install(guard, unpacked(resolve(guard.options.load())))
+            _install(guard, resolve(guard.options.load()))
 
 
 async def aload(guard: GuardContext[M]) -> None:
@@ -346,10 +323,22 @@ async def aload(guard: GuardContext[M]) -> None:
     guard.state.raise_if_closed()
     if guard.state.current is None:
         made: Any = guard.options.load()
-        loaded = unpacked(await made if asyncio.iscoroutine(made) else made)
+        loaded = await made if asyncio.iscoroutine(made) else made
         with _lock:
             if guard.state.current is None:  # another task may have been faster
                 _install(guard, loaded)
+
+
+class Inline(NamedTuple):
+    """The step of who waits for a model: it is loaded by that caller."""
+
+    guard: GuardContext[Any]
+
+    def block(self) -> None:
+        load(self.guard)
+
+    async def suspend(self) -> None:
+        await aload(self.guard)
 
 
 def unload(guard: GuardContext[Any]) -> None:
@@ -357,11 +346,11 @@ def unload(guard: GuardContext[Any]) -> None:
         guard.state.retire_until_next_use(if_unused=False)
 
 
-def _install(guard: GuardContext[Any], loaded: Unpacked) -> None:
+def _install(guard: GuardContext[Any], loaded: object) -> None:
     state, number = guard.state, guard.state.generations
-    runtime = guard.runtime
-    born, began = runtime.clock(), runtime.wall_clock()
-    generation = Generation(number + 1, loaded.model, version=loaded.version, born=born, began=began, jitter=0.0)
+    model, version = unpacked(loaded)
+    born, began = guard.runtime.clock(), guard.runtime.wall_clock()
+    generation = Generation(number + 1, model, version=version, born=born, began=began, jitter=0.0)
     state.install(LoadJob((), urgent=True), generation, discardable=False)
     _undo.append(lambda: state.forget_current(number))
 
@@ -426,14 +415,6 @@ _FOR_ERRORS = frozenset({"errors", "retry"})
 _ROOM_INTERVAL = 0.25
 
 
-class Deferred(NamedTuple):
-    seconds: float
-    growth: int
-
-
-NOT_DEFERRED = Deferred(0.0, 0)
-
-
 def _fruitless_reloads(old: Generation[Any] | None, job: LoadJob) -> int:
     """How many reloads for errors will have led to a model that replaces ``old``, without a call that succeeded."""
     if old is None or not old.errors or all(reason.kind not in _FOR_ERRORS for reason in job.reasons):
@@ -464,6 +445,8 @@ class Reload(Generic[M]):
         self._readings = readings
         self._job = job
         self._fruitless_reloads = 0
+        self._host_lock: HostLockHeld = "none"
+        self._deferred, self._growth_meanwhile = 0.0, 0
 
     def run(self) -> None:
         """Do all of it. Never raises: failures go to those who wait, and to an event."""
@@ -474,7 +457,7 @@ class Reload(Generic[M]):
             elif self._job.replaces:
                 self._replace()
             else:
-                self._load_and_install("first", lock="none")
+                self._load_and_install("first")
         except BaseException as error:  # noqa: BLE001 - a fault of ours must not leave callers waiting forever
             self.fail(LoadFailed, f"{type(error).__name__}: {error}", error)
 
@@ -485,7 +468,7 @@ class Reload(Generic[M]):
         state, runtime = self._guard.state, self._guard.runtime
         attempt = state.failures + 1
         wait = self._guard.options.backoff.seconds(attempt, runtime.random())
-        current = None if state.current is None else state.current.number
+        current = state.number
         failure = kind(self._guard.name, reason, attempt=attempt, retry_after=wait, current=current)
         failure.__cause__ = cause
         try:
@@ -516,7 +499,8 @@ class Reload(Generic[M]):
     def _replace(self) -> None:
         guard, runtime = self._guard, self._guard.runtime
         with runtime.host_lock.held(sleep=runtime.sleep, clock=runtime.clock, cancelled=self._is_cancelled) as lock:
-            deferred = self._wait_for_quiet()
+            self._host_lock = lock
+            self._wait_for_quiet()
             if self._is_cancelled() and guard.state.put_off(self._job):
                 return
             if self._protects_memory():
@@ -531,7 +515,7 @@ class Reload(Generic[M]):
                 old, since = guard.state.retire_current(self._job), runtime.clock()
                 if old is not None:
                     drain_and_release(guard, old)
-            self._load_and_install(swap, lock=lock, deferred=deferred, since=since, at_load=at_load)
+            self._load_and_install(swap, since, at_load)
             if old is not None and old.dropped and guard.state.current is not None:
                 guard.state.left_behind.record(runtime.private(), one_copy=swap == "drain_first")
 
@@ -542,7 +526,7 @@ class Reload(Generic[M]):
         state = self._guard.state
         return state.closed or self._job.cancelled or state.holds_back(self._job)
 
-    def _wait_for_quiet(self) -> Deferred:
+    def _wait_for_quiet(self) -> None:
         """Wait for the beginning of a pause between calls, at most ``defer``, and while there is memory to wait.
 
         The beginning, because that leaves most of the pause: a load that starts late in a pause meets the next calls.
@@ -565,8 +549,8 @@ class Reload(Generic[M]):
             elif call_ended and now - since >= QUIET:
                 break
             runtime.sleep(_POLL)
-        seconds = runtime.clock() - started
-        return Deferred(seconds, max(0, runtime.private() - before) if seconds else 0)
+        self._deferred = runtime.clock() - started
+        self._growth_meanwhile = max(0, runtime.private() - before) if self._deferred else 0
 
     def _memory_is_short(self) -> bool:
         """Whether this reload is to free memory, and there is less than a second copy would need."""
@@ -618,25 +602,22 @@ class Reload(Generic[M]):
 
     # Load and install
 
-    def _load_and_install(
-        self,
-        swap: Swap,
-        *,
-        lock: HostLockHeld,
-        deferred: Deferred = NOT_DEFERRED,
-        since: float | None = None,
-        at_load: AtLoad | None = None,
-    ) -> None:
-        """Make a generation and install it. One that became stale while it loaded is made once more."""
+    def _load_and_install(self, swap: Swap, since: float | None = None, at_load: AtLoad | None = None) -> None:
+        """Make a generation and install it. One that became stale while it loaded is made once more.
+
+        Args:
+            swap: How it takes the place of another one.
+            since: When calls began to wait for it; None if they do not.
+            at_load: What its source is, if that is known already.
+        """
         guard = self._guard
         for discardable in (True, False):
             if not guard.state.begin(self._job):
                 return
             at_load = self._readings.before_load() if at_load is None else at_load
-            loaded = self._make(lock=lock, deferred=deferred)
-            if loaded is None:
+            generation = self._make()
+            if generation is None:
                 return
-            generation = loaded.generation
             generation.fruitless_reloads = self._fruitless_reloads
             waited = 0.0 if since is None else guard.runtime.clock() - since
             keep = guard.options.swap.keep_previous and swap == "load_first" and not self._protects_memory()
@@ -644,7 +625,7 @@ class Reload(Generic[M]):
             if installed:
                 guard.shown.show(generation.version)
                 self._readings.loaded(generation, at_load, replaced=swap != "first")
-                self._emit_finished(loaded, swap, waited)
+                self._emit_finished(generation, swap, waited)
                 for old in over:
                     drain_and_release(guard, old)
                 return
@@ -652,7 +633,7 @@ class Reload(Generic[M]):
             cancelled: DiscardCause = "rolled_back" if self._job.cancelled else "stale"
             self._discard(generation, "closed" if guard.state.closed else cancelled)
 
-    def _make(self, *, lock: HostLockHeld, deferred: Deferred) -> Made[M] | None:
+    def _make(self) -> Generation[M] | None:
         """Make a generation; None if that failed, which has then been reported."""
         guard = self._guard
         telemetry.emit(
@@ -660,9 +641,9 @@ class Reload(Generic[M]):
                 guard=guard.name,
                 generation=guard.state.generations + 1,
                 reasons=self._job.reasons,
-                deferred_seconds=deferred.seconds,
-                deferred_growth=deferred.growth,
-                host_lock=lock,
+                deferred_seconds=self._deferred,
+                deferred_growth=self._growth_meanwhile,
+                host_lock=self._host_lock,
             )
         )
         before = guard.runtime.private()
@@ -693,17 +674,17 @@ class Reload(Generic[M]):
             f"{_units.format_bytes(private)} of private memory, and {free} is free{limits}"
         )
 
-    def _emit_finished(self, loaded: Made[M], swap: Swap, waited: float) -> None:
+    def _emit_finished(self, loaded: Generation[M], swap: Swap, waited: float) -> None:
         gpu = use_of(self._guard.runtime.gpu)
         telemetry.emit(
             telemetry.LoadFinished(
                 guard=self._guard.name,
-                generation=loaded.generation.number,
-                version=loaded.generation.version,
+                generation=loaded.number,
+                version=loaded.version,
                 reasons=self._job.reasons,
-                seconds=loaded.seconds,
-                stall_seconds=loaded.stall,
-                model_bytes=loaded.generation.model_bytes,
+                seconds=loaded.load_seconds,
+                stall_seconds=loaded.stall_seconds,
+                model_bytes=loaded.model_bytes,
                 swap=swap,
                 waited_seconds=waited,
                 gpu_allocated=None if gpu is None else gpu.allocated,

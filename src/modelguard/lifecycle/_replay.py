@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -443,9 +442,9 @@ class _Run:
         """What a result amounts to: lazy ones do their work here."""
         kind = type(result)
         if inspect.iscoroutine(result):
-            return self._run(partial(_awaited, result))
+            return self._run(result)
         if hasattr(kind, "__anext__"):
-            return self._run(partial(self._acollect, result))
+            return self._run(self._acollect(result))
         if hasattr(kind, "__next__"):
             return self._collect(result)
         if hasattr(kind, "add_done_callback"):
@@ -470,21 +469,17 @@ class _Run:
         if self._clock() >= self._end:
             raise _TimeIsUp
 
-    def _run(self, work: Callable[[], Awaitable[Any]]) -> Any:
+    def _run(self, coroutine: Awaitable[Any]) -> Any:
         """Run a coroutine in the context of this call, which knows its generation."""
 
         async def bounded() -> Any:
             limit = asyncio.timeout(max(0.0, self._end - self._clock()))
             try:
                 async with limit:
-                    return await work()
+                    return await coroutine
             except TimeoutError:
                 if limit.expired():
                     raise _TimeIsUp from None
                 raise
 
         return self._runner.run(bounded(), context=copy_context())
-
-
-async def _awaited(coroutine: Awaitable[Any]) -> Any:
-    return await coroutine

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.facts._proc import ShownPause, ShownVersion
-from modelguard.lifecycle._guard_options import is_plain_value
+from modelguard.lifecycle._guard_options import KnownModels
 from modelguard.runtime import own_thread
 from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import promise
@@ -57,6 +56,8 @@ class Generation(Generic[M]):
         pid: The process that loaded it, which may be a parent of this one.
         model_bytes: Its size: what its load took, or what its library says, if that is more.
         written_bytes: What its load took.
+        load_seconds: How long loading, validation and warm-up took together.
+        stall_seconds: The longest time within that in which no other Python thread could run.
         gpu_bytes: Bytes that its load has allocated on each GPU, by the device's index.
         gpu_allocated: Bytes that the process had allocated on all of them when it began to take calls, and its
             predecessor was gone; None if it used none.
@@ -73,6 +74,7 @@ class Generation(Generic[M]):
     model_bytes: int = field(init=False, default=0)
     written_bytes: int = field(init=False, default=0)
     load_seconds: float = field(init=False, default=0.0)
+    stall_seconds: float = field(init=False, default=0.0)
     gpu_bytes: dict[int, int] = field(init=False, default_factory=dict)
     gpu_allocated: int | None = field(init=False, default=None)
     leases: list[None] = field(init=False, default_factory=list)
@@ -125,6 +127,7 @@ class LoadJob:
         covers: The last request that its load answers; later ones make that load stale. None before the load begins.
         cancelled: A rollback came before its model took calls, so that model is discarded.
         threads: Identities of the threads that do its work, to detect a load that waits for itself.
+        ended: Is done when it has ended.
     """
 
     reasons: tuple[Reason, ...]
@@ -136,6 +139,7 @@ class LoadJob:
     covers: int | None = field(init=False, default=None)
     cancelled: bool = field(init=False, default=False)
     threads: set[int] = field(init=False, default_factory=set)
+    ended: Future[None] = field(init=False, default_factory=promise)
 
 
 #: How a wait for a load ends: None if a generation was installed, else the error that the waiter raises.
@@ -264,7 +268,6 @@ class GuardState(Generic[M]):
         self.last_release: GenerationReleased | None = None
         self.least_memory: int | None = None
         self.left_behind = LeftBehind()
-        self._released_model: weakref.ref[Any] | None = None
         self.epoch = 0
         self.job: LoadJob | None = None
         self.paused = self.watched = False
@@ -280,7 +283,6 @@ class GuardState(Generic[M]):
         # Reentrant: the garbage collector may return a dropped lease at any point, also under this lock.
         self.lock = threading.RLock()
         self.drained = threading.Condition(self.lock)
-        self.job_ended = threading.Condition(self.lock)
         # Those who wait for a load, each with the number of the request that it must answer; 0 for any load.
         self.waiting: dict[Future[Outcome], int] = {}
 
@@ -334,22 +336,12 @@ class GuardState(Generic[M]):
         waited_for = self.draining - self.abandoned
         return next((one for one in held if one in waited_for and not one.dropped), None)
 
-    @contextmanager
-    def lent_current(self) -> Iterator[Generation[M] | None]:
-        """Keep the current generation, if there is one, from being released in the block. It does not count as a use.
-
-        Who leaves the block last of all calls on a generation that was abandoned meanwhile must release it: see
-        :meth:`retired_call_ended`.
-        """
+    def hold_current(self) -> Generation[M] | None:
+        """Take a lease on the current generation, if there is one, whatever call encloses this. It is no use of it."""
         with self.lock:
-            generation = self.current
-            if generation is not None:
-                generation.leases.append(None)
-        try:
-            yield generation
-        finally:
-            if generation is not None:
-                generation.leases.pop()
+            if self.current is not None:
+                self.current.leases.append(None)
+            return self.current
 
     @staticmethod
     def leave(generation: Generation[M], failed: bool) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
@@ -374,6 +366,12 @@ class GuardState(Generic[M]):
             self.abandoned.remove(generation)
             generation.dropped = True
             return True
+
+    @property
+    def number(self) -> int | None:
+        """The number of the current generation; None if there is none."""
+        current = self.current  # read once
+        return None if current is None else current.number
 
     @property
     def version(self) -> str | None:
@@ -477,16 +475,6 @@ class GuardState(Generic[M]):
             self.abandoned.add(generation)
             return max(1, len(generation.leases))
 
-    def take_model(self, generation: Generation[M]) -> M:
-        """Take the model out of a drained generation, for its release."""
-        with self.lock:
-            model = generation.drop()
-            try:
-                self._released_model = weakref.ref(model)
-            except TypeError:  # dict, list, tuple, ...
-                self._released_model = None
-            return model
-
     def record_release(self, generation: Generation[M], event: GenerationReleased | None) -> None:
         """Record what the release of a drained generation gave back, if that is known."""
         with self.lock:
@@ -497,15 +485,10 @@ class GuardState(Generic[M]):
             least = self.least_memory
             self.least_memory = event.bytes_after if least is None else min(least, event.bytes_after)
 
-    def knows(self, model: object) -> bool:
-        """Whether it is the current model, the one that is kept, or the last that was released. Values do not count."""
-        if is_plain_value(model):
-            return False
+    def has(self, model: object) -> bool:
+        """Whether it is the current model, or the one that is kept."""
         with self.lock:
-            current = None if self.current is None else self.current.model
-            released = None if self._released_model is None else self._released_model()
-            previous = None if self.previous is None else self.previous.model
-            return any(model is known for known in (current, previous, released))
+            return any(one is not None and one.model is model for one in (self.current, self.previous))
 
     # Waiting for a generation
 
@@ -548,13 +531,13 @@ class GuardState(Generic[M]):
         """
         with self.lock:
             self.raise_if_closed()
+            if self.job is None:
+                job = self.request_if_idle(reasons, urgent=urgent)
+                return self.requests, job
             self.requests += 1
-            if self.job is not None:
-                self.job.urgent = self.job.urgent or urgent
-                self.job.by_policy = False
-                return self.requests, None
-            self.job = LoadJob(reasons, urgent=urgent, replaces=self.current is not None)
-            return self.requests, self.job
+            self.job.urgent = self.job.urgent or urgent
+            self.job.by_policy = False
+            return self.requests, None
 
     def request_if_idle(
         self,
@@ -563,42 +546,27 @@ class GuardState(Generic[M]):
         urgent: bool,
         after_call: bool = False,
         by_policy: bool = False,
+        unloads: bool = False,
         instead_of: Generation[M] | None = None,
     ) -> LoadJob | None:
-        """Ask for a load unless one is under way, the guard is closed, or ``instead_of`` is no longer current."""
-        with self.lock:
-            if self._refuses_jobs(by_policy=by_policy) or instead_of not in (None, self.current):
-                return None
-            job = self.request(reasons, urgent=urgent)[1]
-            if job is not None:
-                job.after_call = after_call
-                job.by_policy = by_policy
-            return job
+        """Ask for a load, or for the release of the current generation until its next use; None if it cannot begin now.
 
-    def _refuses_jobs(self, *, by_policy: bool) -> bool:
-        return self.job is not None or self.closed or (by_policy and self.paused)
-
-    def request_unload(
-        self, reasons: tuple[Reason, ...], *, instead_of: Generation[M] | None = None, by_policy: bool = False
-    ) -> LoadJob | None:
-        """Ask for the release of the current generation until its next use; None if it cannot begin now.
-
-        That is: a load is under way, the guard is closed, or there is no generation, or not ``instead_of``.
+        That is: a job is under way, the guard is closed, or paused and a policy asks, ``instead_of`` is no longer
+        current, or there is nothing to release.
         """
         with self.lock:
-            if self._refuses_jobs(by_policy=by_policy) or self.current is None:
+            if self.job is not None or self.closed or (by_policy and self.paused):
                 return None
-            if instead_of not in (None, self.current):
+            if instead_of not in (None, self.current) or (unloads and self.current is None):
                 return None
-            self.job = LoadJob(reasons, urgent=True, unloads=True)
-            self.job.covers = self.requests  # it answers no later one, also if it releases nothing
-            return self.job
-
-    def wait_for_end_of_job(self, job: LoadJob | None, timeout: float | None) -> bool:
-        """Wait until ``job``, or the one under way, has ended; false if ``timeout`` seconds have passed."""
-        with self.lock:
-            job = self.job if job is None else job
-            return job is None or self.job_ended.wait_for(lambda: self.job is not job, timeout)
+            replaces = self.current is not None and not unloads
+            self.job = job = LoadJob(reasons, urgent=urgent, replaces=replaces, unloads=unloads)
+            job.after_call, job.by_policy = after_call, by_policy
+            if unloads:
+                job.covers = self.requests  # it answers no later one, also if it releases nothing
+            else:
+                self.requests += 1
+            return job
 
     def begin(self, job: LoadJob) -> bool:
         """Record that the loader is about to be called, which answers all requests so far; false if it must not be."""
@@ -641,7 +609,7 @@ class GuardState(Generic[M]):
                     over.append(old)
             job.replaces = False  # done: the rest of the job is the end of the old generation
             self.model_bytes = max(self.model_bytes or 0, generation.model_bytes)
-            self.failures, self.failure, self.retry_at = 0, None, -math.inf
+            self._forget_failures()
             waiting = self._answered(covers)
         for future in waiting:
             future.set_result(None)
@@ -658,8 +626,7 @@ class GuardState(Generic[M]):
             covers = self.requests if job.covers is None else job.covers
             if self.requests <= covers and self.job is job:
                 # At the same time: a caller that came between the failure and the end of the job would wait in vain.
-                self.job = None
-                self.job_ended.notify_all()
+                self._end(job)
             self.failures = failure.attempt
             # Not kept: the cause's traceback holds the loader's frames, and these may hold half a model.
             self.failure = failure.again(failure.retry_after)
@@ -679,8 +646,7 @@ class GuardState(Generic[M]):
             if self.job is not job:
                 # Its failure has ended it (or this is a forked child): later requests have had a job of their own.
                 return None
-            self.job = None
-            self.job_ended.notify_all()
+            self._end(job)
             covers = self.requests if job.covers is None else job.covers
             # Closed and reopened since this job installed its model: its waiters have made no request, and need a load.
             reopened = self.current is None and bool(self.waiting)
@@ -688,6 +654,10 @@ class GuardState(Generic[M]):
                 return None
             self.job = LoadJob(followup, urgent=True, replaces=self.current is not None)
             return self.job
+
+    def _end(self, job: LoadJob) -> None:
+        self.job = None
+        job.ended.set_result(None)
 
     # What policies ask for, and must wait
 
@@ -731,7 +701,7 @@ class GuardState(Generic[M]):
             self.current, self.previous, self.pinned = back, None, True
             back.retired = False
             back.errors = 0
-            self.failures, self.failure, self.retry_at = 0, None, -math.inf
+            self._forget_failures()
             waiting: list[Future[Outcome]] = []
             if self.job is not None and self.job.replaces:
                 self.job.cancelled, self.job.replaces, self.job.covers = True, False, self.requests
@@ -754,7 +724,12 @@ class GuardState(Generic[M]):
     def reopen(self) -> None:
         """Accept calls again after :meth:`close`."""
         with self.lock:
-            self.closed = False
+            if self.closed:
+                self.closed = False
+                self._forget_failures()
+
+    def _forget_failures(self) -> None:
+        self.failures, self.failure, self.retry_at = 0, None, -math.inf
 
     # Fork
 
@@ -783,8 +758,8 @@ class GuardState(Generic[M]):
         for lease in held:
             lease.retake_in_child()
         self.job = None
-        self.reloads = self.failures = 0
-        self.failure, self.retry_at = None, -math.inf
+        self.reloads = 0
+        self._forget_failures()
 
 
 class GuardContext(Generic[M]):
@@ -793,30 +768,26 @@ class GuardContext(Generic[M]):
     Attributes:
         options: Set once, but for the guard of molds (:meth:`~modelguard.lifecycle._engine.Engine.follow`).
         state: Changed by its own methods only.
+        family: The models that its loader has returned, and those of its replicas.
         recorded: The calls that a reload repeats; None without ``replay``.
         shown: The version that ``modelguard top`` reads of this process.
         shown_pause: The pause that it reads.
         runtime: A test may replace it, to move a guard to another clock. Read it anew each time.
     """
 
-    __slots__ = ("__weakref__", "options", "recorded", "runtime", "shown", "shown_pause", "state")
-
-    def __init__(self, options: GuardOptions[M], state: GuardState[M], runtime: Runtime) -> None:
+    def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
         self.options = options
-        self.state = state
+        self.state: GuardState[M] = GuardState(options.name)
         self.runtime = runtime
+        self.family = options.family or KnownModels()
         self.shown = ShownVersion(options.name)
         self.shown_pause = ShownPause(options.name)
-        self.recorded = self._recorded_calls()
+        self.recorded: RecordedCalls | None = None
+        if (rule := options.swap.replay) is not None:
+            # Here, because few guards need it.
+            from modelguard.lifecycle._replay import RecordedCalls
 
-    def _recorded_calls(self) -> RecordedCalls | None:
-        rule = self.options.swap.replay
-        if rule is None:
-            return None
-        # Here, because few guards need it.
-        from modelguard.lifecycle._replay import RecordedCalls
-
-        return RecordedCalls(rule, self.state.enclosing)
+            self.recorded = RecordedCalls(rule, self.state.enclosing)
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ import wrapt
 from modelguard import _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle._engine import Engine, Lease, Wrapper
+from modelguard.lifecycle._engine import EAGER, Engine, Lease, Wrapper
 from modelguard.lifecycle._misuse import first_name, plain_function, receivers, takes_positional, without_model
 
 # Results that do their work after the call has returned: generators, iterators, coroutines. They keep the lease.
@@ -55,7 +55,6 @@ def drive(take: Callable[[], Lease[Any]], start: Callable[[Any], Generator[Any, 
     """
     lease = take()
     lease.detach()
-    failed = False
     try:
         inner = lease.step(start, lease.model)
         step: Any = inner.send
@@ -69,16 +68,14 @@ def drive(take: Callable[[], Lease[Any]], start: Callable[[Any], Generator[Any, 
                 step, value = inner.send, (yield item)
             except GeneratorExit:
                 lease.step(inner.close)
-                lease.drop()
                 raise
             except BaseException as error:  # noqa: BLE001 - it is the inner generator's to handle
                 step, value = inner.throw, error
-    except Exception as error:
-        failed = True
-        lease.repair(error)
+    except BaseException as error:
+        lease.end_with(error)
         raise
     finally:
-        lease.end(failed=failed)
+        lease.end(failed=False)
 
 
 async def adrive(
@@ -87,7 +84,6 @@ async def adrive(
     taken = take()
     lease = taken if isinstance(taken, Lease) else await taken
     lease.detach()
-    failed = False
     try:
         inner = lease.step(start, lease.model)
         step: Any = inner.asend
@@ -101,32 +97,27 @@ async def adrive(
                 step, value = inner.asend, (yield item)
             except GeneratorExit:
                 await lease.astep(inner.aclose())
+                lease.end(failed=False)
                 raise
             except BaseException as error:  # noqa: BLE001 - it is the inner generator's to handle
                 step, value = inner.athrow, error
-    except Exception as error:
-        failed = True
-        lease.repair(error)
+    except BaseException as error:
+        lease.end_with(error)
         raise
     finally:
-        lease.end(failed=failed)
+        lease.end(failed=False)
 
 
 async def finish(lease: Lease[Any], coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine to its end on a lease, and end that too."""
-    failed = False
     lease.enter_taken()
     try:
         return await coroutine
-    except GeneratorExit:
-        lease.drop()
-        raise
-    except Exception as error:
-        failed = True
-        lease.repair(error)
+    except BaseException as error:
+        lease.end_with(error)
         raise
     finally:
-        lease.end(failed=failed)
+        lease.end(failed=False)
 
 
 class _Leased(_Proxy):
@@ -202,7 +193,8 @@ class _LeasedAsyncIterator(_Leased):
             self._self_lease.end(failed=False)
 
 
-#: Takes a lease for a call with these arguments, at once or after a wait.
+#: Takes a lease for a call with these arguments; for a coroutine at once, or after a wait.
+Take = Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]]
 AsyncTake = Callable[[tuple[Any, ...], dict[str, Any]], "Lease[Any] | Awaitable[Lease[Any]]"]
 
 if TYPE_CHECKING:
@@ -296,37 +288,34 @@ class _MethodFunction(_CallableProxy):
         return without_model(self.__wrapped__, at=1)
 
 
-def decorate(engine: Engine[Any], function: Any, *, owner: object, in_use: bool) -> Guarded:
-    decorated = wrap(
+def decorate(engine: Engine[Any], function: Any, *, owner: object) -> Guarded:
+    return wrap(
         function,
         call=engine.wrapper(is_lazy, lambda generation, result: keep(Lease.of(engine, generation), result)),
         take=lambda _args, _kwargs: Lease.take(engine),
         atake=lambda _args, _kwargs: Lease.take_now(engine) or Lease.atake(engine),
         owner=owner,
-        recorded=engine.guard.recorded,
+        recorded=engine.recorded,
     )
-    if in_use:
-        _misuse.check_not_routed(function)
-    return decorated
 
 
 def wrap(
     function: Any,
     *,
-    call: Wrapper,
-    take: Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]],
+    take: Take,
     atake: AsyncTake,
     owner: object,
+    call: Wrapper | None = None,
     recorded: RecordedCalls | None = None,
 ) -> Guarded:
     """Wrap ``function`` by its kind.
 
     Args:
         function: A function, method, class or static method, of any kind.
-        call: Runs a plain function.
-        take: Takes the lease of a generator.
+        take: Takes the lease of a plain function or a generator.
         atake: Takes the lease of a coroutine or an asynchronous generator; an awaitable if it has to wait.
         owner: What :func:`owner_of` returns.
+        call: Runs a plain function, if there is a faster way than with a lease.
         recorded: Records the calls; None if nobody asks for that, and then it costs nothing.
 
     Raises:
@@ -334,6 +323,7 @@ def wrap(
     """
     plain = plain_function(function)
     check_function(plain, owner)
+    call = _plain(take) if call is None else call
     if inspect.iscoroutinefunction(plain):
         call = _coroutine(atake)
     elif inspect.isasyncgenfunction(plain):
@@ -375,6 +365,22 @@ def _unbound(wrapper: Wrapper, wrapped: Any, args: tuple[Any, ...], kwargs: dict
 # How the other kinds of functions hold their lease
 
 
+def _plain(take: Take) -> Wrapper:
+    def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        lease = take(args, kwargs)
+        try:
+            result = lease.step(wrapped, lease.model, *args, **kwargs)
+        except BaseException as error:
+            lease.end_with(error)
+            raise
+        if (kind := type(result)) not in EAGER and is_lazy(kind):
+            return keep(lease, result)
+        lease.end(failed=False)
+        return result
+
+    return call
+
+
 def _coroutine(atake: AsyncTake) -> Wrapper:
     # Written out instead of using _lazy_results.finish(): each coroutine less is a tenth of the cost.
     async def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -404,7 +410,7 @@ def _coroutine(atake: AsyncTake) -> Wrapper:
     return call
 
 
-def _generator(take: Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]]) -> Wrapper:
+def _generator(take: Take) -> Wrapper:
     def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return drive(lambda: take(args, kwargs), lambda model: wrapped(model, *args, **kwargs))
 

@@ -69,10 +69,7 @@ class Cron(Value):
         if 0 < seconds < 1:
             fix = "Write for example jitter='5m'. Only the jitter of TTL is a share."
             raise InvalidOption("jitter", jitter, why="is less than a second", fix=fix)
-        if tz is None:
-            policies.local_zone()
-        else:
-            policies.check_zone(tz)
+        _zone(tz)
         shortest = _shortest_gap(words)
         if seconds > shortest:
             why = f"is longer than the {_units.format_seconds(shortest)} between two moments of {words!r}"
@@ -112,7 +109,11 @@ def _check_fields(expression: object) -> str:
 @lru_cache(maxsize=128)  # the same for all checks of one generation
 def _next_moment(expression: str, tz: str | None, since: float) -> float:
     """The first moment after ``since``, in seconds since the epoch; infinity if there is none in 50 years."""
-    return next(_moments(expression, since, policies.local_zone() if tz is None else policies.zone_named(tz)), math.inf)
+    return next(_moments(expression, since, _zone(tz)), math.inf)
+
+
+def _zone(tz: str | None) -> tzinfo:
+    return policies.local_zone() if tz is None else policies.zone_named(tz)
 
 
 def _shortest_gap(expression: str) -> float:

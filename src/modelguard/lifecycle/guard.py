@@ -53,12 +53,12 @@ class ModelGuard(ModelHandle[M]):
     @property
     def prefork(self) -> bool:
         """Whether :func:`modelguard.prefork.prepare` shares this guard's model when no guard is named there."""
-        return self.engine.guard.options.prefork
+        return self.engine.options.prefork
 
     @property
     def reload_on(self) -> Policy | None:
         """The policy that replaces the model; None if only a call of :meth:`reload` does."""
-        return self.engine.guard.options.reload_on
+        return self.engine.options.reload_on
 
     def __repr__(self) -> str:
         from modelguard.lifecycle import status
@@ -75,8 +75,8 @@ class ModelGuard(ModelHandle[M]):
 
     # Use
 
-    def _decorate(self, function: Any, *, in_use: bool) -> Any:
-        return decorate(self.engine, function, owner=self, in_use=in_use)
+    def _decorate(self, function: Any) -> Any:
+        return decorate(self.engine, function, owner=self)
 
     def lease(self, timeout: _units.Duration | None = None) -> Lease[M]:
         """Use the model for a block: ``with guard.lease() as model:``, or ``async with`` without blocking the loop.
@@ -144,7 +144,7 @@ class ModelGuard(ModelHandle[M]):
             takes_calls: Whether calls run in this process too. If not, only ``TTL`` and ``Modified`` count here.
         """
         _misuse.check_ask(ask)
-        self.engine.recycle_in_children(ask, takes_calls=takes_calls)
+        self.engine.checks.recycle_in_children(ask, takes_calls=takes_calls)
 
     def recycle_here(self, ask: Callable[[tuple[Reason, ...]], object]) -> None:
         """Have this whole process replaced instead of its model.
@@ -156,7 +156,7 @@ class ModelGuard(ModelHandle[M]):
             ask: Called from whichever thread finds the policy due.
         """
         _misuse.check_ask(ask)
-        self.engine.recycle_here(ask)
+        self.engine.checks.recycle_here(ask)
 
 
 def guards() -> tuple[ModelGuard[Any], ...]:

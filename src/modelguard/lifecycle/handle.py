@@ -48,9 +48,13 @@ class Decorator(Generic[M]):
         Raises:
             InvalidOption: It is not a function, or has no parameter to take the model.
         """
-        return self._decorate(function, in_use=_misuse.in_use(sys.getrefcount(function)))
+        in_use = _misuse.in_use(sys.getrefcount(function))
+        decorated = self._decorate(function)
+        if in_use:
+            _misuse.check_not_routed(function)
+        return decorated
 
-    def _decorate(self, function: Any, *, in_use: bool) -> Any:
+    def _decorate(self, function: Any) -> Any:
         raise NotImplementedError
 
 
@@ -203,7 +207,9 @@ class ModelHandle(Handle, Decorator[M]):
 
     async def aunload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`unload` for a coroutine: does not block the event loop."""
-        await self._aside("unload", partial(self.unload, timeout))
+        limit = Timeout(timeout)
+        for engine in self._engines:
+            await engine.aunload(limit.left())
 
     def rollback(self) -> None:
         """Go back to the model that the current one has replaced. Needs ``keep_previous=True``.

@@ -7,6 +7,7 @@ asks the policy. So a policy is tested by giving it a snapshot.
 import inspect
 import math
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -265,6 +266,12 @@ class Policy(ABC):
 class Value(Policy):
     """A policy whose fields are set once. Written by hand, because six dataclasses would add 3 ms to the import."""
 
+    #: Seconds after which it must be asked again, whatever the calls do.
+    _look: ClassVar[float] = 1.0
+
+    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - what most of them read changes at any time
+        return NextCheck(uses=math.inf, seconds=self._look)
+
     def _set(self, **fields: object) -> None:
         vars(self).update(fields)
 
@@ -374,17 +381,6 @@ def source_part(policy: Policy | None) -> Policy | None:
 _LOCAL = Path("/etc/localtime")
 
 
-def check_zone(name: str | None) -> str | None:
-    """Check the name of a time zone; None is the machine's local time.
-
-    Raises:
-        InvalidOption: It is unknown.
-    """
-    if name is not None:
-        zone_named(name)
-    return name
-
-
 def zone_named(name: str) -> tzinfo:
     """The time zone of this name.
 
@@ -455,9 +451,9 @@ class Backoff:
             raise InvalidOption(
                 "longest", longest, why="must not be shorter than first", fix=f"Give at least {first!r}."
             )
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _STEEPEST:
-            raise InvalidOption("factor", factor, why="must be between 1 and 100", fix="Write for example factor=2.")
-        object.__setattr__(self, "factor", float(factor))
+        object.__setattr__(
+            self, "factor", factor_of(factor, "factor", most=_STEEPEST, fix="Write for example factor=2.")
+        )
 
     def seconds(self, failures: int, draw: float) -> float:
         """Wait after so many failures in a row; ``draw`` is a random number in [0, 1)."""
@@ -469,16 +465,31 @@ class Backoff:
 # Policies that watch where the model comes from: ``Modified`` and ``Changed``.
 
 
-def checked_jitter(jitter: object) -> float:
-    """Check an argument ``jitter``.
+def share(value: object, argument: str, *, example: float = 0.1) -> float:
+    """Check a share.
 
     Raises:
         InvalidOption: It is not a number from 0 to 1.
     """
-    if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
-        why = "must be a number from 0 to 1"
-        raise InvalidOption("jitter", jitter, why=why, fix="Write for example jitter=0.1.")
-    return float(jitter)
+    given = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not 0 <= given <= 1:
+        percent = 1 < given <= 100  # noqa: PLR2004 - of a hundred
+        fix = f"Write {argument}={given / 100:g}." if percent else f"Write for example {argument}={example}."
+        raise InvalidOption(argument, value, why="must be a number from 0 to 1", fix=fix)
+    return float(given)
+
+
+def factor_of(value: object, argument: str, *, most: float, fix: str) -> float:
+    """Check by how many times something may grow.
+
+    Raises:
+        InvalidOption: It is not a number of at least 1, or more than ``most``.
+    """
+    given = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not 1 <= given <= most:
+        bound = "a factor of at least 1" if most == sys.float_info.max else f"between 1 and {most:g}"
+        raise InvalidOption(argument, value, why=f"must be {bound}", fix=fix)
+    return float(given)
 
 
 def _check_path(path: object) -> None:
@@ -549,9 +560,6 @@ class Modified(Value):
         wait = (0.0 if self.atomic else self.quiet) + self.spread * now.jitter
         return seen is not None and seen.changed and seen.quiet >= wait
 
-    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - a file may change at any time
-        return NextCheck(uses=math.inf, seconds=1.0)
-
     def __repr__(self) -> str:
         return f"Modified({str(self.path)!r})"
 
@@ -603,7 +611,7 @@ class Changed(Value):
         self._set(
             probe=_checked_probe(probe),
             every=_units.seconds(every, "every"),
-            jitter=checked_jitter(jitter),
+            jitter=share(jitter, "jitter"),
             timeout=_units.seconds(timeout, "timeout"),
         )
 
@@ -661,9 +669,6 @@ class Jittered(Value):
 
     jitter: float
 
-    def _set_jitter(self, jitter: object) -> None:
-        self._set(jitter=checked_jitter(jitter))
-
     def _brought_forward(self, now: Snapshot) -> float:
         """By which part of the bound this process is early."""
         widest = max(self.jitter, min(_FIRST * self.jitter, _FIRST_MOST)) if now.first else self.jitter
@@ -683,15 +688,11 @@ class Sized(Jittered):
     size: int | _units.Percentage
 
     def __init__(self, size: int | str, *, jitter: float = 0.1) -> None:
-        self._set_jitter(jitter)
         parsed = _units.size_or_percentage(size, "size")
         if isinstance(parsed, int) and parsed < _LEAST_SIZE:
             why = f"is {parsed} bytes, less than any process changes by in a second"
             raise InvalidOption("size", size, why=why, fix=f"Write the unit, as in '{parsed} MB'.")
-        self._set(size=parsed)
-
-    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - readings come at the guard's own pace
-        return NextCheck(uses=math.inf, seconds=1.0)
+        self._set(size=parsed, jitter=share(jitter, "jitter"))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({_show(self.size)!r})"
@@ -921,8 +922,7 @@ class TTL(Jittered):
     seconds: float
 
     def __init__(self, age: _units.Duration, *, jitter: float = 0.1) -> None:
-        self._set_jitter(jitter)
-        self._set(seconds=_units.seconds(age, "age"))
+        self._set(seconds=_units.seconds(age, "age"), jitter=share(jitter, "jitter"))
 
     def due(self, now: Snapshot) -> bool:
         return now.age >= self._age(now)
@@ -954,8 +954,7 @@ class Uses(Jittered):
     count: int
 
     def __init__(self, count: int, *, jitter: float = 0.1) -> None:
-        self._set_jitter(jitter)
-        self._set(count=_units.whole_number(count, "count"))
+        self._set(count=_units.whole_number(count, "count"), jitter=share(jitter, "jitter"))
 
     def due(self, now: Snapshot) -> bool:
         return now.uses >= self._least(now)
@@ -985,6 +984,7 @@ class Errors(Value):
     """
 
     kind = "errors"
+    _look = math.inf  # the guard asks after every error by itself
     consecutive: int
 
     def __init__(self, consecutive: int = 5) -> None:
@@ -995,9 +995,6 @@ class Errors(Value):
             return False
         fruitless = now.fruitless_reloads
         return fruitless == 0 or now.age >= _WHILE_FRUITLESS.seconds(fruitless, now.jitter)
-
-    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - the guard asks after every error by itself
-        return NextCheck(uses=math.inf, seconds=math.inf)
 
     def __repr__(self) -> str:
         return f"Errors(consecutive={self.consecutive})"
@@ -1035,14 +1032,7 @@ class Idle(Value):
             fix = "Write keep='mold', or leave it out to release the model too."
             raise InvalidOption("keep", keep, why="must be 'mold' or None", fix=fix)
         self._set(after=_units.seconds(after, "after"), ready=ready, keep=keep)
-
-    @property
-    def unloads(self) -> bool:  # type: ignore[override]
-        return self.keep is None
-
-    @property
-    def ends_workers(self) -> bool:  # type: ignore[override]
-        return self.keep is not None
+        self._set(unloads=keep is None, ends_workers=keep is not None)
 
     def due(self, now: Snapshot) -> bool:
         return now.idle >= self.after
@@ -1074,6 +1064,7 @@ class Between(Value):
     """
 
     restricts = True
+    _look = 30.0  # a minute is as exact as its bounds
     start: str
     end: str
     tz: str | None
@@ -1082,7 +1073,9 @@ class Between(Value):
         first, last = _time_of_day("start", start), _time_of_day("end", end)
         if first == last:
             raise InvalidOption("end", end, why="is the same as start", fix="Write a span, as in '02:00', '05:00'.")
-        self._set(start=start, end=end, tz=check_zone(tz))
+        if tz is not None:
+            zone_named(tz)
+        self._set(start=start, end=end, tz=tz)
 
     def due(self, now: Snapshot) -> bool:
         from datetime import datetime
@@ -1092,9 +1085,6 @@ class Between(Value):
         if self.start < self.end:
             return self.start <= moment < self.end
         return moment >= self.start or moment < self.end
-
-    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - a minute is as exact as its bounds
-        return NextCheck(uses=math.inf, seconds=30.0)
 
     def __repr__(self) -> str:
         return f"Between({self.start!r}, {self.end!r})"

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Never, Required, Typ
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle._engine import EAGER, Engine, Lease, Wrapper
+from modelguard.lifecycle._engine import Engine, Lease
 from modelguard.lifecycle._guard_options import KnownModels, PoolOptions
 from modelguard.lifecycle._misuse import call_parameters, plain_function
 from modelguard.lifecycle._pool_engine import PoolEngine
-from modelguard.lifecycle._wrappers import check_function, is_lazy, keep, wrap
+from modelguard.lifecycle._wrappers import check_function, wrap
 from modelguard.lifecycle.handle import Decorator, Handle
 from modelguard.lifecycle.policies import Backoff, Changed
 from modelguard.runtime.fork import WeakRegistry
@@ -147,7 +147,7 @@ class ModelPool(Handle, Generic[K, M]):
 
     async def aunload(self, *keys: K, timeout: _units.Duration | None = None) -> None:
         """:meth:`unload` for a coroutine: does not block the event loop."""
-        await self._engine.aunload(keys, Timeout(timeout))
+        await self._aside("unload", partial(self._engine.unload, keys, Timeout(timeout)))
 
 
 if TYPE_CHECKING:
@@ -337,8 +337,7 @@ class Keyed(Decorator[M]):
         self._key = key
         self._options_for = options_for
 
-    def _decorate(self, function: Any, *, in_use: bool) -> Any:
-        del in_use
+    def _decorate(self, function: Any) -> Any:
         check_function(plain_function(function), None)
         key_of = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call(function)
 
@@ -351,7 +350,7 @@ class Keyed(Decorator[M]):
             return await engine.atake(key_of(args, kwargs), wait)
 
         owner = PooledFunction(function, engine.options, self._options_for, key_of)
-        return wrap(function, call=call_on(take), take=take, atake=atake, owner=owner)
+        return wrap(function, take=take, atake=atake, owner=owner)
 
     def _by_call(self, function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         signature, key = _signature(self._key), self._key
@@ -408,24 +407,6 @@ def _signature(key: Any) -> inspect.Signature | None:
         return inspect.signature(key)
     except (ValueError, TypeError):  # many built-in functions have none
         return None
-
-
-def call_on(take: Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]]) -> Wrapper:
-    """Make the body of a decorated plain function, which runs on the lease that ``take`` takes for its arguments."""
-
-    def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        lease = take(args, kwargs)
-        try:
-            result = lease.step(wrapped, lease.model, *args, **kwargs)
-        except BaseException as error:
-            lease.end_with(error)
-            raise
-        if (kind := type(result)) not in EAGER and is_lazy(kind):
-            return keep(lease, result)
-        lease.end(failed=False)
-        return result
-
-    return call
 
 
 _public.set_module(globals(), "modelguard")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,15 +18,15 @@ from modelguard.lifecycle._guard_options import KnownModels
 from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.handle import ModelHandle
-from modelguard.lifecycle.policies import NextCheck, Policy, Snapshot, alternatives
-from modelguard.lifecycle.pool import PoolLease, call_on
+from modelguard.lifecycle.policies import Snapshot
+from modelguard.lifecycle.pool import PoolLease
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import Line, Steps, TimeIsOver, Timeout, Wait
 from modelguard.telemetry import logger
-from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
+    from modelguard.lifecycle._state import Generation
     from modelguard.lifecycle.status import Status
 
 __all__ = [
@@ -42,11 +42,10 @@ M = TypeVar("M")
 
 
 class FreeReplicas(Generic[M]):
-    """Hands replicas out, each to one call at a time.
+    """Hands replicas out, each to one call at a time, and has them replaced one at a time.
 
     Args:
         name: Of the replicas.
-        engines: One for each replica.
         wait: Seconds that a call waits for a free one.
 
     Attributes:
@@ -56,16 +55,19 @@ class FreeReplicas(Generic[M]):
 
     fork_rank = fork.Rank.REPLICAS
 
-    def __init__(self, name: str, engines: Sequence[Engine[M]], wait: float) -> None:
+    def __init__(self, name: str, wait: float) -> None:
         self._name = name
-        self._engines = engines
+        self._engines: list[Engine[M]] = []
         self._wait = wait
         self.closed = False
-        self.line: Line[None, int] = Line(self._take_free, self.give_back)
-        for engine in engines:
-            engine.changed = self.line.serve  # one that was being loaded may have its model
+        self.line: Line[None, int] = Line(lambda _: self._take_free(or_load=True), self.give_back)
         self.after_fork_in_child()
         fork.register(self)
+
+    def add(self, engine: Engine[M]) -> None:
+        engine.changed = self.line.serve  # one that was being loaded may have its model
+        self._engines.append(engine)
+        self._free.append(len(self._free))
 
     def take(self, timeout: float | None = None) -> Lease[M]:
         """Take a lease on a free replica, inside a call on the one that this call uses.
@@ -74,47 +76,53 @@ class FreeReplicas(Generic[M]):
             Overloaded: All are in use, and the time is over.
             GuardClosed, LoadFailed, Reloading: It has no model.
         """
-        engine = self._enclosing()
-        if engine is not None:
-            return Lease.take(engine)
-        at = self._free_now()
-        if at is None:
-            at = waiting.block(self._until_free(timeout))
-        try:
-            return self._bound(_ExclusiveLease.take(self._engines[at], timeout), at)
-        except BaseException:
-            self.give_back(at)
-            raise
+        lease = self._take_now()
+        return waiting.block(self._until_taken(timeout)) if lease is None else lease
 
     async def atake(self, timeout: float | None = None) -> Lease[M]:
         """:meth:`take` without blocking the event loop."""
-        engine = self._enclosing()
-        if engine is not None:
-            return await Lease.atake(engine)
-        at = self._free_now()
+        lease = self._take_now()
+        return await waiting.suspend(self._until_taken(timeout)) if lease is None else lease
+
+    def _take_now(self) -> Lease[M] | None:
+        """Take a lease if that needs no waiting: not in line, and not for a load."""
+        enclosing = next((one for one in self._engines if one.state.enclosing_generation() is not None), None)
+        if enclosing is not None:
+            return Lease.take_now(enclosing)
+        at = None if self.line else self._take_free(or_load=False)
         if at is None:
-            at = await waiting.suspend(self._until_free(timeout))
+            return None
+        generation = self._engines[at].state.enter()
+        if generation is None:
+            self.give_back(at)
+            return None
+        return self._bound(at, generation)
+
+    def _until_taken(self, timeout: float | None) -> Steps[Lease[M]]:
+        wait = self._wait if timeout is None else timeout
         try:
-            return self._bound(await _ExclusiveLease.atake(self._engines[at], timeout), at)
+            at = yield from self.line.wait(None, Timeout(wait), search=self._search)
+        except TimeIsOver:
+            raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s") from None
+        try:
+            return self._bound(at, (yield from self._engines[at].until_entered(timeout)))
         except BaseException:
             self.give_back(at)
             raise
 
-    def _bound(self, lease: Any, at: int) -> Lease[M]:
-        lease.replica, lease.replicas, lease.process = at, self, self._process
+    def _bound(self, at: int, generation: Generation[M]) -> Lease[M]:
+        lease: Any = _ExclusiveLease.of(self._engines[at], generation)
+        lease.give_back = partial(self._end, at, self._process)
         return lease  # type: ignore[no-any-return]
 
-    def _enclosing(self) -> Engine[M] | None:
-        return next((engine for engine in self._engines if engine.state.enclosing_generation() is not None), None)
-
-    def _take_free(self, _request: None = None) -> int | None:
-        """Take a free replica: one that has its model, else one that could be loaded now; None if there is none."""
+    def _take_free(self, *, or_load: bool) -> int | None:
+        """Take a free replica that has its model, or else one that could be loaded now; None if there is none."""
         if self.closed:
             raise GuardClosed(self._name)
         while True:
             free = self._free.copy()
             ready = [at for at in free if self._engines[at].state.current is not None]
-            chosen = ready or [at for at in free if not self._engines[at].loading]
+            chosen = ready or [at for at in free if or_load and not self._engines[at].loading]
             if not chosen:
                 return None
             at: int = chosen[0]
@@ -122,23 +130,11 @@ class FreeReplicas(Generic[M]):
                 self._free.remove(at)
                 return at
 
-    def _free_now(self) -> int | None:
-        """A free one, unless others wait for it."""
-        return None if self.line else self._take_free()
-
-    def _until_free(self, timeout: float | None) -> Steps[int]:
-        wait = self._wait if timeout is None else timeout
-        try:
-            return (yield from self.line.wait(None, Timeout(wait), search=self._search))
-        except TimeIsOver:
-            raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s") from None
-
     def _search(self) -> None:
         """Look for loads that wait for this thread, if no replica has a model: one that is in use becomes free."""
         states = [engine.state for engine in self._engines]
         if all(state.current is None and state.job is not None for state in states):
-            for state in states:
-                _load_waits.raise_if_load_waits_here(state)
+            _load_waits.search(states)
 
     def close(self) -> None:
         """Refuse calls, and those that wait."""
@@ -149,15 +145,38 @@ class FreeReplicas(Generic[M]):
         self._free.append(at)
         self.line.serve()
 
-    def ended(self, lease: _ExclusiveLease[Any]) -> None:
-        """Note that a lease has ended."""
-        if lease.process == os.getpid():  # else a fork lies between, and all are free here
-            self.give_back(lease.replica)
+    def _end(self, at: int, process: int) -> None:
+        if process == self._process:  # else a fork lies between, and all are free here
+            self.give_back(at)
 
     @property
     def in_use(self) -> int:
         """How many are used by a call."""
         return len(self._engines) - len(self._free)
+
+    # Policies
+
+    def seen(self, at: int, now: Snapshot) -> Snapshot:
+        """What the policies of a replica are to read.
+
+        Memory is that of the whole process, so it grows when another replica is loaded, and says nothing about which
+        model grows. It counts from the baseline of the youngest, when all others were there, and the oldest goes first.
+        """
+        born = {one: current.born for one, engine in enumerate(self._engines) if (current := engine.state.current)}
+        if at not in born or at != min(born, key=lambda one: born[one]):
+            return replace(now, memory=())
+        return replace(now, baseline=self._engines[max(born, key=lambda one: born[one])].checks.readings.baseline)
+
+    @contextmanager
+    def turn(self, at: int) -> Iterator[bool]:
+        """Whether a replica may be replaced: no other one is. None begins in the block."""
+        deciding = self._deciding
+        mine = deciding.acquire(blocking=False)  # else another thread decides, or this one, and a signal came
+        try:
+            yield mine and not any(engine.loading for one, engine in enumerate(self._engines) if one != at)
+        finally:
+            if mine:
+                deciding.release()
 
     # Fork
 
@@ -174,166 +193,34 @@ class FreeReplicas(Generic[M]):
         self.line.renew()
         self._process = os.getpid()
         self.rolling = threading.Lock()
+        self._deciding = threading.Lock()
 
 
 class _ExclusiveLease(Lease[M]):
     """A lease that keeps other calls from its replica."""
 
-    __slots__ = ("process", "replica", "replicas")
+    __slots__ = ("give_back",)
 
-    replica: int
-    process: int
-    replicas: FreeReplicas[M] | None
-
-    def __init__(self, engine: Engine[M], timeout: float | None = None) -> None:
-        super().__init__(engine, timeout)
-        self.replicas = None
+    give_back: Callable[[], None] | None
 
     def end(self, *, failed: bool) -> None:
         """Return the lease, once; the replica is free then."""
-        with self._freeing():
+        try:
             super().end(failed=failed)
+        finally:
+            self._free()
 
     def drop(self) -> None:
         """The same, where the garbage collector may be at work."""
-        with self._freeing():
-            super().drop()
-
-    @contextmanager
-    def _freeing(self) -> Iterator[None]:
-        replicas, self.replicas = self.replicas, None
         try:
-            yield
+            super().drop()
         finally:
-            if replicas is not None:
-                replicas.ended(self)
+            self._free()
 
-
-# Replicas are replaced one at a time: whose turn it is, and how policies on memory count for all of them.
-
-
-#: Seconds after which a replica loses a turn that it has not used, for example because it was closed.
-_UNUSED = 5.0
-
-
-class Turns:
-    """Gives one replica after another the turn to be replaced.
-
-    Args:
-        engines: Of the replicas; they may come later.
-        clock: Returns the time in seconds.
-    """
-
-    fork_rank = fork.Rank.REPLICAS  # nothing else is taken while its lock is held
-
-    def __init__(self, engines: Sequence[Engine[Any]], clock: Callable[[], float]) -> None:
-        self._engines = engines
-        self._clock = clock
-        self._lock = threading.RLock()  # reentrant: a signal handler may call another replica
-        self._born: dict[int, tuple[int, float]] = {}  # of each replica, its generation and when that was first seen
-        self._baselines: dict[int, int | None] = {}
-        self._holder: tuple[int, float] | None = None
-        fork.register(self)
-
-    def see(self, replica: int, now: Snapshot) -> None:
-        """Note what a replica has read."""
-        with self._lock:
-            if self._born.get(replica, (0, 0.0))[0] != now.generation:
-                self._born[replica] = now.generation, self._clock() - now.age
-            self._baselines[replica] = now.baseline
-
-    def take(self, replica: int) -> bool:
-        """Give a replica its turn, unless another one is being replaced."""
-        with self._lock:
-            if any(engine.loading for other, engine in enumerate(self._engines) if other != replica):
-                return False
-            now = self._clock()
-            if self._holder is not None:
-                holder, since = self._holder
-                if holder != replica and now - since < _UNUSED and not self._was_replaced(holder, since):
-                    return False
-            self._holder = replica, now
-            return True
-
-    def before_fork(self) -> None:
-        self._lock.acquire()
-
-    def after_fork_in_parent(self) -> None:
-        self._lock.release()
-
-    def after_fork_in_child(self) -> None:
-        """The same: the thread that has forked is the one that holds the lock."""
-        self._lock.release()
-
-    def _was_replaced(self, replica: int, since: float) -> bool:
-        return self._born.get(replica, (0, 0.0))[1] > since
-
-    def is_oldest(self, replica: int) -> bool:
-        """Whether no other replica has taken calls for longer."""
-        with self._lock:
-            return replica == min(self._with_models(replica), key=lambda one: (self._born[one][1], one))
-
-    def baseline(self, replica: int) -> int | None:
-        """Private memory when the youngest replica had settled; None until then. It has the models of all others."""
-        with self._lock:
-            youngest = max(self._with_models(replica), key=lambda one: self._born[one][1])
-            return self._baselines[youngest]
-
-    def _with_models(self, replica: int) -> list[int]:
-        """Replicas that have a model, as this one has; others have released theirs until their next use."""
-        return [one for one in list(self._born) if one == replica or self._engines[one].state.current is not None]
-
-
-def in_turn(policy: Policy | None, replica: int, turns: Turns) -> Policy | None:
-    """The policy of one replica: due only in its turn, and on memory only if it is the oldest."""
-    joined: Policy | None = None
-    for member in alternatives(policy):
-        mine = _InTurn(member, replica, turns)
-        joined = mine if joined is None else joined | mine
-    return joined
-
-
-class _InTurn(Policy):
-    """One policy of one replica.
-
-    Memory is that of the whole process, so it grows when another replica is loaded, and says nothing about which model
-    grows. It counts from the youngest replica's baseline, and the oldest replica goes first.
-    """
-
-    def __init__(self, policy: Policy, replica: int, turns: Turns) -> None:
-        self._policy = policy
-        self._replica = replica
-        self._turns = turns
-        flags = ("kind", "reads_memory", "renews", "watches_source", "unloads", "restricts")
-        vars(self).update({flag: getattr(policy, flag) for flag in flags})
-
-    def due(self, now: Snapshot) -> bool:
-        return bool(self.reasons(now))
-
-    def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
-        self._turns.see(self._replica, now)
-        if self.unloads:  # which loads nothing, so several may at once
-            return self._policy.reasons(now)
-        if self.reads_memory:
-            if not self._turns.is_oldest(self._replica):
-                return ()
-            now = replace(now, baseline=self._turns.baseline(self._replica))
-        reasons = self._policy.reasons(now)
-        return reasons if reasons and self._turns.take(self._replica) else ()
-
-    def next_check(self, now: Snapshot) -> NextCheck:
-        self._turns.see(self._replica, now)
-        own = self._policy.next_check(now)
-        return NextCheck(uses=max(own.uses, 1), seconds=max(own.seconds, 1.0)) if self._policy.due(now) else own
-
-    def parts(self) -> tuple[Policy, ...]:
-        return self._policy.parts()
-
-    def ignored_because(self, now: Snapshot) -> str | None:
-        return self._policy.ignored_because(now)
-
-    def __repr__(self) -> str:
-        return repr(self._policy)
+    def _free(self) -> None:
+        give_back, self.give_back = self.give_back, None
+        if give_back is not None:
+            give_back()
 
 
 class ModelReplicas(ModelHandle[M]):
@@ -346,20 +233,17 @@ class ModelReplicas(ModelHandle[M]):
     _made_by = "replicas(guard(load, reload_on=...), 2)"
     _what = "replicas"
 
-    def __init__(self, name: str, guards: tuple[ModelGuard[M], ...]) -> None:
-        engines = [guard.engine for guard in guards]
-        super().__init__(name, engines)
+    def __init__(self, name: str, guards: tuple[ModelGuard[M], ...], free: FreeReplicas[M]) -> None:
+        super().__init__(name, [guard.engine for guard in guards])
         self._guards = guards
-        self._free = FreeReplicas(name, engines, engines[0].guard.options.wait_timeout)
+        self._free = free
 
     def __repr__(self) -> str:
         return f"<ModelReplicas {self._name!r}, {len(self._guards)} of them>"
 
-    def _decorate(self, function: Any, *, in_use: bool) -> Any:
-        del in_use
+    def _decorate(self, function: Any) -> Any:
         return wrap(
             function,
-            call=call_on(lambda _args, _kwargs: self._free.take()),
             take=lambda _args, _kwargs: self._free.take(),
             atake=lambda _args, _kwargs: self._free.atake(),
             owner=self,
@@ -405,12 +289,11 @@ class ModelReplicas(ModelHandle[M]):
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine: does not block the event loop."""
         limit = Timeout(timeout)
-        waiting.require_loop("waiting for models in a coroutine")  # before the first load begins
         await waiting.suspend(self._until_rolled(limit))
 
     def _until_rolled(self, limit: Timeout) -> Steps[None]:
         rolling = waiting.start(
-            self._roll, f"modelguard-roll-{self._name}", self._guards[0].engine.guard.runtime.start_thread
+            self._roll, f"modelguard-roll-{self._name}", self._guards[0].engine.runtime.start_thread
         )
         yield Wait(rolling, limit)
         if not rolling.done():
@@ -474,7 +357,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
     if model.engine.state.generations:
         why = "has loaded a model of its own already"
         raise InvalidOption("model", model, why=why, fix="Make a guard for the replicas alone, and do not load it.")
-    options, world = model.engine.guard.options, model.engine.guard.runtime
+    options, world = model.engine.options, model.engine.runtime
     if options.keeps_mold:
         why = "is for isolated functions, and copies are in this process"
         raise InvalidOption("keep", "mold", why=why, fix="Leave it out, to release the copies that nobody uses.")
@@ -484,17 +367,18 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
             "replay", options.swap.replay, why=why, fix="Leave it out, and use validate= to compare the two."
         )
     hide(model)
-    engines: list[Engine[M]] = []
-    turns = Turns(engines, world.clock)
+    free: FreeReplicas[M] = FreeReplicas(options.name, options.wait_timeout)
     options = replace(options, family=KnownModels())
     guards = tuple(
         ModelGuard(
-            replace(options, name=f"{options.name}[{at}]", reload_on=in_turn(options.reload_on, at, turns)), world
+            replace(options, name=f"{options.name}[{at}]", seen=partial(free.seen, at), turn=partial(free.turn, at)),
+            world,
         )
         for at in range(count)
     )
-    engines.extend(guard.engine for guard in guards)
-    return ModelReplicas(options.name, guards)
+    for one in guards:
+        free.add(one.engine)
+    return ModelReplicas(options.name, guards, free)
 
 
 _public.set_module(globals(), "modelguard")

@@ -218,6 +218,13 @@ class Runtime:
         by_malloc = self.in_use()
         return None if by_malloc is None else by_malloc + (self.python_in_use() or 0)
 
+    def in_background(self, work: Callable[[], None], name: str) -> None:
+        """Do something in another thread; in this one if the system gives none."""
+        try:
+            self.start_thread(work, name)
+        except RuntimeError:
+            work()
+
     def try_trim(self) -> Trim:
         """Return free memory to the system if that is possible here."""
         try:

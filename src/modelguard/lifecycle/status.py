@@ -125,8 +125,8 @@ class PoolStatus(Generic[K]):
 
 def of(engine: Engine[Any]) -> Status:
     """The figures of a guard at this moment."""
-    state, now = engine.state, engine.guard.runtime.clock()
-    gpu = use_of(engine.guard.runtime.gpu)
+    state, now = engine.state, engine.runtime.clock()
+    gpu = use_of(engine.runtime.gpu)
     with state.lock:
         current = state.current
         return Status(

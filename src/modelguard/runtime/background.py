@@ -57,14 +57,8 @@ class NamedThreads:
             self._running += 1
         if idle is not None:
             idle[0].put(work)
-            return
-        inbox: SimpleQueue[Work | None] = SimpleQueue()
-        inbox.put(work)  # not as an argument, which the thread would keep alive as long as it runs
-        try:
-            start_thread(partial(self._serve, inbox, name), name)
-        except BaseException:
-            self._end()
-            raise
+        else:
+            self._start(work, name, keep=True)
 
     def start_once(self, work: Work, name: str) -> None:
         """Run ``work`` in a new thread of that name, which ends with it.
@@ -72,17 +66,15 @@ class NamedThreads:
         Raises:
             RuntimeError: The system gives no thread, or the interpreter is shutting down.
         """
-
-        def run() -> None:
-            try:
-                work()
-            finally:
-                self._end()
-
         with self._lock:
             self._running += 1
+        self._start(work, name, keep=False)
+
+    def _start(self, work: Work, name: str, *, keep: bool) -> None:
+        inbox: SimpleQueue[Work | None] = SimpleQueue()
+        inbox.put(work)  # not as an argument, which the thread would keep alive as long as it runs
         try:
-            start_thread(run, name)
+            start_thread(partial(self._serve, inbox, name, keep=keep), name)
         except BaseException:
             self._end()
             raise
@@ -101,7 +93,7 @@ class NamedThreads:
             inbox.put(None)
             thread.join()
 
-    def _serve(self, inbox: SimpleQueue[Work | None], name: str) -> None:
+    def _serve(self, inbox: SimpleQueue[Work | None], name: str, *, keep: bool) -> None:
         work: Work | None = inbox.get()
         while work is not None:
             try:
@@ -109,7 +101,7 @@ class NamedThreads:
             finally:
                 self._end()
             del work  # nothing of it may be kept alive while the thread waits
-            work = self._next(inbox, name)
+            work = self._next(inbox, name) if keep else None
 
     def _end(self) -> None:
         with self._less:

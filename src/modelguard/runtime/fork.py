@@ -128,23 +128,16 @@ class Forkable(Protocol):
 Action = Callable[[], object]
 
 
+def _nothing() -> None: ...
+
+
 class _Actions(NamedTuple):
+    """What takes part in each fork, as a :class:`Forkable`."""
+
     fork_rank: Rank
-    before: Action | None
-    in_parent: Action | None
-    in_child: Action | None
-
-    def before_fork(self) -> None:
-        if self.before is not None:
-            self.before()
-
-    def after_fork_in_parent(self) -> None:
-        if self.in_parent is not None:
-            self.in_parent()
-
-    def after_fork_in_child(self) -> None:
-        if self.in_child is not None:
-            self.in_child()
+    before_fork: Action
+    after_fork_in_parent: Action
+    after_fork_in_child: Action
 
 
 class _Hooks:
@@ -196,7 +189,7 @@ def register(participant: Forkable) -> None:
 
 
 def at_fork(
-    rank: Rank, *, before: Action | None = None, in_parent: Action | None = None, in_child: Action | None = None
+    rank: Rank, *, before: Action = _nothing, in_parent: Action = _nothing, in_child: Action = _nothing
 ) -> None:
     """Call these at each fork from now on.
 

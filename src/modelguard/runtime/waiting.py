@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard import _units
 from modelguard.errors import NotSupported, WouldDeadlock
@@ -220,7 +220,15 @@ class Work(NamedTuple):
         return await run(self.work, self.name, self.start_thread)
 
 
-Steps = Generator["Wait | Work", Any, T]
+class Step(Protocol):
+    """What one who waits has to do next."""
+
+    def block(self) -> Any: ...
+
+    async def suspend(self) -> Any: ...
+
+
+Steps = Generator[Step, Any, T]
 
 
 def block(steps: Steps[T]) -> T:
@@ -240,6 +248,7 @@ def block(steps: Steps[T]) -> T:
 
 async def suspend(steps: Steps[T]) -> T:
     """:func:`block` without blocking the event loop."""
+    require_loop("waiting in a coroutine")  # before anything begins
     try:
         step = next(steps)
         while True:

@@ -414,7 +414,7 @@ def _try_and_install(state: Prepared, timeout: float, on_hazard: OnHazard) -> tu
     install(state)
     tried, failed = {}, []
     for guard in state.guards:
-        if guard.engine.guard.options.warmup is None:
+        if guard.engine.options.warmup is None:
             continue
         with forking("trial"):
             result = _trial.run(guard.engine.warm_up, timeout)

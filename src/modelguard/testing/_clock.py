@@ -226,8 +226,8 @@ class Clock(OfTest):
         guard: ModelGuard[Any] = guarded if isinstance(guarded, ModelGuard) else guard_of(guarded)
         TICKER.remove(guard.engine)
         with self._lock:  # its model's age must not become negative
-            self._ticks = max(self._ticks, math.ceil(guard.engine.guard.runtime.clock()) * _TICKS)
-        guard.engine.move_to(self._runtime)
+            self._ticks = max(self._ticks, math.ceil(guard.engine.runtime.clock()) * _TICKS)
+        guard.engine.runtime = self._runtime
 
     # What the fixture calls
 
@@ -244,10 +244,10 @@ class Clock(OfTest):
             trimming.stop()
         ahead = self._clock() - time.monotonic()
         real = runtime.Runtime(clock=lambda: time.monotonic() + ahead)
-        outliving = [guard.engine for guard in guards() if guard.engine.guard.runtime is self._runtime]
+        outliving = [guard.engine for guard in guards() if guard.engine.runtime is self._runtime]
         for engine in engines():
-            if engine.guard.runtime is self._runtime:
-                engine.move_to(real)
+            if engine.runtime is self._runtime:
+                engine.runtime = real
         for pool in pool_engines():
             if pool.runtime is self._runtime:
                 pool.runtime = real
@@ -262,7 +262,7 @@ class Clock(OfTest):
 
     def _engines(self) -> list[Engine[Any]]:
         """The engines of guards with this clock; pooled models are left out, since a ticker does not check them."""
-        return [guard.engine for guard in guards() if guard.engine.guard.runtime is self._runtime]
+        return [guard.engine for guard in guards() if guard.engine.runtime is self._runtime]
 
     def _others(self) -> list[Ticked]:
         """What else the ticker would check: pools, and ``memory.trim_every``."""
@@ -290,7 +290,7 @@ class Clock(OfTest):
             return [thread for thread in self._threads if thread is not threading.current_thread()]
 
     def _waits_for_the_test(self) -> bool:
-        own = [engine for engine in engines() if engine.guard.runtime is self._runtime]  # not those of earlier tests
+        own = [engine for engine in engines() if engine.runtime is self._runtime]  # not those of earlier tests
         return any(old.leases for engine in own for old in tuple(engine.state.draining)) or any_held()
 
     # The runtime

@@ -45,4 +45,3 @@ def test_a_llama_finds_its_adapter() -> None:
     model: Any = Tuned(7)
     assert ADAPTER is _adapters.find(model)
     assert {} == dict(ADAPTER.gauges(model))
-    ADAPTER.released()

@@ -69,9 +69,8 @@ def test_a_zone_takes_back_strings_and_not_the_index() -> None:
 
 
 def test_a_pipelines_size_is_left_to_measurement() -> None:
-    """The adapter does not guess at bytes, and keeps none."""
+    """The adapter does not guess at bytes."""
     assert ADAPTER.size(spacy.blank("en")) is None
-    ADAPTER.released()
 
 
 def test_a_spacy_without_that_table_has_fewer_figures() -> None:

@@ -123,7 +123,7 @@ def options(**changes: object) -> IsolationOptions:
 
 
 class TestIdentity:
-    SOURCE = guard(dict, reload_on=None).engine.guard.options
+    SOURCE = guard(dict, reload_on=None).engine.options
 
     def test_what_differs_separates(self) -> None:
         """Each option has its place in the name."""
@@ -137,12 +137,12 @@ class TestIdentity:
     def test_what_is_equal_joins(self) -> None:
         """Objects that are made anew in each process do not separate, nor do what a broker does not use."""
         one = identity_of(options(breaker=Breaker(ignore=(ValueError,))), self.SOURCE)
-        other = guard(dict, reload_on=None, warmup=print, unload=print).engine.guard.options
+        other = guard(dict, reload_on=None, warmup=print, unload=print).engine.options
         assert one == identity_of(options(breaker=Breaker(ignore=(KeyError,))), other)
 
     def test_the_guards_options_count(self) -> None:
         """The broker replaces molds by them."""
-        other = guard(dict, reload_on=None, backoff=Backoff(5, 10)).engine.guard.options
+        other = guard(dict, reload_on=None, backoff=Backoff(5, 10)).engine.options
         assert identity_of(options(), self.SOURCE) != identity_of(options(), other)
 
 

@@ -140,7 +140,7 @@ def test_a_host_shares_by_target_and_stub() -> None:
     """Two servers that name the same function share its mold only if their stubs are alike."""
     one = isolate(target="json:loads", scope="host", recycle_on=Uses(5) | TTL("1h"))(empty)
     other = isolate(target="json:loads", scope="host", recycle_on=Uses(6))(empty)
-    identities = [identity_of(it._options, it._source.guard.engine.guard.options) for it in (one, one, other)]  # type: ignore[union-attr]
+    identities = [identity_of(it._options, it._source.guard.engine.options) for it in (one, one, other)]  # type: ignore[union-attr]
     assert identities[0] == identities[1] != identities[2]
     assert "json.loads" == identities[0]["function"]
     assert one in status.live()

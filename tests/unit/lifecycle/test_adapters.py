@@ -10,7 +10,7 @@ import pytest
 from tests.unit.lifecycle.world import MB, World
 
 from modelguard.lifecycle import _adapters
-from modelguard.telemetry import GenerationReleased, LoadFinished
+from modelguard.telemetry import LoadFinished
 
 
 class Net:
@@ -24,17 +24,11 @@ class FineTuned(Net):
 
 
 class Adapter:
-    def __init__(self) -> None:
-        self.given_back = 0
-
     def size(self, model: Any) -> int | None:
         return int(model.weight)
 
     def gauges(self, model: Any) -> dict[str, int]:
         return {}
-
-    def released(self) -> None:
-        self.given_back += 1
 
 
 @pytest.fixture
@@ -55,10 +49,9 @@ def test_an_adapter_is_found_by_the_model_s_type(adapter: Adapter, model: object
 
 @pytest.mark.parametrize("model", [object(), {}, "text", None])
 def test_every_other_model_has_the_plain_one(model: object) -> None:
-    """A model of an unknown library has no size and no figures, and nothing is released for it."""
+    """A model of an unknown library has no size and no figures."""
     plain = _adapters.find(model)
     assert (None, {}) == (plain.size(model), dict(plain.gauges(model)))
-    plain.released()
 
 
 def test_an_adapter_is_imported_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,15 +67,3 @@ def test_a_model_is_as_large_as_its_adapter_says(world: World, adapter: Adapter)
     guard = world.guard(Net)
     guard.load()
     assert (40 * MB, 40 * MB) == (world.last(LoadFinished).model_bytes, guard.status().model_bytes)
-
-
-def test_a_library_gives_back_what_it_keeps(world: World, adapter: Adapter) -> None:
-    """At a release the library's own caches are emptied before the allocator is trimmed."""
-    guard = world.guard(Net)
-    guard.load()
-    trims: list[int] = []
-    object.__setattr__(world.runtime, "trim", lambda: (trims.append(adapter.given_back), "fake")[1])
-    guard.close()
-    assert adapter.given_back
-    assert 0 not in trims
-    assert world.last(GenerationReleased).alive is False

@@ -352,15 +352,15 @@ def test_a_runtime_without_probes_asks_none(world: World, source: Source) -> Non
 def test_no_thread_is_no_answer(world: World, source: Source) -> None:
     """Where the system gives no thread, the model stays, and the next poll tries again."""
     guard = probing(world, Changed(source))
-    real = guard.engine.guard.runtime
+    real = guard.engine.runtime
 
     def refuse(work: Callable[[], None], name: str) -> None:
         raise RuntimeError("can't start new thread")
 
-    guard.engine.move_to(replace(real, start_once=refuse))
+    guard.engine.runtime = replace(real, start_once=refuse)
     assert 1 == polls(world, guard, 3)
     assert ["RuntimeError: can't start new thread (in Changed(Source))"] == errors(world)
-    guard.engine.move_to(real)
+    guard.engine.runtime = real
     source.value = "b"
     assert 2 == polls(world, guard, 2)
 

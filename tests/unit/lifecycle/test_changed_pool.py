@@ -110,7 +110,7 @@ def test_a_child_asks_the_probe_of_a_model_that_was_evicted(world: World) -> Non
     """A thread of the parent may have been about to note its answer, and does not exist in the child."""
     pool = world.pool(reload_on=Changed({"x": 1, "y": 1}.__getitem__), max_models=1)
     assert [1, 2] == [use(pool, key) for key in ("x", "y")]
-    probe = pool._engine._sources.of("x")
+    probe = pool._engine._known["x"].probe
     outcome(world.spawn(probe._lock.acquire))  # type: ignore[union-attr]
     pool._engine.after_fork_in_child()
     assert 3 == outcome(world.spawn(use, pool, "x"))

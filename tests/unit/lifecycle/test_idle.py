@@ -255,7 +255,7 @@ class Workers:
 def of_molds(world: World, policy: Policy, **options: Any) -> tuple[ModelGuard[Any], Workers]:
     """A guard whose model has workers, as that of an isolated function."""
     guard, workers = world.guard(reload_on=policy, defer=0, **options), Workers()
-    own = dataclasses.replace(guard.engine.guard.options, workers=workers)
+    own = dataclasses.replace(guard.engine.options, workers=workers)
     return ModelGuard(own, world.runtime), workers
 
 

@@ -256,7 +256,7 @@ class TestGenerators:
         """When a generator is closed or dropped its ``finally`` still runs on a loaded model, nested calls included."""
         unloaded: list[int] = []
         object.__setattr__(
-            guard.engine.guard.options, "unload", lambda model: (unloaded.append(model.number), model.unload())
+            guard.engine.options, "unload", lambda model: (unloaded.append(model.number), model.unload())
         )
         words_of = guard(lambda model, text: model.words(text))
         ends: list[Any] = []

@@ -199,7 +199,7 @@ def test_the_same_model_with_a_new_version_is_rejected(world: World) -> None:
     model = world.loader()
     guard = world.guard(lambda: Loaded(model, version="v1"))
     guard.load()
-    with pytest.raises(ModelRejected, match="should replace"):
+    with pytest.raises(ModelRejected, match="has returned before"):
         guard.reload()
 
 

@@ -119,7 +119,7 @@ def test_a_lambda_is_named_by_its_place() -> None:
 
 def test_durations_are_read_as_people_write_them(world: World) -> None:
     """Durations are seconds, timedelta or text; no time at all is allowed where it makes sense."""
-    settings = world.guard(load_timeout="1m30s", wait_timeout=0, drain_timeout="500ms", defer="0s").engine.guard.options
+    settings = world.guard(load_timeout="1m30s", wait_timeout=0, drain_timeout="500ms", defer="0s").engine.options
     assert (90, 0, 0.5, 0) == (
         settings.load_timeout,
         settings.wait_timeout,
@@ -130,7 +130,7 @@ def test_durations_are_read_as_people_write_them(world: World) -> None:
 
 def test_the_defaults_are_bounded() -> None:
     """Waiting and draining end after 30 s, deferring after 5 s, and failures back off from a second to a minute."""
-    settings = guard(load, reload_on=None).engine.guard.options
+    settings = guard(load, reload_on=None).engine.options
     assert ("auto", None, 30, 30, 5, Backoff("1s", "1m")) == (
         settings.swap.mode,
         settings.load_timeout,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -397,18 +398,19 @@ def test_a_coroutine_that_gives_up_reads_the_pool_under_its_lock(world: World, m
     pool = world.pool()
     loading = world.spawn(use, pool, "a")
     world.loader.reached()
-    read, locked = pool._engine._models.get, []
+    locked = []
 
-    def get(key: Any) -> Any:
-        locked.append(pool._engine._lock._is_owned())
-        return read(key)
+    class Watched(OrderedDict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            locked.append(pool._engine._lock._is_owned())
+            return super().get(key, default)
 
     async def main() -> None:
         async with pool.lease("a"):
             pass
 
     monkeypatch.setattr(pool._engine, "options", pool._engine.options._replace(wait_timeout=0.0))
-    monkeypatch.setattr(pool._engine._models, "get", get)
+    monkeypatch.setattr(pool._engine, "_models", Watched(pool._engine._models))
     with pytest.raises(Overloaded, match="still being loaded"):
         run(main)
     assert all(locked)

@@ -464,7 +464,7 @@ def test_leases_are_not_recorded(world: World) -> None:
     with guard.lease() as model:
         model.answer(5)
     world.join()
-    assert 0 == len(guard.engine.guard.recorded or ())
+    assert 0 == len(guard.engine.recorded or ())
 
 
 def test_a_method_does_not_keep_its_instance_alive(world: World) -> None:
@@ -492,7 +492,7 @@ def test_what_was_recorded_is_shown_nowhere(world: World) -> None:
     guard, ask = guarded(world, same, other)
     ask("secret")
     shown = reason(guard) + repr(world.events) + repr(guard.status()) + repr(guard)
-    recorded = guard.engine.guard.recorded
+    recorded = guard.engine.recorded
     assert recorded is not None
     shown += repr(recorded) + repr(recorded.snapshot())
     assert "secret" not in shown
@@ -503,7 +503,7 @@ def test_a_closed_guard_keeps_nothing(world: World) -> None:
     guard, ask = guarded(world, same)
     with guard:
         ask(1)
-    recorded = guard.engine.guard.recorded
+    recorded = guard.engine.recorded
     assert recorded is not None
     assert 0 == len(recorded)
     with guard:
@@ -558,7 +558,7 @@ def test_it_is_no_use(world: World) -> None:
 def test_a_guard_without_replay_records_nothing(world: World) -> None:
     """Its functions are those that it would have anyway."""
     guard = world.guard(Models(same))
-    assert guard.engine.guard.recorded is None
+    assert guard.engine.recorded is None
 
 
 def test_it_comes_after_validate_and_warm_up(world: World) -> None:
@@ -791,7 +791,7 @@ def test_a_model_for_one_thread_gets_no_second_one(world: World) -> None:
         return made
 
     first = world.spawn(traffic)
-    until(lambda: len(guard.engine.guard.recorded or ()) == 50)
+    until(lambda: len(guard.engine.recorded or ()) == 50)
     for _ in range(5):
         reason(guard)
     over.set()
@@ -834,7 +834,7 @@ def test_no_call_is_lost_or_waits_for_ever(world: World, threads: int) -> None:
         return made, wrong
 
     callers = [world.spawn(traffic) for _ in range(threads)]
-    until(lambda: len(guard.engine.guard.recorded or ()) == 20)
+    until(lambda: len(guard.engine.recorded or ()) == 20)
     outcomes = []
     for _ in range(5):
         try:

@@ -200,7 +200,7 @@ def test_what_is_kept_makes_room_for_a_load(world: World) -> None:
     world.model_size = 100 * MB
     guard = kept(world)
     limit = world.memory + 60 * MB
-    guard.engine.move_to(replace(world.runtime, headroom=lambda: limit - world.memory))
+    guard.engine.runtime = replace(world.runtime, headroom=lambda: limit - world.memory)
     guard.reload()
     world.join()
     assert "load_first" == world.last(telemetry.SwapChosen).swap
@@ -296,7 +296,7 @@ def test_a_loader_that_returns_what_is_kept_is_refused(world: World) -> None:
     guard = world.guard(lambda: models[guard.status().generation % 2], keep_previous=True)
     guard.load()
     guard.reload()
-    with pytest.raises(ModelRejected, match="should replace"):
+    with pytest.raises(ModelRejected, match="has returned before"):
         guard.reload()
 
 

@@ -370,7 +370,7 @@ def test_what_is_not_guarded_cannot_be_driven(modelguard_clock: Clock) -> None:
 def test_guards_of_other_tests_are_left_alone(modelguard_loader: Loader) -> None:
     """Without the fixture, a guard lives in real time, whatever tests before it did."""
     nlp = guard(modelguard_loader, reload_on=None)
-    assert time.monotonic is nlp.engine.guard.runtime.clock
+    assert time.monotonic is nlp.engine.runtime.clock
 
 
 def test_a_misspelt_attribute_of_the_clock_is_an_error(modelguard_clock: Clock) -> None:
