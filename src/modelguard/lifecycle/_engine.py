@@ -109,9 +109,7 @@ class Engine(GuardContext[M]):
             asked: Future[Outcome] = Future()
             asked.set_result(None)  # whoever waits for more would wait for the end of this process
             return asked
-        with self.state.lock:
-            request, job = self.state.request((Reason("requested", "requested"),), urgent=True)
-            future = self.state.wait_for(request)
+        future, job = self.state.request((Reason("requested", "requested"),))
         self._start(job)
         return future
 

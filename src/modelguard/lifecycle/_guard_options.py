@@ -339,14 +339,12 @@ def check_pool_policy(policy: object) -> None:
     """
     if policy is None:
         return
-    if not isinstance(policy, Changed):
-        why = f"must be Changed(probe) or None, not {_units.kind_of(policy)}"
-        fix = (
-            "Of the policies a pool takes Changed, with a probe of the key; ttl= bounds the age of its models, and "
-            "idle= releases those that nobody uses."
-        )
-        raise InvalidOption("reload_on", policy, why=why, fix=fix)
-    check_callable("probe", policy.probe, arguments=1, fix="It gets the key: Changed(lambda key: etag(key)).")
+    fix = (
+        "Of the policies a pool takes Changed, with a probe of the key; ttl= bounds the age of its models, and "
+        "idle= releases those that nobody uses."
+    )
+    probe = _units.instance(policy, "reload_on", Changed, "Changed(probe) or None", fix=fix).probe
+    check_callable("probe", probe, arguments=1, fix="It gets the key: Changed(lambda key: etag(key)).")
 
 
 _HOW = ("a function without arguments", "a function of one argument")
@@ -413,13 +411,8 @@ def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> N
         NoMemoryLimit: It asks for a percentage of a memory limit, and there is none.
         NotSupported: It reads GPU memory, and this installation has no torch with CUDA.
     """
-    if not isinstance(policy, Policy):
-        raise InvalidOption(
-            "reload_on",
-            policy,
-            why=f"must be a policy or None, not {_units.kind_of(policy)}",
-            fix=policies.fix_for(policy),
-        )
+    fix = policies.fix_for(policy)
+    _units.instance(policy, "reload_on", Policy, "a policy or None", fix=fix)  # type: ignore[type-abstract] # or a subclass
     for member in alternatives(policy):
         if member.restricts:
             why = "says when, and not whether: it would be due all the time"

@@ -161,12 +161,8 @@ class PoolEngine(Generic[K, M]):
             raise over(waited=timeout.waited()) from None
         finally:
             self._stop_watching(ending)
-        # Who has the turn releases, or loads and releases.
-        self._wait_for_turn(timeout, lambda: over(waited=timeout.waited()))
-        try:
-            self._close_evicted()
-        finally:
-            self._one_load.release()
+        with self._turn(timeout, lambda: over(waited=timeout.waited())):
+            pass  # who has the turn releases, or loads and releases
 
     def _have_ended(self, ending: dict[K, PooledModel[M]]) -> bool | None:
         """Whether these models have left the pool; None while one is in use."""
@@ -188,7 +184,7 @@ class PoolEngine(Generic[K, M]):
         for model in ending.values():
             model.until_next_use = _REQUESTED
             model.stop_lending(now)
-        if ending and self.runtime.ticks:
+        if ending:
             self._tick_from_now_on()
         return ending
 
@@ -253,7 +249,8 @@ class PoolEngine(Generic[K, M]):
 
     def _tick_from_now_on(self) -> None:
         with suppress(RuntimeError):  # the system gives no thread; the next load tries again
-            TICKER.add(self)
+            if self.runtime.ticks:
+                TICKER.add(self)
 
     def _evict_over(self) -> None:
         """Evict what nobody uses and is to go: on request, or because nobody has used it for long enough."""
@@ -512,10 +509,10 @@ class PoolEngine(Generic[K, M]):
         if want is None:
             want = Want(None, list(self._models.values()), 0.0)
         if model.loading:
-            return want.is_inside(model)
+            return model in want.inside
         # Bounded, or streams that overlap, as a pool of threads steps them, could keep the old model for ever. The
         # bound is half of the time that others wait: they get the new model, or its room, in the other half.
-        return want.nested or (overdue < self.options.wait_timeout / 2 and want.has_half_used(model))
+        return want.nested or (overdue < self.options.wait_timeout / 2 and model in want.half_used)
 
     # The ends of calls tell the pool only while somebody waits for one
 
@@ -587,7 +584,8 @@ class PoolEngine(Generic[K, M]):
 
     def _load(self, key: K, model: PooledModel[M], limit: Timeout) -> bool:
         """Load a new model; false if it must be evicted again because it does not fit."""
-        with self._turn(key, model, limit):
+        late = f"pool {self.name!r}: key {key!r} waited too long for the loads of other models"
+        with self._turn(limit, lambda: Overloaded(late), failed=partial(self._drop, key, model)):
             self._close_evicted()  # their memory is needed now
             with self._lock:
                 known = self._known_of(key)
@@ -602,38 +600,39 @@ class PoolEngine(Generic[K, M]):
             if probe is not None:
                 probe.loaded(at_load, self.runtime)
                 model.probe = probe
-            if self.runtime.ticks and self.check_interval() < math.inf:
+            if self.check_interval() < math.inf:
                 self._tick_from_now_on()
             return self._admit(key, model, engine)
 
     @contextmanager
-    def _turn(self, key: K, model: PooledModel[M], limit: Timeout) -> Iterator[None]:
-        """Load in the block, after other loads; an error there goes to everyone who waits for this model.
+    def _turn(
+        self, limit: Timeout, late: Callable[[], Exception], failed: Callable[[BaseException], object] = lambda _: None
+    ) -> Iterator[None]:
+        """Load and release in the block, after other loads.
 
         A loader that leases another model of its own pool waits here for itself, until its time runs out.
+
+        Args:
+            limit: For how long to wait for the turn.
+            late: Makes the error when that is over.
+            failed: Is told what was raised, also in the block.
         """
-        got = False
+        mine, left = False, limit.left()
         try:
-            late = f"pool {self.name!r}: key {key!r} waited too long for the loads of other models"
-            self._wait_for_turn(limit, lambda: Overloaded(late))
-            got = True
+            while not (mine := self._one_load.acquire(timeout=PATIENCE if left is None else min(left, PATIENCE))):
+                if (left := limit.left()) == 0:
+                    raise late()  # noqa: TRY301 - it is for `failed` too
+                self._search()
             yield
         except BaseException as error:
-            self._drop(key, model, error)
+            failed(error)
             raise
         finally:
-            if got:
+            if mine:
                 try:
                     self._close_evicted()  # before another load is measured
                 finally:
                     self._one_load.release()
-
-    def _wait_for_turn(self, limit: Timeout, late: Callable[[], Exception]) -> None:
-        left = limit.left()
-        while not self._one_load.acquire(timeout=PATIENCE if left is None else min(left, PATIENCE)):
-            if (left := limit.left()) == 0:
-                raise late()
-            self._search()
 
     def _search(self) -> None:
         _load_waits.search(self._states_of_loads())

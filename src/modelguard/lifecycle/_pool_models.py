@@ -35,8 +35,6 @@ class PooledModel(Generic[M]):
         self.probe: Probe | None = None
         self.until_next_use: Reason | None = None
         self._stopped_since = math.inf
-        self._uses = 0
-        self._unused_since = math.inf
 
     @property
     def unused(self) -> bool:
@@ -47,7 +45,6 @@ class PooledModel(Generic[M]):
     def admit(self, now: float, ttl: float) -> None:
         self.loading = False
         self.expires = now + ttl
-        self._unused_since = now
 
     def seconds_unused(self, now: float) -> float:
         """Seconds for which no call has run or ended, as far as those have seen who have asked.
@@ -56,11 +53,10 @@ class PooledModel(Generic[M]):
         nothing.
         """
         generation = None if self.engine is None else self.engine.state.current
-        if not self.unused or generation is None or generation.pid != os.getpid():
-            self._unused_since = now
-        elif generation.uses != self._uses:
-            self._uses, self._unused_since = generation.uses, now
-        return now - self._unused_since
+        if self.engine is None or generation is None or generation.pid != os.getpid():
+            return 0.0
+        idle = self.engine.checks.readings.idle(generation, now)
+        return idle if self.unused else 0.0
 
     @property
     def encloses_this_call(self) -> bool:
@@ -75,7 +71,7 @@ class PooledModel(Generic[M]):
         """
         if self.engine is None or waiting.on_any_loop():
             return False
-        return any(lease.held_here() is not None for lease in list(self.engine.state.held_leases))
+        return bool(self.engine.state.held_here())
 
     def overdue(self, now: float, *, paused: bool) -> float:
         """Seconds since which it takes no new calls: too old, its source has changed, or it was stopped.
@@ -102,7 +98,8 @@ class Want(Generic[K, M]):
     What its context and its thread say is noted here, since others look on its behalf while it waits.
 
     Attributes:
-        nested: It is inside a call on one of the models, and must not wait for callers that wait for that one's end.
+        inside: The models on which calls run that it is inside of.
+        half_used: Those that a loop of its thread has half used.
         awaits: The model that it waits for: one that is being loaded, or that ends.
         gone: It waits no longer.
     """
@@ -111,19 +108,14 @@ class Want(Generic[K, M]):
         self.key = key
         self.awaits: PooledModel[M] | None = None
         self.gone = False
-        self._inside = [model for model in models if model.encloses_this_call]
-        self._half_used = [model for model in models if model.half_used_here()]
+        self.inside = [model for model in models if model.encloses_this_call]
+        self.half_used = [model for model in models if model.half_used_here()]
         self._since = now
 
     @property
     def nested(self) -> bool:
-        return bool(self._inside)
-
-    def is_inside(self, model: PooledModel[M]) -> bool:
-        return model in self._inside
-
-    def has_half_used(self, model: PooledModel[M]) -> bool:
-        return model in self._half_used
+        """Whether it must not wait for callers that wait for the end of its own call."""
+        return bool(self.inside)
 
     def is_overdue(self, now: float) -> bool:
         """Whether the first in line has waited so long that a model in use must make room: once in that time."""

@@ -463,7 +463,7 @@ class Readings:
             generation=generation.number,
             age=age,
             began=generation.began,
-            idle=self._idle(generation, now),
+            idle=self.idle(generation, now),
             uses=generation.uses,
             consecutive_errors=generation.errors,
             fruitless_reloads=0 if generation.served else generation.fruitless_reloads,
@@ -486,7 +486,8 @@ class Readings:
         reads = self._reads_memory or self._reads_gpu
         return max(0.0, self._next_reading - self._guard.runtime.clock()) if reads else math.inf
 
-    def _idle(self, generation: Generation[Any], now: float) -> float:
+    def idle(self, generation: Generation[Any], now: float) -> float:
+        """Seconds for which no call has run or ended, as far as those have seen who have asked."""
         if generation.leases or generation.uses != self._uses:
             self._uses, self._idle_since = generation.uses, now
         return now - self._idle_since

@@ -21,7 +21,7 @@ from modelguard.environment import _effect
 from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected
 from modelguard.facts._gpu import Gpu, free_after, use_of
 from modelguard.lifecycle import _adapters, _guard_options
-from modelguard.lifecycle._guard_options import is_plain_value, unpacked
+from modelguard.lifecycle._guard_options import is_plain_value
 from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release, release_and_report
 from modelguard.lifecycle._state import Generation, GuardContext, LoadJob
@@ -116,8 +116,8 @@ def _make(guard: GuardContext[M], discard: Discard[M]) -> Generation[M]:
 
 
 def _load(guard: GuardContext[M]) -> Generation[M]:
-    model, version = unpacked(resolve(guard.options.load()))
-    if model is None:
+    generation = guard.made(resolve(guard.options.load()), guard.runtime.random())
+    if (model := generation.model) is None:
         raise Rejected("the loader returned None; return the model")
     if isinstance(model, GeneratorType):
         raise Rejected("the loader is a generator function; return the model instead of yielding it")
@@ -126,10 +126,7 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
         raise Rejected(
             "the loader returned a model that it has returned before; make a new one at each call, without a cache"
         )
-    number = guard.state.generations + 1
-    runtime = guard.runtime
-    born, began = runtime.clock(), runtime.wall_clock()
-    return Generation(number, model, version=version, born=born, began=began, jitter=runtime.random())
+    return generation
 
 
 def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
@@ -348,10 +345,7 @@ def unload(guard: GuardContext[Any]) -> None:
 
 def _install(guard: GuardContext[Any], loaded: object) -> None:
     state, number = guard.state, guard.state.generations
-    model, version = unpacked(loaded)
-    born, began = guard.runtime.clock(), guard.runtime.wall_clock()
-    generation = Generation(number + 1, model, version=version, born=born, began=began, jitter=0.0)
-    state.install(LoadJob((), urgent=True), generation, discardable=False)
+    state.install(LoadJob((), urgent=True), guard.made(loaded, 0.0), discardable=False)
     _undo.append(lambda: state.forget_current(number))
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.facts._proc import ShownPause, ShownVersion
-from modelguard.lifecycle._guard_options import KnownModels
+from modelguard.lifecycle._guard_options import KnownModels, unpacked
 from modelguard.runtime import own_thread
 from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import promise
@@ -332,9 +332,12 @@ class GuardState(Generic[M]):
         A loop over a guarded generator calls other guarded functions between two steps. If these waited for the next
         generation, the drain would wait for the generator, and so for them.
         """
-        held = (lease.held_here() for lease in list(self.held_leases))
         waited_for = self.draining - self.abandoned
-        return next((one for one in held if one in waited_for and not one.dropped), None)
+        return next((one for one in self.held_here() if one in waited_for and not one.dropped), None)
+
+    def held_here(self) -> list[Generation[M]]:
+        """The generations of leases that objects hold and that this thread last used."""
+        return [one for lease in list(self.held_leases) if (one := lease.held_here()) is not None]
 
     def hold_current(self) -> Generation[M] | None:
         """Take a lease on the current generation, if there is one, whatever call encloses this. It is no use of it."""
@@ -523,21 +526,22 @@ class GuardState(Generic[M]):
 
     # Loads
 
-    def request(self, reasons: tuple[Reason, ...], *, urgent: bool) -> tuple[int, LoadJob | None]:
+    def request(self, reasons: tuple[Reason, ...]) -> tuple[Future[Outcome], LoadJob | None]:
         """Ask for a load that begins after this moment.
 
         Returns:
-            The number of the request, and the job that the caller must start (None: one is under way).
+            What gets its outcome, and the job that the caller must start (None: one is under way).
+
+        Raises:
+            GuardClosed: The guard is closed.
         """
         with self.lock:
             self.raise_if_closed()
-            if self.job is None:
-                job = self.request_if_idle(reasons, urgent=urgent)
-                return self.requests, job
-            self.requests += 1
-            self.job.urgent = self.job.urgent or urgent
-            self.job.by_policy = False
-            return self.requests, None
+            job = self.request_if_idle(reasons, urgent=True)
+            if job is None and self.job is not None:
+                self.requests += 1
+                self.job.urgent, self.job.by_policy = True, False
+            return self.wait_for(self.requests), job
 
     def request_if_idle(
         self,
@@ -788,6 +792,12 @@ class GuardContext(Generic[M]):
             from modelguard.lifecycle._replay import RecordedCalls
 
             self.recorded = RecordedCalls(rule, self.state.enclosing)
+
+    def made(self, returned: object, jitter: float) -> Generation[M]:
+        """Make the next generation of what the loader has returned."""
+        model, version = unpacked(returned)
+        born, began = self.runtime.clock(), self.runtime.wall_clock()
+        return Generation(self.state.generations + 1, model, version=version, born=born, began=began, jitter=jitter)
 
     @property
     def name(self) -> str:

@@ -94,10 +94,7 @@ class Cron(Value):
 def _check_fields(expression: object) -> str:
     """The expression with single spaces, if it has the form of one."""
     fix = "Write five fields, as in '0 3 * * *': minute, hour, day of the month, month, day of the week."
-    if not isinstance(expression, str):
-        why = f"must be a cron expression, not {_units.kind_of(expression)}"
-        raise InvalidOption("expression", expression, why=why, fix=fix)
-    words = expression.split()
+    words = _units.instance(expression, "expression", str, "a cron expression", fix=fix).split()
     if len(words) == 1 and words[0].lower() in _NAMED:
         instead = _NAMED[words[0].lower()]
         raise InvalidOption("expression", expression, why="is not supported", fix=f"Write {instead!r}.")

@@ -191,18 +191,22 @@ _FIX = 'Write guard(load, reload_on=TTL("1h")), or reload_on=None to replace the
 
 if TYPE_CHECKING:
 
-    class _Options(TypedDict, Generic[M], total=False):
-        reload_on: Required[Policy | None]
-        swap: SwapMode | Swap
+    class OptionsOfAll(TypedDict, Generic[M], total=False):
+        """Those of guards and pools."""
+
         warmup: Callable[[M], object] | None
-        validate: Callable[[M], object] | Callable[[M, M | None], object] | None
         unload: Callable[[M], object] | None
         load_timeout: _units.Duration | None
         wait_timeout: _units.Duration
         backoff: Backoff | None
+        name: str | None
+
+    class _Options(OptionsOfAll[M], total=False):
+        reload_on: Required[Policy | None]
+        swap: SwapMode | Swap
+        validate: Callable[[M], object] | Callable[[M, M | None], object] | None
         retry: bool
         prefork: bool
-        name: str | None
 
 
 @overload

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Never, Required, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Never, Required, TypeVar, Unpack, overload
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption, UnhashableKey
@@ -151,20 +151,15 @@ class ModelPool(Handle, Generic[K, M]):
 
 
 if TYPE_CHECKING:
+    from modelguard.lifecycle.guard import OptionsOfAll
 
-    class _Options(TypedDict, Generic[M], total=False):
+    class _Options(OptionsOfAll[M], total=False):
         max_memory: Required[int | str]
         max_models: int | None
         ttl: _units.Duration | None
         idle: _units.Duration | None
         reload_on: Changed | None
-        wait_timeout: _units.Duration
-        warmup: Callable[[M], object] | None
         validate: Callable[[M], object] | None
-        unload: Callable[[M], object] | None
-        load_timeout: _units.Duration | None
-        backoff: Backoff | None
-        name: str | None
 
 
 @overload

@@ -235,7 +235,7 @@ def test_a_load_that_failed_starts_no_other_load_when_its_thread_ends(world: Wor
     failure = LoadFailed("model", "no weights", attempt=1, retry_after=1.0)
     jobs = []
     for _ in range(2):
-        _, job = state.request((Reason("requested", "requested"),), urgent=True)
+        _, job = state.request((Reason("requested", "requested"),))
         assert job is not None
         assert state.begin(job)
         state.fail(job, failure, retry_at=0.0)
