@@ -51,7 +51,7 @@ class TrimSchedule:
             raise InvalidOption("trim_every", value, why=why, fix=fix) from None
 
 
-class Trimming:
+class Trimming(fork.Forkable):
     """What :func:`trim_every` has started, until :meth:`stop` or the end of a ``with`` block."""
 
     fork_rank = fork.Rank.POOL
@@ -76,11 +76,6 @@ class Trimming:
 
     def __repr__(self) -> str:
         return f"Trimming({str(self.schedule)!r}, {'runs' if running() is self else 'stopped'})"
-
-    def before_fork(self) -> None:
-        """For forks: there is nothing to keep, since the child starts anew."""
-
-    after_fork_in_parent = before_fork
 
     def after_fork_in_child(self) -> None:
         """Start anew: the readings are of the parent's memory, and a thread of the parent may have held the lock."""

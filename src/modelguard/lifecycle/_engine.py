@@ -66,7 +66,7 @@ def _unload_all(seconds: float) -> None:
         engine.unload_at_exit(max(0.0, until - time.monotonic()))
 
 
-class Engine(GuardContext[M]):
+class Engine(GuardContext[M], fork.Forkable):
     """Runs one guard. Its loads run one at a time, and all who need the model join them.
 
     Attributes:

@@ -64,7 +64,7 @@ def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
     return tuple(_pool_engines)
 
 
-class PoolEngine(Generic[K, M]):
+class PoolEngine(fork.Forkable, Generic[K, M]):
     """Runs one pool.
 
     All models leave the pool first, under its lock, and are released afterwards. That takes the pool's one turn to
@@ -566,10 +566,11 @@ class PoolEngine(Generic[K, M]):
 
     def _estimate(self, key: K) -> int:
         """The size of this model when it was last loaded; if it never was, that of the largest model known."""
-        if (own := self._known_of(key).size) is not None:
-            return own
-        sizes = (known.size or 0 for known in self._known.values())
-        return max(size for size in sizes if size <= self.options.max_memory)
+        known = self._known.get(key)
+        if known is not None and known.size is not None:
+            return known.size
+        sizes = [one.size for one in self._known.values() if one.size is not None]
+        return max((size for size in sizes if size <= self.options.max_memory), default=0)
 
     def why_full(self, key: K) -> Overloaded:
         with self._lock:

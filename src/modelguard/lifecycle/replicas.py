@@ -41,7 +41,7 @@ __all__ = [
 M = TypeVar("M")
 
 
-class FreeReplicas(Generic[M]):
+class FreeReplicas(fork.Forkable, Generic[M]):
     """Hands replicas out, each to one call at a time, and has them replaced one at a time.
 
     Args:
@@ -179,12 +179,6 @@ class FreeReplicas(Generic[M]):
                 deciding.release()
 
     # Fork
-
-    def before_fork(self) -> None:
-        """Nothing: a child keeps nothing of the parent's state."""
-
-    def after_fork_in_parent(self) -> None:
-        """Nothing, as above."""
 
     def after_fork_in_child(self) -> None:
         """All are free: the other calls are the parent's. A thread of the parent may have held a lock."""

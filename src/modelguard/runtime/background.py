@@ -139,7 +139,7 @@ class Ticked(Protocol):
     def check_interval(self) -> float: ...
 
 
-class Ticker:
+class Ticker(fork.Forkable):
     """Checks its guards at the interval that they ask for, one to twenty times a second; ends when none is left."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import IntEnum
 from importlib import _bootstrap
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 # ``Wakeup``: how one thread waits for another.
 
@@ -106,8 +106,8 @@ class Rank(IntEnum):
     LOCKS = 13
 
 
-class Forkable(Protocol):
-    """What takes part in a fork.
+class Forkable:
+    """What takes part in a fork. Who keeps nothing of the parent's state has nothing to do before it.
 
     Attributes:
         fork_rank: Its place in the order.

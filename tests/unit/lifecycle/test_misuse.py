@@ -12,7 +12,7 @@ from flask import Flask
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from modelguard import TTL, ModelGuard, Modified, batched, guard, guard_of, pool
+from modelguard import TTL, ModelGuard, Modified, batched, guard, guard_of, pool, replicas
 from modelguard.errors import InvalidOption, WouldDeadlock
 
 if TYPE_CHECKING:
@@ -170,6 +170,17 @@ class TestRoutes:
 
             @nlp
             @framework("/words")
+            def words(model: Any, request: Any) -> str:
+                return ""
+
+    @pytest.mark.parametrize("kind", ["pool", "replicas"])
+    def test_below_pools_and_replicas_are_found(self, world: World, kind: str) -> None:
+        """As below a guard."""
+        decorator: Any = world.pool()(key="request") if kind == "pool" else replicas(world.guard(), 2)
+        with pytest.raises(InvalidOption, match=r"registered with flask.*below the route's"):
+
+            @decorator
+            @flask("/words")
             def words(model: Any, request: Any) -> str:
                 return ""
 
