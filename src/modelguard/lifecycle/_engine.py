@@ -132,7 +132,9 @@ class Engine(GuardContext[M], fork.Forkable):
     def _run(self, job: LoadJob | None) -> None:
         while job is not None:
             self._reload(job).run()
-            self._after_load()
+            self.checks.after_load()  # before the job ends: a request in between would start another thread
+            if not self.checks.needed and not self.state.failures:
+                TICKER.remove(self)  # nothing can become due, and a process that forks should have few threads
             job = self.state.finish(job, _MEANWHILE)
             self.changed()
             if job is not None and self.runtime.ticks:
@@ -145,12 +147,6 @@ class Engine(GuardContext[M], fork.Forkable):
 
     def _reload(self, job: LoadJob) -> Reload[M]:
         return Reload(self, self.checks.readings, job)
-
-    def _after_load(self) -> None:
-        """Set the policy's alarm, before the job ends: a request in between would start another thread."""
-        self.checks.after_load()
-        if not self.checks.needed and not self.state.failures:
-            TICKER.remove(self)  # nothing can become due, and a process that forks should have few threads
 
     # Waiting
 
@@ -414,13 +410,15 @@ class Engine(GuardContext[M], fork.Forkable):
             NoPreviousModel: None is kept.
             GuardClosed: The guard is closed.
         """
-        if not self.options.swap.keep_previous:
-            why = "the guard keeps none"
-            raise NoPreviousModel(self.name, why=why, fix="Make it with guard(..., swap=Swap(keep_previous=True)).")
         swapped = self.state.roll_back(LoadFailed(self.name, "rollback() was called during the load"))
         if swapped is None:
-            why = "no reload has kept one since the first load, the last rollback, a release or a shortage of memory"
-            raise NoPreviousModel(self.name, why=why, fix="Call reload() to load a model.")
+            why, fix = "the guard keeps none", "Make it with guard(..., swap=Swap(keep_previous=True))."
+            if self.options.swap.keep_previous:
+                why = (
+                    "no reload has kept one since the first load, the last rollback, a release or a shortage of memory"
+                )
+                fix = "Call reload() to load a model."
+            raise NoPreviousModel(self.name, why=why, fix=fix)
         back, old = swapped
         self.shown.show(back.version)
         telemetry.emit(

@@ -365,21 +365,14 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                     if not (yield Work(load, f"modelguard-{self.name}", self.runtime.start_thread)):
                         continue  # it was larger than the room that was made
                 assert model.engine is not None  # noqa: S101 - set by _load, before anyone else finds it
-                if (lease := self._lease_of(model.engine)) is not None:
+                if (lease := Lease.take_now(model.engine)) is not None:
                     return lease
+                self._raise_if_closed()  # else its model was closed, and the pool was not, or is open again
             except GeneratorExit:  # the coroutine was dropped: the collector, which may be at work, takes no lock
                 unpin = partial(self._in_background, unpin)
                 raise
             finally:
                 unpin()
-
-    def _lease_of(self, engine: Engine[M]) -> Lease[M] | None:
-        """A lease on a model that was found; None if it was closed since, and the pool was not, or is open again."""
-        try:
-            return Lease.take(engine)
-        except GuardClosed:
-            self._raise_if_closed()
-            return None
 
     def _until_found(self, key: K, limit: Timeout) -> Steps[tuple[PooledModel[M], bool]]:
         """Wait for the pinned model of ``key``; with it comes whether the caller is the one to load it."""

@@ -170,17 +170,13 @@ def release_and_report(guard: GuardContext[M], old: Generation[M], *, drain_seco
             telemetry.CallbackErrored(guard=guard.name, callback="release", error=f"{type(error).__name__}: {error}")
         )
     guard.state.record_release(old, event)
-    current = guard.state.current
-    if (
-        current is not None
-        and current.gpu_allocated is not None
-        and event is not None
-        and event.gpu_allocated is not None
-    ):
-        current.gpu_allocated = min(current.gpu_allocated, event.gpu_allocated)
     guard.shown.show(guard.state.version)
-    if event is not None:
-        telemetry.emit(event)
+    if event is None:
+        return
+    current = guard.state.current
+    if current is not None and current.gpu_allocated is not None and event.gpu_allocated is not None:
+        current.gpu_allocated = min(current.gpu_allocated, event.gpu_allocated)
+    telemetry.emit(event)
 
 
 def release(
