@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -17,10 +18,10 @@ from typing import Any
 
 from modelguard import _units, telemetry
 from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
-from modelguard.runtime import own_thread
-from modelguard.runtime.background import start_thread
-from modelguard.runtime.fork import Wakeup
-from modelguard.serving import _shared_threads, deadlines
+from modelguard.runtime import clock, fork, own_thread
+from modelguard.runtime.background import LINGER, start_thread
+from modelguard.runtime.clock import Watch
+from modelguard.runtime.fork import Wakeup, WeakRegistry
 from modelguard.serving._batch_options import BatchOptions, Buffer, Changes
 from modelguard.serving._execution import BatchCallable, BatchFunction, Computed, compute, one_line
 from modelguard.serving._planner import AutoSize
@@ -37,7 +38,6 @@ from modelguard.serving._requests import (
     request_of,
 )
 from modelguard.serving._runners import Runner
-from modelguard.serving._shared_threads import LINGER, Watch
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
 from modelguard.serving.status import BatchStatus, Counters, Limits
@@ -224,7 +224,7 @@ class Batcher:
         self._own_keys = options.limits.fair
         self._take_limits(options.limits)
         self._reset()
-        _shared_threads.add(self)
+        _list(self)
 
     def _take_limits(self, limits: Limits) -> None:
         self._limits = limits
@@ -279,7 +279,7 @@ class Batcher:
         with self._lock:
             if self._queue.closed:
                 raise GuardClosed(self.name)
-            now = deadlines.clock()
+            now = clock.now()
             self._options = self._options.changed(changes)
             self._take_limits(self._options.limits)
             self._queue.configure(self._limits, now)
@@ -299,7 +299,7 @@ class Batcher:
         scope = current_scope.get()
         if scope is None and timeout is None and not self._bounded:
             return
-        deadline = deadlines.clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
+        deadline = clock.now() + min(self._limits.deadline, math.inf if timeout is None else timeout)
         if scope is not None:
             deadline = min(deadline, scope.nearest_deadline)
             self._refuse_own_call(scope)
@@ -331,10 +331,10 @@ class Batcher:
         try:
             with self._lock:
                 if together:
-                    self._queue.admit_together(requests, deadlines.clock())
+                    self._queue.admit_together(requests, clock.now())
                     due = min((request.deadline for request in requests), default=math.inf)
                 else:
-                    self._queue.admit(requests[0], deadlines.clock())
+                    self._queue.admit(requests[0], clock.now())
                     due = requests[0].deadline
                 wakeup = self._find_thread() if requests else None
                 self._look_at(due)
@@ -359,7 +359,7 @@ class Batcher:
         A lock costs as much as everything else here, and more while another thread holds it. Loops in several threads
         may exceed ``max_queue`` together, by one call each.
         """
-        queue, now = self._queue, deadlines.clock()
+        queue, now = self._queue, clock.now()
         if (
             len(queue.inbox) + queue.waiting >= queue.sure
             or now > queue.overdue
@@ -493,7 +493,7 @@ class Batcher:
             with self._lock:
                 if queue.closed and queue.idle:  # not reopened meanwhile
                     self._drained.set()
-                    _shared_threads.discard(self)
+                    batchers.discard(self)
 
     def _others_wait(self) -> bool:
         return bool(self._queue.waiting or self._queue.inbox)
@@ -570,7 +570,7 @@ class Batcher:
         with self._lock:
             if wakeup in self._idle:
                 self._idle.remove(wakeup)
-            found = queue.next_batch(deadlines.clock())
+            found = queue.next_batch(clock.now())
             if isinstance(found, Batch):
                 self._look_at(found.started + self._limits.hang_after)
                 if queue.waiting or queue.inbox:  # the rest may be due before this batch has ended
@@ -615,11 +615,11 @@ class Batcher:
         scope = self._scope
         if self._nested and not is_plain(batch):
             scope = Scope(enclosing=scope.enclosing.union(*(request.enclosing for request in batch.requests)))
-        started = deadlines.clock()
+        started = clock.now()
         token = current_scope.set(scope)
         computed = self._run(batch, self._answer)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
-        now = deadlines.clock()
+        now = clock.now()
         seconds, between = now - started - computed.stalled, max(started - ended, 0.0)
         queue = self._queue
         with self._lock:
@@ -645,7 +645,7 @@ class Batcher:
         return now
 
     def _report(self, batch: Batch, computed: Computed, seconds: float, change: CircuitChange) -> None:
-        queue, now = self._queue, deadlines.clock()
+        queue, now = self._queue, clock.now()
         try:
             self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
             self._events.refused(queue, now)
@@ -686,7 +686,7 @@ class Batcher:
     def check_time(self) -> None:
         """Do what has become due because a test has moved the clock."""
         with self._lock:
-            now = deadlines.clock()
+            now = clock.now()
             self._check_time(now)
             if self._watch.due < math.inf:  # it waits for a time that was
                 self._watch.schedule(now)
@@ -735,13 +735,13 @@ class Batcher:
             return
         if self._process != os.getpid():
             self._reset()  # forks pass by what has been closed and emptied
-            _shared_threads.add(self)
+            _list(self)
         else:
             with self._lock:
                 self._queue.reopen()
                 self._drained.set()  # for who still waits in close()
                 self._drained = Wakeup()
-                _shared_threads.add(self)
+                _list(self)
 
     @property
     def ready(self) -> bool:
@@ -755,7 +755,7 @@ class Batcher:
         if self._deferred:
             self._settle()
         with self._lock:
-            return self._queue.status(deadlines.clock())
+            return self._queue.status(clock.now())
 
     def __repr__(self) -> str:
         return f"<Batcher {self.name!r}>"
@@ -780,3 +780,27 @@ def _serve(holder: list[Batcher], wakeup: Wakeup) -> None:
                 batcher = None
             expired = not wakeup.wait(pause) and pause >= LINGER
             batcher = reference()
+
+
+#: Those of this process that are not closed for good: for readiness probes, forks, and the end of the process. Used
+#: without a lock: at any point the garbage collector may end the last request of a closed one, which is discarded then.
+batchers: WeakRegistry[Batcher] = WeakRegistry()
+
+
+def _list(batcher: Batcher) -> None:
+    batchers.add(batcher)
+    fork.before_exit("batches", _close_all)
+
+
+def _close_all(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for batcher in batchers:
+        batcher.close(max(0.0, until - time.monotonic()), abandon=True)
+
+
+def _after_fork_in_child() -> None:
+    for batcher in batchers:
+        batcher.after_fork_in_child()
+
+
+fork.at_fork(fork.Rank.BATCHERS, in_child=_after_fork_in_child)

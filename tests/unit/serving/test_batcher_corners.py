@@ -15,7 +15,7 @@ from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
 from modelguard import batched
 from modelguard.errors import WouldDeadlock
-from modelguard.serving._shared_threads import Watch
+from modelguard.runtime.clock import Watch
 
 
 def test_a_function_may_keep_its_list_of_results() -> None:
