@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import math
 import os
 import sys
@@ -12,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -21,29 +23,38 @@ from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overload
 from modelguard.runtime import clock, fork, own_thread
 from modelguard.runtime.background import LINGER, start_thread
 from modelguard.runtime.clock import Watch
+from modelguard.runtime.event_loops import PrivateLoop, RunOnLoop, run_on
 from modelguard.runtime.fork import Wakeup, WeakRegistry
 from modelguard.serving._batch_options import BatchOptions, Buffer, Changes
-from modelguard.serving._execution import BatchCallable, BatchFunction, Computed, compute, one_line
-from modelguard.serving._planner import AutoSize
+from modelguard.serving._execution import (
+    Answer,
+    BatchCallable,
+    BatchFunction,
+    Computed,
+    compute,
+    compute_one,
+    one_line,
+)
+from modelguard.serving._planner import GoalSize
 from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import (
     Batch,
-    FutureRequest,
+    Callers,
     PlainBatch,
     QueuedCall,
     Request,
     deliver,
-    deliver_pairs,
     is_plain,
+    loop_of,
     request_of,
 )
-from modelguard.serving._runners import Runner
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
 from modelguard.serving.status import BatchStatus, Counters, Limits
+from modelguard.serving.streams import AsyncSteps, InlineParts, Steps, StreamRequest, StreamRun
 from modelguard.telemetry import logger
 
-# Reports which size of batches ``max_size="auto"`` has chosen.
+# Reports which size of batches ``AutoSize`` has chosen.
 
 
 #: A size is reported if it has changed by this factor; unless something was configured, at most this often, in seconds.
@@ -52,11 +63,7 @@ _REPORT_INTERVAL = 1.0
 
 
 class ChosenSize:
-    """Emits ``BatchSizeChosen`` when the goal gets out of reach or within reach, and when the size changes.
-
-    Args:
-        name: The batcher's name.
-    """
+    """Emits ``BatchSizeChosen`` when the goal gets out of reach or within reach, and when the size changes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -69,7 +76,7 @@ class ChosenSize:
     def chosen(self) -> bool:
         return self._slo != math.inf
 
-    def report(self, auto: AutoSize, now: float) -> None:
+    def report(self, auto: GoalSize, now: float) -> None:
         """Emit what was chosen, if that has changed since the last event."""
         if (not auto and self._slo == math.inf) or (auto and auto.reachable is None):
             return  # nothing is chosen, or there were too few runs to say anything
@@ -106,11 +113,7 @@ _refused: Callable[[Counters], tuple[int, ...]] = attrgetter(*_REFUSED.values())
 
 
 class BatchEvents:
-    """Emits what has happened since it last did: in the batcher's own threads, never in a caller's.
-
-    Args:
-        name: The batcher's name.
-    """
+    """Emits what has happened since it last did: in the batcher's own threads, never in a caller's."""
 
     def __init__(self, name: str) -> None:
         telemetry.import_events()
@@ -194,6 +197,61 @@ class BatchEvents:
         telemetry.emit(telemetry.RequestsRefused(guard=self._name, waiting=queue.waiting, **since))
 
 
+class Runner:
+    """Computes batches of one function that is not simply called: it is awaited on an event loop, or stepped through.
+
+    Args:
+        function: The function.
+        options: Its options.
+        others_wait: Whether items wait in the queue.
+    """
+
+    def __init__(self, function: BatchFunction, options: BatchOptions, others_wait: Callable[[], bool]) -> None:
+        self._function = function
+        self._others_wait = others_wait
+        self._is_async, self._streams = options.is_async, options.streams
+        self._own_loop = options.own_loop
+        self._slow_after = _units.seconds((options.buffer or Buffer()).slow_after, "slow_after", zero=True)
+
+    def batch(self, batch: Batch, answer: Answer) -> Computed:
+        """Compute a batch. Never raises.
+
+        Args:
+            batch: Its items and the keyword arguments that they share.
+            answer: Called with what has its outcome already while the batch goes on.
+        """
+        function, callers = self._function, Callers(batch.requests)
+        get_loop = partial(loop_of, batch.group) if self._own_loop is None else self._own_loop.get
+        on_loop = partial(run_on, get_loop, callers=callers, others_wait=self._others_wait)
+        if self._streams:
+            run = StreamRun(function, callers, answer, slow_after=self._slow_after, others_wait=self._others_wait)
+            in_context = partial(on_loop, context=contextvars.copy_context())
+            return run.compute(partial(self._steps, in_context, partial(in_context, cancel=False)), batch.extras)
+        return compute(self._awaited(on_loop), batch, answer)
+
+    def inline(self, request: Request) -> None:
+        """Compute one request without a batch, in this thread if it may."""
+        loop = PrivateLoop() if self._is_async else None
+        if isinstance(request, StreamRequest):
+            run, end = (None, None) if loop is None else (loop.run, loop.end)
+            start = partial(self._steps, run, end)
+            request.source = InlineParts(self._function, request, start, contextvars.copy_context().run)
+            return
+        with contextlib.nullcontext() if loop is None else contextlib.closing(loop):
+            outcome = compute_one(self._function if loop is None else self._awaited(loop.run), request)
+        request.deliver(outcome)
+
+    def _awaited(self, on_loop: RunOnLoop) -> BatchFunction:
+        run = self._function.run
+        return replace(self._function, run=lambda items, /, **extras: on_loop(lambda: run(items, **extras)))
+
+    def _steps(
+        self, on_loop: RunOnLoop | None, end: RunOnLoop | None, items: list[Any], extras: dict[str, Any]
+    ) -> Steps:
+        steps: Any = self._function.run(items, **extras)
+        return AsyncSteps(steps, on_loop, end) if self._is_async and on_loop and end else steps
+
+
 class Batcher:
     """Runs a batch function for many callers; see :func:`~modelguard.batched` for what it promises.
 
@@ -211,13 +269,7 @@ class Batcher:
             isolate=options.on_error == "isolate",
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
-        self._runner = Runner(
-            self._function,
-            self._others_wait,
-            kind=options.kind,
-            own_loop=options.own_loop,
-            slow_after=_units.seconds((options.buffer or Buffer()).slow_after, "slow_after", zero=True),
-        )
+        self._runner = Runner(self._function, options, self._others_wait)
         # One step less for those that are simply called.
         self._run = partial(compute, self._function) if options.kind == "function" else self._runner.batch
         self._scope = Scope(enclosing=frozenset({self}))  # of what a batch calls
@@ -245,7 +297,6 @@ class Batcher:
         self._lock = threading.RLock()
         self._deferred: deque[tuple[Request | asyncio.Future[Any], bool]] = deque()  # to cancel; whether to notify
         self._idle: list[Wakeup] = []  # of threads without work; who takes one out sets it, without the lock
-        self._count = 0  # of threads
         self._wakeups: set[Wakeup] = set()  # of all threads
         self._ended: dict[Wakeup, float] = {}  # when the run ended after which a thread has not rested
         self._process = os.getpid()
@@ -374,7 +425,7 @@ class Batcher:
         try:
             queue.inbox.append((item, future, loop, now, weight))
             # Read again, after the call was queued: a thread looks for work after it has written these.
-            if self._idle or self._count < self._limits.threads or queue.closed or until < self._watch.due:
+            if self._idle or len(self._wakeups) < self._limits.threads or queue.closed or until < self._watch.due:
                 self._attend_to(future, until)
         except GuardClosed:
             raise
@@ -484,11 +535,11 @@ class Batcher:
             self._cancel_deferred()
             pairs, queue.undelivered = queue.undelivered, []
             drained = queue.closed and queue.idle
-        if callbacks_elsewhere and (futures := [pair for pair in pairs if isinstance(pair[0], FutureRequest)]):
+        if callbacks_elsewhere and (futures := [pair for pair in pairs if pair[0].calls_back]):
             with contextlib.suppress(RuntimeError):  # no thread can be started: deliver them here
-                start_thread(partial(deliver_pairs, futures), "modelguard-deliver")
-                pairs = [pair for pair in pairs if not isinstance(pair[0], FutureRequest)]
-        deliver_pairs(pairs)
+                start_thread(partial(deliver, futures), "modelguard-deliver")
+                pairs = [pair for pair in pairs if not pair[0].calls_back]
+        deliver(pairs)
         if drained:
             with self._lock:
                 if queue.closed and queue.idle:  # not reopened meanwhile
@@ -509,7 +560,7 @@ class Batcher:
         """The wakeup of a thread without work. If there is none, start a thread, if more are allowed. With the lock."""
         if self._idle:
             return self._idle.pop()
-        if self._count < self._limits.threads:
+        if len(self._wakeups) < self._limits.threads:
             self._start_thread()
         return None
 
@@ -517,7 +568,6 @@ class Batcher:
         wakeup = Wakeup()
         holder: list[Batcher] = [self]
         self._wakeups.add(wakeup)
-        self._count += 1
         try:
             if sys.is_finalizing():  # start() would wait for a thread that never runs
                 raise RuntimeError("the interpreter is shutting down")  # noqa: TRY301
@@ -528,11 +578,10 @@ class Batcher:
                 self._end_thread(wakeup)
             if not isinstance(error, RuntimeError):
                 raise
-            if not self._count:
+            if not self._wakeups:
                 self._queue.refuse_waiting(Overloaded(f"{self.name}(): cannot start a thread: {error}"))
 
     def _end_thread(self, wakeup: Wakeup) -> None:
-        self._count -= 1
         self._wakeups.discard(wakeup)
         if wakeup in self._idle:
             self._idle.remove(wakeup)
@@ -595,7 +644,6 @@ class Batcher:
             self._end_thread(wakeup)
             if not self._queue.inbox:
                 return None
-            self._count += 1
             self._wakeups.add(wakeup)
             return 0.0
         self._idle.append(wakeup)
@@ -636,8 +684,8 @@ class Batcher:
         quiet = change is None and computed.error is None and self._events.quiet(queue)
         if plain is not None:
             plain.deliver(computed.outcomes)
-        elif requests:
-            deliver(requests, outcomes)
+        else:
+            deliver(zip(requests, outcomes, strict=True))
         if queue.undelivered or queue.closed or self._deferred:
             self._settle()
         if not quiet:
@@ -658,8 +706,7 @@ class Batcher:
     def _answer(self, requests: list[Request], outcomes: list[Any]) -> None:
         with self._lock:
             requests, outcomes = self._queue.answer(requests, outcomes)
-        if requests:
-            deliver(requests, outcomes)
+        deliver(zip(requests, outcomes, strict=True))
 
     # What the thread that looks after time does
 

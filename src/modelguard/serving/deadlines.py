@@ -7,7 +7,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -189,24 +189,25 @@ def deadline(timeout: _units.Duration) -> Bound:
 
 
 @contextmanager
-def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> Iterator[None]:
-    """Make the batched calls inside the block for a web request, under its key and with its priority."""
-    outer = current_scope.get() or _UNBOUNDED
-    inside = replace(
-        outer,
-        web_request=web_request,
-        key=outer.key if key is None else key,
-        priority=max(outer.priority, priority),
-    )
-    token = current_scope.set(inside)
+def _inside(change: Callable[[Scope], Scope]) -> Iterator[None]:
+    token = current_scope.set(change(current_scope.get() or _UNBOUNDED))
     try:
         yield
     finally:
         current_scope.reset(token)
 
 
-@contextmanager
-def caller(key: Hashable, *, priority: int = 0) -> Iterator[None]:
+def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> AbstractContextManager[None]:
+    """Make the batched calls inside the block for a web request, under its key and with its priority."""
+
+    def change(outer: Scope) -> Scope:
+        own = outer.key if key is None else key
+        return replace(outer, web_request=web_request, key=own, priority=max(outer.priority, priority))
+
+    return _inside(change)
+
+
+def caller(key: Hashable, *, priority: int = 0) -> AbstractContextManager[None]:
     """Say whose the batched calls inside the block are, so that callers share fairly.
 
     The web middleware does the same with its option ``fair_by``. The key follows the context into tasks and into
@@ -223,12 +224,8 @@ def caller(key: Hashable, *, priority: int = 0) -> Iterator[None]:
         InvalidOption: The key is not hashable, or the priority is not such a number.
     """
     check_key(key, "key")
-    outer = current_scope.get() or _UNBOUNDED
-    token = current_scope.set(replace(outer, key=key, priority=check_priority(priority)))
-    try:
-        yield
-    finally:
-        current_scope.reset(token)
+    check_priority(priority)
+    return _inside(lambda outer: replace(outer, key=key, priority=priority))
 
 
 def check_key(key: Hashable, argument: str) -> None:

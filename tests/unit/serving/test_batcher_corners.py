@@ -7,7 +7,7 @@ import gc
 import math
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -51,9 +51,9 @@ def test_an_exception_by_a_signal_leaves_nothing_half_done(model: Gated) -> None
     f = batched(max_size=4)(model)
     queue = f._batcher._queue
 
-    class Interrupting(deque[Any]):
-        def append(self, request: Any) -> None:
-            super().append(request)
+    class Interrupting(OrderedDict[Any, None]):
+        def __setitem__(self, request: Any, value: None) -> None:
+            super().__setitem__(request, value)
             if request.item == "mine":
                 raise KeyboardInterrupt
 
