@@ -6,9 +6,8 @@ import contextlib
 import heapq
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from modelguard.serving._requests import Group, Request
 from modelguard.serving.status import Limits
@@ -40,6 +39,7 @@ _LEAST_COST = 1.0
 _ROUNDING = 1e-9
 
 _rank = attrgetter("rank")
+_turn = itemgetter(0, 1, 2)
 
 
 class Flow:
@@ -154,30 +154,16 @@ class Fairness:
 
     # The order
 
-    def in_order(self, requests: Iterable[Request], enough: int) -> list[Request]:
-        """These requests in the order of their turns.
-
-        Args:
-            requests: Requests that wait, in the order of their arrival.
-            enough: The order matters for so many of them; the rest comes behind in any order.
-        """
-        flows = self._by_flow(requests)
-        if len(flows) == 1:
-            return next(iter(flows.values()))
-        ordered: list[Request] = []
-        heap = [(flow.start, own[0].rank, number, 0, flow, own) for number, (flow, own) in enumerate(flows.items())]
-        heapq.heapify(heap)
-        while heap and len(ordered) < enough:
-            start, _, number, at, flow, own = heap[0]
-            ordered.append(own[at])
-            if at + 1 < len(own):
-                start += _cost(own[at]) / flow.share
-                heapq.heapreplace(heap, (start, own[at + 1].rank, number, at + 1, flow, own))
-            else:
-                heapq.heappop(heap)
-        for _, _, _, at, _, own in heap:
-            ordered += own[at:]
-        return ordered
+    def in_order(self, requests: Iterable[Request]) -> list[Request]:
+        """These requests, which wait, in the order of their turns. They come in the order of their arrival."""
+        turns: list[tuple[float, float, int, Request]] = []
+        for number, (flow, own) in enumerate(self._by_flow(requests).items()):
+            start = flow.start
+            for request in own:
+                turns.append((start, request.rank, number, request))
+                start += _cost(request) / flow.share
+        turns.sort(key=_turn)
+        return [turn[3] for turn in turns]
 
     def first(self, requests: Iterable[Request]) -> Request | None:
         """The request whose turn it is; None if there are none."""
@@ -333,7 +319,7 @@ class Line:
 
     def __init__(self, group: Group | None) -> None:
         self.group = group
-        self.requests: OrderedDict[Request, None] = OrderedDict()
+        self.requests: dict[Request, None] = {}
         self.weight = 0.0
         self.due = math.inf
         self.nearest = math.inf
@@ -420,7 +406,7 @@ class Lines:
         enough = _LOOKED_AT * most
         if self.fairness is None:
             return list(itertools.islice(line.requests, enough))
-        return self.fairness.in_order(line.requests, enough)[:enough]
+        return self.fairness.in_order(line.requests)[:enough]
 
     def ahead(self, request: Request, line: Line, due: Callable[[Request], float]) -> tuple[int, float]:
         """How many requests of a line are computed before a new one, which is due then, and their weight."""
@@ -462,8 +448,8 @@ class Lines:
 
     def taken(self, line: Line, requests: list[Request]) -> None:
         """Take these requests, a batch, out of their line."""
-        count, newest = line.waiting, line.newest
-        if newest is not None and len(requests) < self.full_size <= count:
+        count = len(line.requests)
+        if len(requests) < self.full_size <= count and (newest := line.newest) is not None:
             line.waited_until = newest.arrived
         if len(requests) == count:
             line.requests.clear()
@@ -513,7 +499,7 @@ class Lines:
     def recount(self) -> int:
         """Count again what really waits, after an interruption at any point. Returns how many requests do."""
         for line in self:
-            line.requests = OrderedDict.fromkeys(one for one in line.requests if one.state == "waiting")
+            line.requests = dict.fromkeys(one for one in line.requests if one.state == "waiting")
             line.weight = math.fsum(one.weight for one in line.requests) if self._limits.weighed else 0.0
             if not line.requests:
                 self._remove(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
@@ -39,11 +40,11 @@ class Request:
 
     Args:
         item: What the caller passed.
-        future: What the caller awaits; None for a thread that waits for :attr:`woken`.
+        future: What the caller awaits; None for a thread that waits for :attr:`answered`.
         loop: The event loop on which its caller awaits it.
 
     Attributes:
-        woken: Set with the answer, for a thread.
+        answered: For a thread: a lock that is let go with the answer.
         arrived: Seconds on the batcher's clock.
         deadline: Seconds on the same clock; infinity for none.
         weight: What it counts for against ``max_weight``; 1 if nothing is weighed.
@@ -67,7 +68,7 @@ class Request:
     enclosing: frozenset[object] = frozenset()
     loop: asyncio.AbstractEventLoop | None = None
     future: Any = None
-    woken: Wakeup | None = None
+    answered: threading.Lock | None = None
     line: Any = None
     timer: list[Any] | None = None
     departure: Wakeup | None = None
@@ -79,8 +80,9 @@ class Request:
 
     def __init__(self, item: Any, future: Any = None, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.item = item
-        self.future = future
-        self.loop = loop
+        if future is not None:
+            self.future = future
+            self.loop = loop
 
     @property
     def extras(self) -> dict[str, Any]:
@@ -100,9 +102,9 @@ class Request:
             _complete([self.future], [outcome])
         elif self.future is not None:
             self.future.complete(outcome)
-        elif self.woken is not None:
+        elif self.answered is not None:
             self._outcome = outcome
-            self.woken.set()
+            self.answered.release()
 
     def wait(self) -> Any:
         """Block this thread until the outcome is there.
@@ -110,8 +112,8 @@ class Request:
         Raises:
             BaseException: What the item failed with.
         """
-        assert self.woken is not None  # noqa: S101 - for the checkers
-        self.woken.wait(None)
+        assert self.answered is not None  # noqa: S101 - for the checkers
+        self.answered.acquire()
         outcome = self._outcome
         if type(outcome) is Failure:
             try:

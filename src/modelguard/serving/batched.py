@@ -44,7 +44,6 @@ from modelguard.errors import (
 )
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import SHARED
-from modelguard.runtime.fork import Wakeup
 from modelguard.serving._batch_options import (
     Arguments,
     AutoSize,
@@ -407,7 +406,8 @@ class Batched(Decorated, Generic[X, Y]):
             if sys.is_finalizing():  # called by a finalizer, when threads do not run any more
                 raise GuardClosed(self.name)
             request = Request(item)
-            request.woken = Wakeup()
+            request.answered = threading.Lock()
+            request.answered.acquire()
             self._put([request], timeout, priority, extras)
             try:
                 return request.wait()

@@ -7,7 +7,6 @@ import gc
 import math
 import threading
 import weakref
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ def test_an_exception_by_a_signal_leaves_nothing_half_done(model: Gated) -> None
     f = batched(max_size=4)(model)
     queue = f._batcher._queue
 
-    class Interrupting(OrderedDict[Any, None]):
+    class Interrupting(dict[Any, None]):
         def __setitem__(self, request: Any, value: None) -> None:
             super().__setitem__(request, value)
             if request.item == "mine":
