@@ -29,11 +29,11 @@ from modelguard.errors import ModelGuardError
 from modelguard.lifecycle import _reload
 from modelguard.lifecycle.runtime import Fingerprint, Runtime, use
 from modelguard.runtime.host_lock import Held, HostLock
+from modelguard.serving import Limits
 from modelguard.serving._execution import BatchFunction, compute
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Batch, Failure, Request
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.serving.status import Limits
 
 MB = 10**6
 GB = 10**9

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modelguard.errors import BatchFailed, DeadlineExceeded, ModelGuardError, Overloaded
+from modelguard.serving import Limits
 from modelguard.serving._execution import BatchFunction, compute
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Batch, Failure, Request, caller_gone
-from modelguard.serving.status import Limits
 
 #: How many lengths of the part of a run in which requests are admitted are tried.
 _PARTS = 60

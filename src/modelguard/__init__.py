@@ -32,11 +32,12 @@ if typing.TYPE_CHECKING:
     )
     from modelguard.lifecycle.pool import ModelPool, pool
     from modelguard.lifecycle.replicas import ModelReplicas, replicas
-    from modelguard.serving import Batched, BatchStatus, Breaker, Buffer, Fair, Weight, deadline
+    from modelguard.serving import AutoSize, Batched, BatchStatus, Breaker, Buffer, Execution, Fair, Weight, deadline
     from modelguard.serving.batched import batched
 
 __all__ = [
     "TTL",
+    "AutoSize",
     "Backoff",
     "BatchStatus",
     "Batched",
@@ -46,6 +47,7 @@ __all__ = [
     "Changed",
     "Cron",
     "Errors",
+    "Execution",
     "Fair",
     "GpuMemoryGrowth",
     "GpuMemoryLimit",
@@ -92,7 +94,7 @@ _NAMES = {
     " MemoryLimit Modified Policy Snapshot Uses",
     "lifecycle.pool": "ModelPool pool",
     "lifecycle.replicas": "ModelReplicas replicas",
-    "serving": "BatchStatus Batched Breaker Buffer Fair Weight batched deadline",
+    "serving": "AutoSize BatchStatus Batched Breaker Buffer Execution Fair Weight batched deadline",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 

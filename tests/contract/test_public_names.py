@@ -23,6 +23,7 @@ import modelguard
 DISTRIBUTION = "modelguard-lifecycle"
 
 PUBLIC = [
+    "AutoSize",
     "Backoff",
     "BatchStatus",
     "Batched",
@@ -32,6 +33,7 @@ PUBLIC = [
     "Changed",
     "Cron",
     "Errors",
+    "Execution",
     "Fair",
     "GpuMemoryGrowth",
     "GpuMemoryLimit",

@@ -12,11 +12,25 @@ from typing import Any
 import pytest
 
 import modelguard
-from modelguard import Batched, BatchStatus, Breaker, Buffer, Fair, Weight, batched, deadline, serving
+from modelguard import (
+    AutoSize,
+    Batched,
+    BatchStatus,
+    Breaker,
+    Buffer,
+    Execution,
+    Fair,
+    Weight,
+    batched,
+    deadline,
+    serving,
+)
 from modelguard.serving import BatchedStream, Limits, Quantiles, Stream, left
 
 HOMES = {
-    **dict.fromkeys((Batched, BatchStatus, Breaker, Buffer, Fair, Weight, batched, deadline), "modelguard"),
+    **dict.fromkeys(
+        (AutoSize, Batched, BatchStatus, Breaker, Buffer, Execution, Fair, Weight, batched, deadline), "modelguard"
+    ),
     **dict.fromkeys((BatchedStream, Limits, Quantiles, Stream, left), "modelguard.serving"),
 }
 
@@ -24,7 +38,9 @@ VALUES = [
     batched(max_size=4, name="f")(sorted).status(),
     Quantiles(p50=1.0, p90=2.0, p99=3.0, max=4.0),
     Breaker(failures=3, cooldown="5s", ignore=(ValueError,)),
+    AutoSize(slo="100ms"),
     Buffer(parts=8, slow_after="5s"),
+    Execution(loop="caller", hang_after="5m"),
     Fair(by=len, shares={"gold": 4}, quota=8),
     Weight(of=len, most=100, padded=True),
     Limits(name="f", max_size=4, max_queue=8),
@@ -41,11 +57,13 @@ def test_tracebacks_show_where_to_import_it(public: Any, home: str) -> None:
 def test_the_names_of_serving_are_these() -> None:
     """`modelguard.serving.__all__` is this list, no more and no less."""
     values = [
+        "AutoSize",
         "BatchStatus",
         "Batched",
         "BatchedStream",
         "Breaker",
         "Buffer",
+        "Execution",
         "Fair",
         "Limits",
         "Quantiles",
@@ -63,7 +81,7 @@ def test_type_hints_can_be_resolved(public: Any) -> None:
     typing.get_type_hints(public)
 
 
-@pytest.mark.parametrize("kind", [BatchStatus, Breaker, Buffer, Fair, Limits, Quantiles, Weight])
+@pytest.mark.parametrize("kind", [AutoSize, BatchStatus, Breaker, Buffer, Execution, Fair, Limits, Quantiles, Weight])
 def test_type_hints_of_values_name_every_field(kind: Any) -> None:
     """Each field of a public dataclass has a type, not text."""
     hints = typing.get_type_hints(kind)

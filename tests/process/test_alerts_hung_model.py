@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import Gated, until
 
-from modelguard import Breaker, batched, telemetry
+from modelguard import Breaker, Execution, batched, telemetry
 from modelguard.errors import Overloaded
 from modelguard.serving import _batcher
 
@@ -156,7 +156,7 @@ def test_a_model_that_serves_alerts_nobody(model: Gated, start: Callable[..., Se
 @pytest.mark.parametrize("served", [0, 30])
 def test_a_model_that_hangs_alerts(model: Gated, start: Callable[..., Service], tmp_path: Path, served: int) -> None:
     """At its first batch or after half an hour: that it hangs at once, and that requests get no answer soon."""
-    service = start(deadline="200ms", hang_after="100ms")
+    service = start(deadline="200ms", execution=Execution(hang_after="100ms"))
     if served:
         model.gate.set()
         service.serve(served)
@@ -189,6 +189,6 @@ def test_a_model_that_hangs_opens_the_circuit_and_alerts(
 ) -> None:
     """Nothing waits for the model any more, and the alert says so."""
     breaker = Breaker(failures=3, cooldown="1h", max_cooldown="1h")
-    service = start(deadline="200ms", hang_after="100ms", breaker=breaker)
+    service = start(deadline="200ms", execution=Execution(hang_after="100ms"), breaker=breaker)
     service.serve(20, together=True)
     assert {"ModelguardModelHangs", "ModelguardCircuitOpen", "ModelguardRequestsRefused"} <= service.firing(tmp_path)

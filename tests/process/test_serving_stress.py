@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import multiprocessing
 import os
 import random
@@ -20,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from modelguard import batched
+from modelguard import AutoSize, batched
 from modelguard.errors import DeadlineExceeded, GuardClosed, InvalidOption, Overloaded
-from modelguard.serving import _batcher, _functions
+from modelguard.serving import _batcher
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -181,7 +182,7 @@ def test_options_that_change_under_load_lose_no_call() -> None:
         nonlocal changes
         dice = random.Random(7)
         while not done.is_set() or changes < 1000:
-            size: dict[str, Any] = dice.choice([{"max_size": dice.randint(1, 32)}, {"max_size": "auto", "slo": 1.0}])
+            size: dict[str, Any] = dice.choice([{"max_size": dice.randint(1, 32)}, {"max_size": AutoSize(slo=1.0)}])
             f.configure(
                 **size,
                 max_queue=dice.choice([32, 512]),
@@ -342,7 +343,7 @@ def test_a_forked_child_can_use_batched_methods() -> None:
     held, fork_done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with _functions._lock:
+        with importlib.import_module("modelguard.serving.batched")._lock:
             held.set()
             fork_done.wait(30)
 
@@ -394,7 +395,7 @@ def test_an_idle_batcher_costs_no_cpu() -> None:
     done = python("""
         import time
         from contextlib import suppress
-        from modelguard import batched
+        from modelguard import AutoSize, batched
         from modelguard.errors import ModelGuardError
         f = batched(max_size=4, max_wait="1ms", deadline="50ms", threads=2)(lambda items: items)
         for n in range(100):
@@ -414,7 +415,7 @@ def test_the_interpreter_ends_although_items_are_under_way() -> None:
     done = python(
         """
         import time
-        from modelguard import batched
+        from modelguard import AutoSize, batched
         f = batched(max_size=1, deadline="1h")(lambda items: time.sleep(60) or items)
         futures = [f.submit(n) for n in range(10)]
         time.sleep(0.2)

@@ -14,11 +14,13 @@ from starlette.applications import Starlette
 
 from modelguard import (
     TTL,
+    AutoSize,
     Batched,
     Breaker,
     Buffer,
     Changed,
     Cron,
+    Execution,
     Fair,
     GpuMemoryGrowth,
     GpuMemoryLimit,
@@ -426,8 +428,8 @@ assert_type(lengths.status().waiting, int)
 assert_type(lengths.limits.deadline, float)
 assert_type(lengths.status().max_size, int)
 assert_type(lengths.status().slo_reachable, bool | None)
-lengths.configure(max_size=8, deadline=None, max_wait="5ms", max_queue=64, hang_after="1m")
-lengths.configure(max_size="auto", slo="100ms")
+lengths.configure(max_size=8, deadline=None, max_wait="5ms", max_queue=64, execution=Execution(hang_after="1m"))
+lengths.configure(max_size=AutoSize(slo="100ms"))
 assert_type(lengths.status().run.p99, float)
 
 
@@ -438,7 +440,7 @@ async def batches_later() -> None:
         assert_type(open_until_the_end, Batched[str, int])
 
 
-@batched(max_size="auto", slo="100ms")
+@batched(max_size=AutoSize(slo="100ms"))
 def chosen(texts: list[str]) -> list[int]:
     return [len(text) for text in texts]
 
@@ -522,7 +524,7 @@ async def spell_later(model: Model, texts: list[str]) -> AsyncIterator[list[str]
     yield texts
 
 
-@batched(max_size=8, loop="caller")
+@batched(max_size=8, execution=Execution(loop="caller"))
 @model
 async def lengths_later(model: Model, texts: list[str]) -> list[int]:
     return [len(text) for text in texts]

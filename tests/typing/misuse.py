@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from modelguard import TTL, Replay, Swap, Uses, batched, guard, pool
+from modelguard import TTL, Execution, Replay, Swap, Uses, batched, guard, pool
 
 
 class Model:
@@ -89,7 +89,7 @@ lengths.configure(threads=2)  # WRONG
 lengths.configure(max_size="automatic")  # WRONG
 batched(max_size=4, workers=2)  # WRONG
 batched(max_size=4, on_error="ignore")  # WRONG
-batched(max_size=4, loop="mine")  # WRONG
+Execution(loop="mine")  # WRONG
 lengths.stream("a")  # WRONG
 
 

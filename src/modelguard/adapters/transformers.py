@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, WrongResults
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.serving import Batched, batched
+from modelguard.serving import AutoSize, Batched, batched
 
 __all__ = ["batched_pipeline"]
 
@@ -36,7 +36,7 @@ _RUN_ELSEWHERE = 10**9
 def batched_pipeline(
     pipe: Any,
     *,
-    max_size: int | Literal["auto"],
+    max_size: int | AutoSize,
     tokens: int | None = None,
     length: Callable[[Any], float] | None = None,
     call: Mapping[str, Any] | None = None,
@@ -58,7 +58,7 @@ def batched_pipeline(
 
     Args:
         pipe: A pipeline, or a guard of one. With a guard, each batch runs on one generation.
-        max_size: The largest number of items in a batch; ``"auto"`` with ``slo=`` to have it chosen.
+        max_size: The largest number of items in a batch; an ``AutoSize`` to have it chosen.
         tokens: The largest number of tokens in one run of the model, including padding; a longer item runs alone.
             Default: no limit. If ``length`` is given, its unit is used. Items that are not text also need ``length``.
         length: The length of an item, at least 0; also the default of ``weight``. Default: the number of tokens of a

@@ -20,7 +20,7 @@ from modelguard.isolation import status as _isolated
 from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.runtime import waiting
 from modelguard.runtime.background import THREADS
-from modelguard.serving import _shared_threads
+from modelguard.serving import _batcher
 from modelguard.serving.deadlines import WebRequest, check_key, check_priority, on_behalf_of
 from modelguard.telemetry import logger
 
@@ -251,7 +251,7 @@ def _tell_of_unused(checked: Iterable[Any]) -> None:
 
 
 def _all_of_process() -> tuple[Ready, ...]:
-    return (*all_guards(), *_shared_threads.live(), *_isolated.live())
+    return (*all_guards(), *_batcher.batchers, *_isolated.live())
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

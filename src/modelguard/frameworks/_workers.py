@@ -29,7 +29,7 @@ from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.lifecycle.pool import pools as all_pools
 from modelguard.runtime import background, fork
 from modelguard.runtime.background import start_thread
-from modelguard.serving import _shared_threads as _batched
+from modelguard.serving import _batcher
 from modelguard.sharing import _prefork
 from modelguard.sharing._prefork import prepare_chosen
 from modelguard.telemetry import logger
@@ -91,7 +91,7 @@ def guards_to_share() -> tuple[ModelGuard[Any], ...]:
     """
     found = sorted(all_guards(), key=lambda guard: guard.name)
     found = [guard for guard in found if guard.prefork] or found
-    if not found and not (_batched.live() or _isolated.live() or all_pools()):
+    if not found and not (_batcher.batchers or _isolated.live() or all_pools()):
         why = "must not be empty: the application made no guard while it was imported"
         raise InvalidOption("guards", (), why=why, fix="Make it at the top of a module: nlp = guard(load_model, ...).")
     return tuple(found)

@@ -34,8 +34,9 @@ from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unrea
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import RETRY_AFTER
 from modelguard.isolation._supervisor import supervisor
-from modelguard.serving import deadlines
-from modelguard.serving._shared_threads import SharedThread, Watch
+from modelguard.runtime import clock
+from modelguard.runtime.background import SHARED
+from modelguard.runtime.clock import Watch
 from modelguard.telemetry import Reason, WorkerEndCause, logger
 
 #: Seconds within which another thread sets what it has found. If this thread itself was interrupted there, nobody does.
@@ -268,10 +269,10 @@ class Claims:
     def add(self, claim: Claim) -> None:
         self._waiting[claim] = None
         # A thread looks at the time by itself.
-        if isinstance(claim, ThreadClaim) or claim.until + deadlines.ahead() >= self._watch.due:
+        if isinstance(claim, ThreadClaim) or claim.until + clock.ahead() >= self._watch.due:
             return
         with self._lock:
-            at = claim.until + deadlines.ahead()
+            at = claim.until + clock.ahead()
             if at < self._watch.due:
                 self._watch.schedule(at)
 
@@ -295,11 +296,11 @@ class Claims:
     # Processes live in real time, while a test moves the clock of the watch.
 
     def _next(self, now: float) -> float:
-        ahead = deadlines.ahead()
+        ahead = clock.ahead()
         return min((claim.until for claim in self if claim.until > now - ahead), default=math.inf) + ahead
 
     def _expire(self, now: float) -> None:
-        now -= deadlines.ahead()
+        now -= clock.ahead()
         for claim in self:
             claim.expire(now)
 
@@ -307,7 +308,7 @@ class Claims:
 def aside(work: Callable[[], object]) -> None:
     """Run what may block, or runs code of users, in a thread of its own; in this one if the system gives none."""
     try:
-        SharedThread(work, "modelguard-isolated-call").start()
+        SHARED.start(work, "modelguard-isolated-call")
     except RuntimeError:
         work()
 
@@ -591,7 +592,7 @@ class Caller:
             self._thread.next = job
             return
         try:
-            SharedThread(partial(self._run, [job]), "modelguard-isolated-call").start()
+            SHARED.start(partial(self._run, [job]), "modelguard-isolated-call")
         except RuntimeError as error:  # the system gives no thread
             supervisor().call(partial(self._give_up, call, future, taken, error))
 

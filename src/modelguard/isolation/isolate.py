@@ -38,9 +38,8 @@ from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime import waiting
-from modelguard.runtime.background import THREADS
+from modelguard.runtime.background import SHARED, THREADS
 from modelguard.serving import deadlines
-from modelguard.serving._shared_threads import SharedThread
 from modelguard.serving.breaker import Breaker
 
 if TYPE_CHECKING:
@@ -423,7 +422,7 @@ class Isolated(Entered, Generic[P, R_co]):
 
 
 def _start_thread(work: Callable[[], None], name: str) -> None:
-    SharedThread(work, f"modelguard-isolated-{name}").start()
+    SHARED.start(work, f"modelguard-isolated-{name}")
 
 
 def _close_after(step: Future[Any], opening: Future[Any]) -> Future[None]:

@@ -9,16 +9,20 @@ from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from modelguard.runtime import fork
 from modelguard.runtime.fork import Wakeup, WeakRegistry
 
-Work = Callable[[], None]
+Work = Callable[[], object]
+_Inbox: TypeAlias = "SimpleQueue[tuple[Work, str] | None]"
 
 #: How long a thread waits for more work of its name, and how many wait at most.
 _IDLE_SECONDS = 300.0
 _IDLE_THREADS = 4
+#: The same for threads of any short work.
+LINGER = 10.0
+_SHARED_THREADS = 8
 
 
 def start_thread(work: Work, name: str) -> threading.Thread:
@@ -33,30 +37,36 @@ def start_thread(work: Work, name: str) -> threading.Thread:
     return thread
 
 
-class NamedThreads:
-    """Daemon threads by name. Daemons, because a hung loader must not keep the interpreter from exiting for ever."""
+class KeptThreads:
+    """Threads that wait for more work. Daemons, because a hung loader must not keep the interpreter from exiting.
 
-    def __init__(self) -> None:
+    Args:
+        shared: Whether a thread takes work of any name, which it has while that runs. Else it takes that of its own
+            name alone: what libraries keep for each thread that calls them is there again.
+    """
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self._shared = shared
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
         # Reentrant: the garbage collector may return a dropped lease in here, which may start work.
         self._lock = threading.RLock()
-        self._idle: dict[str, tuple[SimpleQueue[Work | None], threading.Thread]] = {}
+        self._idle: dict[str | int, tuple[_Inbox, threading.Thread]] = {}
         self._running = 0
         self._less = threading.Condition(self._lock)
 
     def start(self, work: Work, name: str) -> None:
-        """Run ``work`` in a thread of that name: in the one that is waiting for work, else in a new one.
+        """Run ``work`` in a thread of that name: in one that is waiting for work, else in a new one.
 
         Raises:
             RuntimeError: The system gives no thread, or the interpreter is shutting down.
         """
         with self._lock:
-            idle = self._idle.pop(name, None)
+            idle = self._idle.pop(next(iter(self._idle), 0) if self._shared else name, None)
             self._running += 1
         if idle is not None:
-            idle[0].put(work)
+            idle[0].put((work, name))
         else:
             self._start(work, name, keep=True)
 
@@ -71,10 +81,10 @@ class NamedThreads:
         self._start(work, name, keep=False)
 
     def _start(self, work: Work, name: str, *, keep: bool) -> None:
-        inbox: SimpleQueue[Work | None] = SimpleQueue()
-        inbox.put(work)  # not as an argument, which the thread would keep alive as long as it runs
+        inbox: _Inbox = SimpleQueue()
+        inbox.put((work, name))  # not as an argument, which the thread would keep alive as long as it runs
         try:
-            start_thread(partial(self._serve, inbox, name, keep=keep), name)
+            start_thread(partial(self._serve, inbox, keep=keep), name)
         except BaseException:
             self._end()
             raise
@@ -93,39 +103,51 @@ class NamedThreads:
             inbox.put(None)
             thread.join()
 
-    def _serve(self, inbox: SimpleQueue[Work | None], name: str, *, keep: bool) -> None:
-        work: Work | None = inbox.get()
-        while work is not None:
+    def _serve(self, inbox: _Inbox, *, keep: bool) -> None:
+        job = inbox.get()
+        while job is not None:
+            work, name = job
+            if self._shared:
+                threading.current_thread().name = name
             try:
                 work()
             finally:
                 self._end()
-            del work  # nothing of it may be kept alive while the thread waits
-            work = self._next(inbox, name) if keep else None
+            del work, job  # nothing of it may be kept alive while the thread waits
+            job = self._next(inbox, name) if keep else None
 
     def _end(self) -> None:
         with self._less:
             self._running -= 1
             self._less.notify_all()
 
-    def _next(self, inbox: SimpleQueue[Work | None], name: str) -> Work | None:
+    def _next(self, inbox: _Inbox, name: str) -> tuple[Work, str] | None:
+        thread = threading.current_thread()
+        most, seconds = (_SHARED_THREADS, LINGER) if self._shared else (_IDLE_THREADS, _IDLE_SECONDS)
+        key = id(inbox) if self._shared else name
         with self._lock:
-            if name in self._idle or len(self._idle) >= _IDLE_THREADS:
+            if key in self._idle or len(self._idle) >= most:
                 return None
-            self._idle[name] = inbox, threading.current_thread()
+            if self._shared:
+                thread.name = "modelguard-idle"
+            self._idle[key] = inbox, thread
         try:
-            return inbox.get(timeout=_IDLE_SECONDS)
+            return inbox.get(timeout=seconds)
         except Empty:
             with self._lock:
-                if (idle := self._idle.get(name)) is not None and idle[0] is inbox:
-                    del self._idle[name]
+                if (idle := self._idle.get(key)) is not None and idle[0] is inbox:
+                    del self._idle[key]
                     return None
             return inbox.get()  # work was handed over in this very moment
 
 
-THREADS = NamedThreads()
+#: For loads, each in the thread of its name.
+THREADS = KeptThreads()
+#: For short work.
+SHARED = KeptThreads(shared=True)
 fork.before_exit("loads", THREADS.finish)
 fork.at_fork(fork.Rank.LOCKS, in_child=THREADS.after_fork_in_child)
+fork.at_fork(fork.Rank.LOCKS, in_child=SHARED.after_fork_in_child)
 
 
 _SHORTEST, _LONGEST = 0.05, 1.0

@@ -121,11 +121,13 @@ def require_asyncio(doing: str) -> None:
         raise NotSupported(doing, reason=f"{reason}: await trio.to_thread.run_sync(...)")
 
 
-def require_loop(doing: str) -> None:
-    """:func:`require_asyncio`, and trio will do as well."""
+_INSTEAD = "Load the model before the loop starts (guard.load()), or use the plain function or method in a thread"
+
+
+def require_loop(doing: str, instead: str = _INSTEAD) -> None:
+    """:func:`require_asyncio`, and trio will do as well. ``instead``: what to write where neither runs."""
     if not on_any_loop():
-        reason = "no asyncio event loop runs here, and none of trio. Load the model before the loop starts"
-        raise NotSupported(doing, reason=f"{reason} (guard.load()), or use the plain function or method in a thread")
+        raise NotSupported(doing, reason=f"no asyncio event loop runs here, and none of trio. {instead}")
 
 
 def on_any_loop() -> bool:
@@ -190,10 +192,10 @@ class Wait(NamedTuple):
                     look()
 
     async def suspend(self) -> None:
-        sleeper = _OnTrio() if _on_trio() else _OnAsyncio()
-        self.future.add_done_callback(sleeper.wake)
+        asleep = sleeper()
+        self.future.add_done_callback(asleep.wake)
         while (pause := self._pause()) != 0:
-            await sleeper.sleep(pause)
+            await asleep.sleep(pause)
             if self.look is not None:
                 self.look()
 
@@ -262,37 +264,49 @@ async def suspend(steps: Steps[T]) -> T:
         return stop.value  # type: ignore[no-any-return]
 
 
-class _OnAsyncio:
-    def __init__(self) -> None:
-        require_loop("waiting in a coroutine")
-        self._loop = asyncio.get_running_loop()
-        self._woken: asyncio.Future[None] = self._loop.create_future()
+class OnAsyncio:
+    """A coroutine that sleeps until it is woken, from any thread. ``wake`` does nothing once its loop has ended."""
 
-    def wake(self, _future: object) -> None:
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.woken: asyncio.Future[None] = self.loop.create_future()
+
+    def wake(self, _future: object = None) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._wake)
+            self.loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        if not self._woken.done():
-            self._woken.set_result(None)
+        if not self.woken.done():
+            self.woken.set_result(None)
 
-    async def sleep(self, seconds: float | None) -> None:
-        await asyncio.wait([self._woken], timeout=seconds)
+    async def sleep(self, seconds: float | None = None) -> None:
+        if seconds is None:
+            await self.woken
+        else:
+            await asyncio.wait([self.woken], timeout=seconds)
 
 
-class _OnTrio:
+class OnTrio:
+    """The same on trio."""
+
     def __init__(self) -> None:
         self._trio = sys.modules["trio"]
         self._woken = self._trio.Event()
         self._token = self._trio.lowlevel.current_trio_token()
 
-    def wake(self, _future: object) -> None:
+    def wake(self, _future: object = None) -> None:
         with suppress(self._trio.RunFinishedError):
             self._token.run_sync_soon(self._woken.set)
 
-    async def sleep(self, seconds: float | None) -> None:
+    async def sleep(self, seconds: float | None = None) -> None:
         with self._trio.move_on_after(float("inf") if seconds is None else seconds):
             await self._woken.wait()
+
+
+def sleeper(doing: str = "waiting in a coroutine", instead: str = _INSTEAD) -> OnAsyncio | OnTrio:
+    """Of the loop that runs here; :func:`require_loop` raises if there is none."""
+    require_loop(doing, instead)
+    return OnTrio() if _on_trio() else OnAsyncio()
 
 
 Q = TypeVar("Q")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from modelguard.serving._batch_options import Buffer, Fair, Weight
-from modelguard.serving.batched import Batched, batched
+from modelguard.serving._batch_options import AutoSize, Buffer, Execution, Fair, Weight
+from modelguard.serving.batched import Batched, BatchedStream, batched
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.deadlines import caller, deadline, left
 from modelguard.serving.status import BatchStatus, Limits, Quantiles
-from modelguard.serving.streams import BatchedStream, Stream
+from modelguard.serving.streams import Stream
 
 __all__ = [
+    "AutoSize",
     "BatchStatus",
     "Batched",
     "BatchedStream",
     "Breaker",
     "Buffer",
+    "Execution",
     "Fair",
     "Limits",
     "Quantiles",
@@ -27,7 +29,7 @@ __all__ = [
 ]
 
 # Tracebacks, repr() and the documentation show where users import these from, which is not where they are written.
-for _of_modelguard in (BatchStatus, Batched, Breaker, Buffer, Fair, Weight, batched, deadline):
+for _of_modelguard in (AutoSize, BatchStatus, Batched, Breaker, Buffer, Execution, Fair, Weight, batched, deadline):
     _of_modelguard.__module__ = "modelguard"
 for _of_serving in (BatchedStream, Limits, Quantiles, Stream, caller, left):
     _of_serving.__module__ = "modelguard.serving"

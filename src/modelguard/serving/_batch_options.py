@@ -1,19 +1,43 @@
-"""The options of a batched function, checked."""
+"""What is checked when a function is batched and when it is called: options, the function itself, arguments."""
 
+import functools
+import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping
+import types
+import typing
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, TypeAlias, TypedDict, cast, get_args
+from typing import Annotated, Any, Literal, Self, TypedDict, cast, get_args
 
 from modelguard import _units
 from modelguard._function_kinds import FunctionKind, kind_of
-from modelguard.errors import InvalidOption
-from modelguard.serving._runners import OwnLoop
+from modelguard.errors import InvalidOption, ItemRefused, ItemTooHeavy
+from modelguard.runtime.event_loops import OwnLoop
+from modelguard.serving._requests import Group, Request
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.status import Limits
 
 # Without `from __future__ import annotations`: some of these classes are public under another module's name, where
 # typing.get_type_hints() could not resolve text.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoSize:
+    """Batches as large as a latency goal allows, by the measured times.
+
+    Args:
+        slo: The goal: seconds from arrival to answer, as long as the load can be computed. Nothing is refused because
+            of it; that is what ``deadline`` does. If one item alone takes longer, items run alone, and a
+            ``BatchSizeChosen`` at level WARNING says so. A batch never has more than ``max_queue`` items.
+
+    Raises:
+        InvalidOption: It is not a duration.
+    """
+
+    slo: _units.Duration
+
+    def __post_init__(self) -> None:
+        _units.seconds(self.slo, "slo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,26 +128,47 @@ class Buffer:
         _units.seconds(self.slow_after, "slow_after", zero=True)
 
 
-#: Where a batch function that is ``async`` runs.
-LoopChoice = Literal["own", "caller"]
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How batches run, where the default does not do.
 
-OnError = Literal["isolate", "fail"]
-Size: TypeAlias = int | Literal["auto"]
+    Args:
+        loop: Where an ``async`` function runs. ``"own"``: on an event loop in a thread of its own, which stays the same
+            one, so that what blocks it blocks nobody else. ``"caller"``: on that of its callers, who must be
+            coroutines, for functions that use what belongs to that loop. Default: ``"own"``.
+        hang_after: How long a batch may run. After that the function is not ready, its state is ``"hung"``, a
+            ``BatchErrored`` is emitted, and a breaker opens; the batch itself cannot be stopped. Default: ten times
+            ``deadline``, at least a minute; never without a deadline.
 
-#: A batch counts as hung after so many times the deadline, but not before a minute.
-_HANG = 10
-_SHORTEST_HANG = 60.0
+    Raises:
+        InvalidOption: One of these is invalid.
+    """
+
+    loop: Literal["own", "caller"] | None = None
+    hang_after: _units.Duration | None = None
+
+    def __post_init__(self) -> None:
+        if self.loop is not None:
+            _units.one_of(self.loop, "loop", ("own", "caller"), fix="Write 'own' or 'caller'.")
+        if self.hang_after is not None:
+            _units.seconds(self.hang_after, "hang_after")
 
 
 class Changes(TypedDict, total=False):
     """What :meth:`modelguard.Batched.configure` can change; see :func:`~modelguard.batched` for their meaning."""
 
-    max_size: Size
-    slo: _units.Duration | None
+    max_size: int | AutoSize
     max_wait: _units.Duration
     max_queue: int
     deadline: _units.Duration | None
-    hang_after: _units.Duration | None
+    execution: Execution | None
+
+
+OnError = Literal["isolate", "fail"]
+
+#: A batch counts as hung after so many times the deadline, but not before a minute.
+_HANG = 10
+_SHORTEST_HANG = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,16 +179,18 @@ class BatchOptions:
         limits: What bounds batches, queue and calls, in base units.
         own_loop: The event loop on which the function runs, if it is ``async`` and has one of its own.
         kind: What a call of the function gives.
-        written: The options that can be changed, as they were given.
     """
 
-    written: Changes = field(repr=False, compare=False)
+    max_size: int | AutoSize
+    max_wait: _units.Duration
+    max_queue: int
+    deadline: _units.Duration | None
     threads: int
     weight: Weight | None
     fair: Fair
     on_error: OnError
     breaker: Breaker | None
-    loop: LoopChoice | None
+    execution: Execution | None
     buffer: Buffer | None
     name: str
     kind: FunctionKind = "function"
@@ -151,26 +198,40 @@ class BatchOptions:
     limits: Limits = field(init=False)
 
     def __post_init__(self) -> None:
-        bounds = _check_bounds(self.written)
         _units.one_of(self.on_error, "on_error", get_args(OnError), fix="Write 'isolate' or 'fail'.")
         if self.breaker is not None:
             fix = "Write breaker=Breaker(failures=5, cooldown='10s')."
             _units.instance(self.breaker, "breaker", Breaker, "a Breaker", fix=fix)
-        if self.loop is not None:
-            _units.one_of(self.loop, "loop", get_args(LoopChoice), fix="Write 'own' or 'caller'.")
+        if self.execution is not None:
+            fix = "Write execution=Execution(hang_after='1m')."
+            _units.instance(self.execution, "execution", Execution, "an Execution", fix=fix)
+        object.__setattr__(self, "limits", self._limits())
+
+    def _limits(self) -> Limits:
+        queue = _units.whole_number(self.max_queue, "max_queue")
+        slo = self.max_size.slo if isinstance(self.max_size, AutoSize) else None
+        size = queue if isinstance(self.max_size, AutoSize) else _check_size(self.max_size)
+        bound = math.inf if self.deadline is None else _units.seconds(self.deadline, "deadline")
+        hang = None if self.execution is None else self.execution.hang_after
         limits = Limits(
             name=self.name,
+            max_size=size,
+            max_queue=queue,
+            max_wait=_units.seconds(self.max_wait, "max_wait", zero=True),
             max_weight=math.inf if self.weight is None or self.weight.most is None else float(self.weight.most),
+            deadline=bound,
             threads=_units.whole_number(self.threads, "threads"),
+            hang_after=max(_HANG * bound, _SHORTEST_HANG) if hang is None else _units.seconds(hang, "hang_after"),
             weighed=self.weight is not None,
+            slo=math.inf if slo is None else _units.seconds(slo, "slo"),
             padded=self.weight is not None and self.weight.padded,
             fair=self.fair.by is not None,
             shares=dict(self.fair.shares),
-            quota=_check_quota(self.fair.quota, bounds["max_queue"]),
+            quota=self.fair.quota,
             ageing=_units.seconds(self.fair.ageing, "ageing"),
-            **bounds,
         )
-        object.__setattr__(self, "limits", limits)
+        _check_together(limits, slo)
+        return limits
 
     @property
     def streams(self) -> bool:
@@ -182,6 +243,10 @@ class BatchOptions:
         """Whether the function needs an event loop."""
         return self.kind in ("coroutine", "async generator")
 
+    @property
+    def on_callers_loop(self) -> bool:
+        return self.is_async and self.own_loop is None
+
     def suited_to(self, function: Any, name: str) -> Self:
         """The same options for this function of this name.
 
@@ -189,17 +254,18 @@ class BatchOptions:
             InvalidOption: One of them is not for functions of its kind.
         """
         made = replace(self, kind=kind_of(function), name=name)
-        if self.loop is not None and not made.is_async:
+        loop = None if self.execution is None else self.execution.loop
+        if loop is not None and not made.is_async:
             why = "only an async function runs on an event loop, and this one runs on a thread"
-            raise InvalidOption("loop", self.loop, why=why, fix="Leave it out, or write: async def predict(items): ...")
+            raise InvalidOption("loop", loop, why=why, fix="Leave it out, or write: async def predict(items): ...")
         if self.buffer is not None and not made.streams:
             why = "only a generator function has a stream to buffer"
             fix = "Leave it out, or yield parts: def generate(items): yield [...]"
             raise InvalidOption("buffer", self.buffer, why=why, fix=fix)
-        return replace(made, own_loop=OwnLoop(name)) if made.is_async and self.loop != "caller" else made
+        return replace(made, own_loop=OwnLoop(name)) if made.is_async and loop != "caller" else made
 
     def changed(self, changes: Changes) -> Self:
-        """The same options with some of them changed. A ``max_size`` that is a number ends the choice by ``slo``.
+        """The same options with some of them changed.
 
         Raises:
             InvalidOption: One of them cannot be changed, is invalid, or does not fit the others.
@@ -209,10 +275,12 @@ class BatchOptions:
                 known = ", ".join(Changes.__annotations__)
                 why = "cannot be changed while the function serves"
                 raise InvalidOption(option, value, why=why, fix=f"Write it in @batched(...), or change {known}.")
-        written = self.written | changes
-        if "max_size" in changes and changes["max_size"] != "auto" and "slo" not in changes:
-            written["slo"] = None
-        return replace(self, written=written)
+        made = replace(self, **changes)
+        before, after = (one.execution or Execution() for one in (self, made))
+        if after.loop not in (None, before.loop):
+            why = "cannot be changed while the function serves"
+            raise InvalidOption("loop", after.loop, why=why, fix="Write it in @batched(...), or leave it out.")
+        return made
 
 
 def read_weight(given: Callable[[Any], float] | Weight | None) -> Weight | None:
@@ -237,62 +305,396 @@ def read_buffer(given: int | Buffer | None) -> Buffer | None:
     return Buffer(parts=_units.whole_number(given, "buffer"))
 
 
-def _check_bounds(written: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that can be changed as fields of :class:`Limits`."""
-    auto = isinstance(written["max_size"], str) and written["max_size"] == "auto"
-    queue = _units.whole_number(written["max_queue"], "max_queue")
-    size = queue if auto else _check_size(written["max_size"])
-    if queue < size:
-        why = f"must not be less than max_size={size}, or no batch would ever be full"
-        raise InvalidOption("max_queue", queue, why=why, fix=f"Give max_queue={4 * size}, four batches.")
-    bound = math.inf if written["deadline"] is None else _units.seconds(written["deadline"], "deadline")
-    wait = _units.seconds(written["max_wait"], "max_wait", zero=True)
-    hang = written["hang_after"]
-    return {
-        "max_size": size,
-        "max_queue": queue,
-        "max_wait": wait,
-        "deadline": bound,
-        "hang_after": max(_HANG * bound, _SHORTEST_HANG) if hang is None else _units.seconds(hang, "hang_after"),
-        "slo": _check_slo(written["slo"], auto=auto, wait=wait, deadline=bound),
-    }
-
-
 def _check_size(value: object) -> int:
     if isinstance(value, str):
-        why = "must be a whole number of at least 1, or 'auto'"
-        raise InvalidOption("max_size", value, why=why, fix="Write max_size=8, or max_size='auto' with slo='100ms'.")
+        why = "must be a whole number of at least 1, or AutoSize(slo=...)"
+        raise InvalidOption("max_size", value, why=why, fix="Write max_size=8, or max_size=AutoSize(slo='100ms').")
     return _units.whole_number(cast("int", value), "max_size")
 
 
-def _check_slo(value: _units.Duration | None, *, auto: bool, wait: float, deadline: float) -> float:
-    """The latency goal in seconds; infinity for none."""
-    if value is None:
-        if auto:
-            why = "needs slo= as well, the time from arrival to answer that batches are made for"
-            raise InvalidOption("max_size", "auto", why=why, fix="Write for example max_size='auto', slo='100ms'.")
-        return math.inf
-    slo = _units.seconds(value, "slo")
-    if not auto:
-        why = "has an effect only with max_size='auto', which chooses the size of batches by it"
-        raise InvalidOption("slo", value, why=why, fix="Write max_size='auto', or leave slo out.")
-    if slo <= wait:
-        why = f"must be longer than max_wait, which is {_units.format_seconds(wait)}"
-        raise InvalidOption("slo", value, why=why, fix="Leave max_wait out: a batch never waits for items then.")
-    if slo > deadline:
-        why = f"must not be longer than deadline, which is {_units.format_seconds(deadline)}"
-        raise InvalidOption(
-            "slo", value, why=why, fix="Give the goal for most items as slo, the end of waiting as deadline."
-        )
-    return slo
+def _check_together(limits: Limits, slo: _units.Duration | None) -> None:
+    """Check what no option says by itself. ``slo``: as it was given, for the errors."""
+    size, queue, quota = limits.max_size, limits.max_queue, limits.quota
+    if queue < size:
+        why = f"must not be less than max_size={size}, or no batch would ever be full"
+        raise InvalidOption("max_queue", queue, why=why, fix=f"Give max_queue={4 * size}, four batches.")
+    if quota is not None and quota > queue:
+        why = f"must not be more than max_queue={queue}, or it would never be reached"
+        fix = f"Give quota={max(queue // 8, 1)}, an eighth of the queue."
+        raise InvalidOption("quota", quota, why=why, fix=fix)
+    if slo is not None and limits.slo <= limits.max_wait:
+        why = f"must be longer than max_wait, which is {_units.format_seconds(limits.max_wait)}"
+        raise InvalidOption("slo", slo, why=why, fix="Leave max_wait out: a batch never waits for items then.")
+    if slo is not None and limits.slo > limits.deadline:
+        why = f"must not be longer than deadline, which is {_units.format_seconds(limits.deadline)}"
+        fix = "Give the goal for most items as slo, the end of waiting as deadline."
+        raise InvalidOption("slo", slo, why=why, fix=fix)
 
 
-def _check_quota(quota: int | None, max_queue: int) -> int | None:
-    if quota is None:
+# What can be read from a batch function when it is decorated: whether it can be batched, and what its items are.
+
+
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+#: Keyword arguments of every batched call, and what they do.
+_TAKEN = {"timeout": "bounds the call", "priority": "says how urgent it is"}
+#: Annotations that a list satisfies.
+_LISTS = (list, Sequence, MutableSequence, Collection, Iterable)
+#: Types of items for which a list is certainly a mistake. Others may accept a list in place of an array, say.
+_SCALARS = (str, bytes, int, float, complex, bool, dict)
+#: Web frameworks whose applications know their handlers.
+_WEB_FRAMEWORKS = frozenset({"fastapi", "flask", "starlette"})
+
+
+def check_function(function: Any, caller: Mapping[str, Any]) -> None:
+    """Reject what cannot be called with a list of items on another thread.
+
+    Args:
+        function: What is decorated.
+        caller: The local variables where it is decorated.
+
+    Raises:
+        InvalidOption: It is not a function, not a function of a list, or a route of a web framework.
+    """
+    if isinstance(function, classmethod | staticmethod):
+        kind = type(function).__name__
+        raise _rejected(function, why=f"it is a {kind}", fix=f"Put @batched(...) below @{kind}, next to the def.")
+    if not callable(function) or isinstance(function, type):
+        why = f"it must be a function or a method, not {_units.kind_of(function)}"
+        raise _rejected(function, why=why, fix="Decorate: def predict(items): return [...]")
+    _check_parameters(function)
+    _check_no_route(function, caller)
+
+
+def _check_parameters(function: Any) -> None:
+    parameters = _parameters(function)
+    if parameters is None:
+        return
+    positional = _without_self(parameters)
+    if not positional:
+        why = "it has no positional parameter for the items"
+        fix = "Make its first parameter (after self) the list of items: def predict(items): ..."
+        raise _rejected(function, why=why, fix=fix)
+    for name, meaning in _TAKEN.items():
+        if any(parameter.name == name for parameter in parameters):
+            why = f"its parameter '{name}' could never be passed: f(item, {name}=...) {meaning}"
+            raise _rejected(function, why=why, fix="Give that parameter another name.")
+    _check_first_parameter(function, *positional)
+
+
+def _check_first_parameter(function: Any, first: inspect.Parameter, *others: inspect.Parameter) -> None:
+    """Reject a function whose annotations say that the list of items does not come first."""
+    annotation = _annotation(first, function)
+    if _is_list(annotation):
+        return
+    for other in others:
+        required = other.default is inspect.Parameter.empty and other.kind is not inspect.Parameter.VAR_POSITIONAL
+        # A call could never pass a list: keyword arguments have to be hashable. So this is the list of items.
+        if required and _is_list(_annotation(other, function)):
+            why = f"its first parameter is '{first.name}', and the list of items '{other.name}' comes after it"
+            fix = (
+                f"If '{first.name}' is a guarded model, put @batched(...) above the guard's decorator, which passes it."
+            )
+            raise _rejected(function, why=why, fix=fix)
+    if _is_scalar(annotation):
+        kind = _type_name(annotation)
+        why = f"its first parameter '{first.name}' is one item ({kind}), not a list of items"
+        raise _rejected(function, why=why, fix=f"Write: def predict(items: list[{kind}]): ...")
+
+
+def _check_no_route(function: Any, caller: Mapping[str, Any]) -> None:
+    """Reject a function that a web application already serves, because ``@batched`` stands above ``@app.get``."""
+    plain = inspect.unwrap(function)
+    for value in [*getattr(plain, "__globals__", {}).values(), *caller.values()]:
+        if any(plain is handler or function is handler for handler in _handlers(value)):
+            why = "it is a route of a web application already, which would call it without batches"
+            raise _rejected(function, why=why, fix=route_fix(function, plain.__name__))
+
+
+def _handlers(value: Any) -> Iterator[Any]:
+    modules = (str(kind.__module__).partition(".")[0] for kind in type(value).__mro__)
+    if _WEB_FRAMEWORKS.isdisjoint(modules):
+        return
+    for route in getattr(value, "routes", None) or ():
+        yield getattr(route, "endpoint", None)
+    yield from (getattr(value, "view_functions", None) or {}).values()
+
+
+def _rejected(function: Any, *, why: str, fix: str) -> InvalidOption:
+    return InvalidOption("function", function, why=why, fix=fix)
+
+
+# Names and types
+
+
+def function_name(function: Any) -> str:
+    qualified = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"{getattr(function, '__module__', None) or '?'}.{qualified.replace('<locals>.', '')}"
+
+
+def route_fix(function: Any, name: str) -> str:
+    """What to write for a route of a web framework, in place of the batched function of this name."""
+    short = name.rpartition(".")[2]
+    streams = kind_of(function) in ("generator", "async generator")
+    answer = f"StreamingResponse({short}.stream(text))" if streams else f"await {short}.aio(text)"
+    return f"Write a function for the route: async def route(text: str): return {answer}"
+
+
+def passed_by_guard(function: Any) -> list[str]:
+    """The parameters of the written function that its guard passes, such as ``model``."""
+    written, visible = _parameters(inspect.unwrap(function)), _parameters(function)
+    if written is None or visible is None:
+        return []
+    shown = {parameter.name for parameter in visible}
+    return [parameter.name for parameter in _without_self(written) if parameter.name not in shown]
+
+
+def item_type_name(function: Any) -> str | None:
+    """The annotated type of an item, if a list cannot be meant as an item; else None."""
+    item = _item_annotation(function)
+    return _type_name(item) if _is_scalar(item) else None
+
+
+def call_signature(function: Any, name: str) -> inspect.Signature | None:
+    """The signature of the batched function: one item, then keywords. None if the function has no signature."""
+    parameters = _parameters(function)
+    if parameters is None:
         return None
-    if quota > max_queue:
-        why = f"must not be more than max_queue={max_queue}, or it would never be reached"
-        raise InvalidOption(
-            "quota", quota, why=why, fix=f"Give quota={max(max_queue // 8, 1)}, an eighth of the queue."
+    others = [each for each in _without_self(parameters)[1:] if each.kind is not inspect.Parameter.VAR_POSITIONAL]
+    keywords = [each for each in parameters if each.kind not in _POSITIONAL]
+    item: Any = Annotated[_item_annotation(function), NotARoute(function, name)]
+    taken = {each.name for each in others + keywords}
+    return inspect.Signature(
+        [
+            inspect.Parameter("item_" if "item" in taken else "item", _POSITIONAL[0], annotation=item),
+            inspect.Parameter("timeout", _KEYWORD_ONLY, default=None, annotation=_units.Duration | None),
+            inspect.Parameter("priority", _KEYWORD_ONLY, default=0, annotation=int),
+            *(each.replace(kind=_KEYWORD_ONLY) for each in others),
+            *keywords,
+        ]
+    )
+
+
+class NotARoute:
+    """Rejects a batched function as a route or handler, when that is defined. Called like the function itself.
+
+    It marks the item in the signature: FastAPI, which would read the arguments of the batch function, a list, from each
+    request, asks pydantic for a schema of each parameter, and pydantic asks this mark. And it stands for ``__call__``,
+    whose hints Litestar reads.
+    """
+
+    def __init__(self, function: Any, name: str) -> None:
+        self._name = name
+        self._fix = route_fix(function, name)
+
+    def __call__(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return type(function).__call__(function, *args, **kwargs)
+
+    @property
+    def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise self._rejected()
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
+        """Reject the route.
+
+        Raises:
+            InvalidOption: Always.
+        """
+        del source, handler
+        raise self._rejected()
+
+    def _rejected(self) -> InvalidOption:
+        why = "a batched function takes one item by position, so it cannot be a route or a dependency"
+        return InvalidOption("route", self._name, why=why, fix=self._fix)
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):  # many built-in functions have none
+        return None
+
+
+def _without_self(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    """The positional parameters; methods are recognised by their first parameter's name."""
+    positional = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    return positional[1:] if positional and positional[0].name in {"self", "cls"} else positional
+
+
+def _item_annotation(function: Callable[..., Any]) -> Any:
+    """The type of an item by the annotation of the list of items; Any if that says nothing."""
+    for parameter in _without_self(_parameters(function) or ())[:1]:
+        items = _annotation(parameter, function)
+        if _is_list(items) and typing.get_args(items):
+            return typing.get_args(items)[0]
+    return Any
+
+
+def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
+    """A parameter's annotation as a type; Any if there is none, or its names exist for type checkers only."""
+    if parameter.annotation is inspect.Parameter.empty:
+        return Any
+    holder = types.SimpleNamespace(__annotations__={"it": parameter.annotation})
+    try:
+        return typing.get_type_hints(holder, globalns=getattr(inspect.unwrap(function), "__globals__", {}))["it"]
+    except Exception:  # noqa: BLE001 - evaluating text can raise anything
+        return Any
+
+
+def _is_list(annotation: Any) -> bool:
+    return (typing.get_origin(annotation) or annotation) in _LISTS
+
+
+def _is_scalar(annotation: Any) -> bool:
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return all(one is types.NoneType or _is_scalar(one) for one in typing.get_args(annotation))
+    return (origin or annotation) in _SCALARS
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+# What a caller passes to a batched function: checked before the item is queued, so that a mistake is that caller's.
+
+
+#: Sets of keyword names that are remembered as accepted. A function with ``**kwargs`` may be given ever new ones.
+_MANY_NAMES = 64
+#: ASGI applications are called with scope, receive and send.
+_ASGI_ARGUMENTS = 3
+
+
+class Arguments:
+    """Checks the arguments of calls, and puts them into requests.
+
+    Args:
+        function: The batch function.
+        options: Its options.
+
+    Attributes:
+        weigh: Gives the weight of an item, or raises what :meth:`fill_in` does; None if nothing is weighed.
+        incomplete: Why a call without keyword arguments fails; None if it does not.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
+        self._function = function
+        self._name = options.name
+        self._max_weight = options.limits.max_weight
+        self._fair_by = options.fair.by
+        self._item_type = item_type_name(function)
+        self._accepted: set[tuple[str, ...]] = set()
+        self.weigh = None if options.weight is None else functools.partial(self._weight, options.weight.of)
+        self.incomplete = self._unbound() or self._mismatch({})
+
+    @property
+    def always_checked(self) -> bool:
+        """Whether even a call with nothing but an item has to be checked, whatever the item is."""
+        return self.incomplete is not None or self._fair_by is not None
+
+    def fill_in(self, request: Request, extras: dict[str, Any]) -> None:
+        """Check the arguments of one call, and set the request's group, weight and key.
+
+        Raises:
+            TypeError: The function does not accept these keyword arguments, or needs others.
+            ItemRefused: The item is a list by mistake, cannot be weighed or has no key, or a keyword argument is not
+                hashable.
+            ItemTooHeavy: It weighs more than a batch may.
+        """
+        if type(request.item) is list and self._item_type is not None:
+            why = f"one item ({self._item_type}) is needed, not a list; for many items, write f.map(items)"
+            raise ItemRefused(self._name, why=why)
+        if extras or self.incomplete is not None:
+            request.group = self._group(extras)
+        if self.weigh is not None:
+            request.weight = self.weigh(request.item)
+        if self._fair_by is not None:
+            request.key = self._key(self._fair_by, request.item)
+
+    def wrong_count(self, count: int) -> TypeError:
+        if count > 1 and (why := self._unbound()) is not None:  # since 3.13, @classmethod passes the class
+            return TypeError(f"{self._name}(): {why}")
+        hints = [f"{self._name}() takes one item by position, and got {count or 'none'}"]
+        if count > 1:
+            hints += ["Pass everything else by keyword", *self._guard_hint()]
+        if count in (0, _ASGI_ARGUMENTS):  # as Flask and Starlette call their routes
+            hints.append(f"If a web framework called it: {route_fix(self._function, self._name)}")
+        return TypeError(". ".join(hints))
+
+    def _guard_hint(self) -> list[str]:
+        names = " and ".join(map(repr, passed_by_guard(self._function)))
+        return [f"Leave out {names}, which the guard passes"] if names else []
+
+    def _group(self, extras: dict[str, Any]) -> Group | None:
+        names = tuple(sorted(extras))
+        if names not in self._accepted:
+            why = self._mismatch(extras) if extras else self.incomplete
+            if why is not None:
+                hint = self._guard_hint() if set(passed_by_guard(self._function)) & set(names) else []
+                raise TypeError(". ".join([f"{self._name}(): {why}", *hint]))
+            if len(self._accepted) < _MANY_NAMES:
+                self._accepted.add(names)
+        group = tuple((name, type(extras[name]), extras[name]) for name in names)
+        try:
+            hash(group)
+        except TypeError as error:
+            why = f"only items with equal keyword arguments share a batch, so these must be hashable: {error}"
+            raise ItemRefused(self._name, why=why) from None
+        return group or None
+
+    def check_items(self, items: object) -> None:
+        """Check what ``map`` was given.
+
+        Raises:
+            ItemRefused: It is one text, whose characters would be the items.
+        """
+        if isinstance(items, str | bytes):
+            kind = type(items).__name__
+            why = f"map() needs many items, and a {kind} is one; write f(item), or f.map([item])"
+            raise ItemRefused(self._name, why=why)
+
+    def _unbound(self) -> str | None:
+        """Why no call can work, if the function is a method and no instance was bound to it."""
+        parameters = _parameters(self._function)
+        if not parameters or parameters[0].name not in {"self", "cls"}:
+            return None
+        return (
+            "it is a method: call it on an instance, and put no other decorator above @batched(...), such as "
+            "@classmethod, @property or one that uses functools.wraps"
         )
-    return quota
+
+    def _mismatch(self, extras: dict[str, Any]) -> str | None:
+        try:
+            inspect.signature(self._function).bind([], **extras)
+        except TypeError as error:
+            return str(error)
+        except ValueError:  # many built-in functions have no signature
+            return None
+        return None
+
+    def _weight(self, weigh: Callable[[Any], float], item: Any) -> float:
+        try:
+            weight = float(weigh(item))
+        except Exception as error:
+            raise ItemRefused(self._name, why=f"the item cannot be weighed: {type(error).__name__}: {error}") from error
+        if not 0 <= weight < math.inf:
+            raise ItemRefused(self._name, why=f"the item's weight is {weight}, and must be a number of at least 0")
+        if weight > self._max_weight:
+            raise ItemTooHeavy(self._name, weight=weight, max_weight=self._max_weight)
+        return weight
+
+    def _key(self, fair_by: Callable[[Any], Hashable], item: Any) -> Hashable:
+        try:
+            key = fair_by(item)
+        except Exception as error:
+            raise ItemRefused(self._name, why=f"fair_by failed: {type(error).__name__}: {error}") from error
+        try:
+            hash(key)
+        except Exception as error:  # noqa: BLE001 - whatever the key's own code raises
+            why = f"the key from fair_by must be hashable: {type(error).__name__}: {error}"
+            raise ItemRefused(self._name, why=why) from None
+        return key

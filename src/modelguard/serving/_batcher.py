@@ -4,46 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import math
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from modelguard import _units, telemetry
 from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
-from modelguard.runtime import own_thread
-from modelguard.runtime.background import start_thread
-from modelguard.runtime.fork import Wakeup
-from modelguard.serving import _shared_threads, deadlines
+from modelguard.runtime import clock, fork, own_thread
+from modelguard.runtime.background import LINGER, start_thread
+from modelguard.runtime.clock import Watch
+from modelguard.runtime.event_loops import PrivateLoop, RunOnLoop, run_on
+from modelguard.runtime.fork import Wakeup, WeakRegistry
 from modelguard.serving._batch_options import BatchOptions, Buffer, Changes
-from modelguard.serving._execution import BatchCallable, BatchFunction, Computed, compute, one_line
-from modelguard.serving._planner import AutoSize
+from modelguard.serving._execution import (
+    Answer,
+    BatchCallable,
+    BatchFunction,
+    Computed,
+    compute,
+    compute_one,
+    one_line,
+)
+from modelguard.serving._planner import GoalSize
 from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import (
     Batch,
-    FutureRequest,
+    Callers,
     PlainBatch,
     QueuedCall,
     Request,
     deliver,
-    deliver_pairs,
     is_plain,
+    loop_of,
     request_of,
 )
-from modelguard.serving._runners import Runner
-from modelguard.serving._shared_threads import LINGER, Watch
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
 from modelguard.serving.status import BatchStatus, Counters, Limits
+from modelguard.serving.streams import AsyncSteps, InlineParts, Steps, StreamRequest, StreamRun
 from modelguard.telemetry import logger
 
-# Reports which size of batches ``max_size="auto"`` has chosen.
+# Reports which size of batches ``AutoSize`` has chosen.
 
 
 #: A size is reported if it has changed by this factor; unless something was configured, at most this often, in seconds.
@@ -52,11 +63,7 @@ _REPORT_INTERVAL = 1.0
 
 
 class ChosenSize:
-    """Emits ``BatchSizeChosen`` when the goal gets out of reach or within reach, and when the size changes.
-
-    Args:
-        name: The batcher's name.
-    """
+    """Emits ``BatchSizeChosen`` when the goal gets out of reach or within reach, and when the size changes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -69,7 +76,7 @@ class ChosenSize:
     def chosen(self) -> bool:
         return self._slo != math.inf
 
-    def report(self, auto: AutoSize, now: float) -> None:
+    def report(self, auto: GoalSize, now: float) -> None:
         """Emit what was chosen, if that has changed since the last event."""
         if (not auto and self._slo == math.inf) or (auto and auto.reachable is None):
             return  # nothing is chosen, or there were too few runs to say anything
@@ -106,11 +113,7 @@ _refused: Callable[[Counters], tuple[int, ...]] = attrgetter(*_REFUSED.values())
 
 
 class BatchEvents:
-    """Emits what has happened since it last did: in the batcher's own threads, never in a caller's.
-
-    Args:
-        name: The batcher's name.
-    """
+    """Emits what has happened since it last did: in the batcher's own threads, never in a caller's."""
 
     def __init__(self, name: str) -> None:
         telemetry.import_events()
@@ -194,6 +197,61 @@ class BatchEvents:
         telemetry.emit(telemetry.RequestsRefused(guard=self._name, waiting=queue.waiting, **since))
 
 
+class Runner:
+    """Computes batches of one function that is not simply called: it is awaited on an event loop, or stepped through.
+
+    Args:
+        function: The function.
+        options: Its options.
+        others_wait: Whether items wait in the queue.
+    """
+
+    def __init__(self, function: BatchFunction, options: BatchOptions, others_wait: Callable[[], bool]) -> None:
+        self._function = function
+        self._others_wait = others_wait
+        self._is_async, self._streams = options.is_async, options.streams
+        self._own_loop = options.own_loop
+        self._slow_after = _units.seconds((options.buffer or Buffer()).slow_after, "slow_after", zero=True)
+
+    def batch(self, batch: Batch, answer: Answer) -> Computed:
+        """Compute a batch. Never raises.
+
+        Args:
+            batch: Its items and the keyword arguments that they share.
+            answer: Called with what has its outcome already while the batch goes on.
+        """
+        function, callers = self._function, Callers(batch.requests)
+        get_loop = partial(loop_of, batch.group) if self._own_loop is None else self._own_loop.get
+        on_loop = partial(run_on, get_loop, callers=callers, others_wait=self._others_wait)
+        if self._streams:
+            run = StreamRun(function, callers, answer, slow_after=self._slow_after, others_wait=self._others_wait)
+            in_context = partial(on_loop, context=contextvars.copy_context())
+            return run.compute(partial(self._steps, in_context, partial(in_context, cancel=False)), batch.extras)
+        return compute(self._awaited(on_loop), batch, answer)
+
+    def inline(self, request: Request) -> None:
+        """Compute one request without a batch, in this thread if it may."""
+        loop = PrivateLoop() if self._is_async else None
+        if isinstance(request, StreamRequest):
+            run, end = (None, None) if loop is None else (loop.run, loop.end)
+            start = partial(self._steps, run, end)
+            request.source = InlineParts(self._function, request, start, contextvars.copy_context().run)
+            return
+        with contextlib.nullcontext() if loop is None else contextlib.closing(loop):
+            outcome = compute_one(self._function if loop is None else self._awaited(loop.run), request)
+        request.deliver(outcome)
+
+    def _awaited(self, on_loop: RunOnLoop) -> BatchFunction:
+        run = self._function.run
+        return replace(self._function, run=lambda items, /, **extras: on_loop(lambda: run(items, **extras)))
+
+    def _steps(
+        self, on_loop: RunOnLoop | None, end: RunOnLoop | None, items: list[Any], extras: dict[str, Any]
+    ) -> Steps:
+        steps: Any = self._function.run(items, **extras)
+        return AsyncSteps(steps, on_loop, end) if self._is_async and on_loop and end else steps
+
+
 class Batcher:
     """Runs a batch function for many callers; see :func:`~modelguard.batched` for what it promises.
 
@@ -211,20 +269,14 @@ class Batcher:
             isolate=options.on_error == "isolate",
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
-        self._runner = Runner(
-            self._function,
-            self._others_wait,
-            kind=options.kind,
-            own_loop=options.own_loop,
-            slow_after=_units.seconds((options.buffer or Buffer()).slow_after, "slow_after", zero=True),
-        )
+        self._runner = Runner(self._function, options, self._others_wait)
         # One step less for those that are simply called.
         self._run = partial(compute, self._function) if options.kind == "function" else self._runner.batch
         self._scope = Scope(enclosing=frozenset({self}))  # of what a batch calls
         self._own_keys = options.limits.fair
         self._take_limits(options.limits)
         self._reset()
-        _shared_threads.add(self)
+        _list(self)
 
     def _take_limits(self, limits: Limits) -> None:
         self._limits = limits
@@ -245,7 +297,6 @@ class Batcher:
         self._lock = threading.RLock()
         self._deferred: deque[tuple[Request | asyncio.Future[Any], bool]] = deque()  # to cancel; whether to notify
         self._idle: list[Wakeup] = []  # of threads without work; who takes one out sets it, without the lock
-        self._count = 0  # of threads
         self._wakeups: set[Wakeup] = set()  # of all threads
         self._ended: dict[Wakeup, float] = {}  # when the run ended after which a thread has not rested
         self._process = os.getpid()
@@ -279,7 +330,7 @@ class Batcher:
         with self._lock:
             if self._queue.closed:
                 raise GuardClosed(self.name)
-            now = deadlines.clock()
+            now = clock.now()
             self._options = self._options.changed(changes)
             self._take_limits(self._options.limits)
             self._queue.configure(self._limits, now)
@@ -299,7 +350,7 @@ class Batcher:
         scope = current_scope.get()
         if scope is None and timeout is None and not self._bounded:
             return
-        deadline = deadlines.clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
+        deadline = clock.now() + min(self._limits.deadline, math.inf if timeout is None else timeout)
         if scope is not None:
             deadline = min(deadline, scope.nearest_deadline)
             self._refuse_own_call(scope)
@@ -331,10 +382,10 @@ class Batcher:
         try:
             with self._lock:
                 if together:
-                    self._queue.admit_together(requests, deadlines.clock())
+                    self._queue.admit_together(requests, clock.now())
                     due = min((request.deadline for request in requests), default=math.inf)
                 else:
-                    self._queue.admit(requests[0], deadlines.clock())
+                    self._queue.admit(requests[0], clock.now())
                     due = requests[0].deadline
                 wakeup = self._find_thread() if requests else None
                 self._look_at(due)
@@ -359,7 +410,7 @@ class Batcher:
         A lock costs as much as everything else here, and more while another thread holds it. Loops in several threads
         may exceed ``max_queue`` together, by one call each.
         """
-        queue, now = self._queue, deadlines.clock()
+        queue, now = self._queue, clock.now()
         if (
             len(queue.inbox) + queue.waiting >= queue.sure
             or now > queue.overdue
@@ -374,7 +425,7 @@ class Batcher:
         try:
             queue.inbox.append((item, future, loop, now, weight))
             # Read again, after the call was queued: a thread looks for work after it has written these.
-            if self._idle or self._count < self._limits.threads or queue.closed or until < self._watch.due:
+            if self._idle or len(self._wakeups) < self._limits.threads or queue.closed or until < self._watch.due:
                 self._attend_to(future, until)
         except GuardClosed:
             raise
@@ -484,16 +535,16 @@ class Batcher:
             self._cancel_deferred()
             pairs, queue.undelivered = queue.undelivered, []
             drained = queue.closed and queue.idle
-        if callbacks_elsewhere and (futures := [pair for pair in pairs if isinstance(pair[0], FutureRequest)]):
+        if callbacks_elsewhere and (futures := [pair for pair in pairs if pair[0].calls_back]):
             with contextlib.suppress(RuntimeError):  # no thread can be started: deliver them here
-                start_thread(partial(deliver_pairs, futures), "modelguard-deliver")
-                pairs = [pair for pair in pairs if not isinstance(pair[0], FutureRequest)]
-        deliver_pairs(pairs)
+                start_thread(partial(deliver, futures), "modelguard-deliver")
+                pairs = [pair for pair in pairs if not pair[0].calls_back]
+        deliver(pairs)
         if drained:
             with self._lock:
                 if queue.closed and queue.idle:  # not reopened meanwhile
                     self._drained.set()
-                    _shared_threads.discard(self)
+                    batchers.discard(self)
 
     def _others_wait(self) -> bool:
         return bool(self._queue.waiting or self._queue.inbox)
@@ -509,7 +560,7 @@ class Batcher:
         """The wakeup of a thread without work. If there is none, start a thread, if more are allowed. With the lock."""
         if self._idle:
             return self._idle.pop()
-        if self._count < self._limits.threads:
+        if len(self._wakeups) < self._limits.threads:
             self._start_thread()
         return None
 
@@ -517,7 +568,6 @@ class Batcher:
         wakeup = Wakeup()
         holder: list[Batcher] = [self]
         self._wakeups.add(wakeup)
-        self._count += 1
         try:
             if sys.is_finalizing():  # start() would wait for a thread that never runs
                 raise RuntimeError("the interpreter is shutting down")  # noqa: TRY301
@@ -528,11 +578,10 @@ class Batcher:
                 self._end_thread(wakeup)
             if not isinstance(error, RuntimeError):
                 raise
-            if not self._count:
+            if not self._wakeups:
                 self._queue.refuse_waiting(Overloaded(f"{self.name}(): cannot start a thread: {error}"))
 
     def _end_thread(self, wakeup: Wakeup) -> None:
-        self._count -= 1
         self._wakeups.discard(wakeup)
         if wakeup in self._idle:
             self._idle.remove(wakeup)
@@ -570,7 +619,7 @@ class Batcher:
         with self._lock:
             if wakeup in self._idle:
                 self._idle.remove(wakeup)
-            found = queue.next_batch(deadlines.clock())
+            found = queue.next_batch(clock.now())
             if isinstance(found, Batch):
                 self._look_at(found.started + self._limits.hang_after)
                 if queue.waiting or queue.inbox:  # the rest may be due before this batch has ended
@@ -595,7 +644,6 @@ class Batcher:
             self._end_thread(wakeup)
             if not self._queue.inbox:
                 return None
-            self._count += 1
             self._wakeups.add(wakeup)
             return 0.0
         self._idle.append(wakeup)
@@ -615,11 +663,11 @@ class Batcher:
         scope = self._scope
         if self._nested and not is_plain(batch):
             scope = Scope(enclosing=scope.enclosing.union(*(request.enclosing for request in batch.requests)))
-        started = deadlines.clock()
+        started = clock.now()
         token = current_scope.set(scope)
         computed = self._run(batch, self._answer)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
-        now = deadlines.clock()
+        now = clock.now()
         seconds, between = now - started - computed.stalled, max(started - ended, 0.0)
         queue = self._queue
         with self._lock:
@@ -636,8 +684,8 @@ class Batcher:
         quiet = change is None and computed.error is None and self._events.quiet(queue)
         if plain is not None:
             plain.deliver(computed.outcomes)
-        elif requests:
-            deliver(requests, outcomes)
+        else:
+            deliver(zip(requests, outcomes, strict=True))
         if queue.undelivered or queue.closed or self._deferred:
             self._settle()
         if not quiet:
@@ -645,7 +693,7 @@ class Batcher:
         return now
 
     def _report(self, batch: Batch, computed: Computed, seconds: float, change: CircuitChange) -> None:
-        queue, now = self._queue, deadlines.clock()
+        queue, now = self._queue, clock.now()
         try:
             self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
             self._events.refused(queue, now)
@@ -658,8 +706,7 @@ class Batcher:
     def _answer(self, requests: list[Request], outcomes: list[Any]) -> None:
         with self._lock:
             requests, outcomes = self._queue.answer(requests, outcomes)
-        if requests:
-            deliver(requests, outcomes)
+        deliver(zip(requests, outcomes, strict=True))
 
     # What the thread that looks after time does
 
@@ -686,7 +733,7 @@ class Batcher:
     def check_time(self) -> None:
         """Do what has become due because a test has moved the clock."""
         with self._lock:
-            now = deadlines.clock()
+            now = clock.now()
             self._check_time(now)
             if self._watch.due < math.inf:  # it waits for a time that was
                 self._watch.schedule(now)
@@ -735,13 +782,13 @@ class Batcher:
             return
         if self._process != os.getpid():
             self._reset()  # forks pass by what has been closed and emptied
-            _shared_threads.add(self)
+            _list(self)
         else:
             with self._lock:
                 self._queue.reopen()
                 self._drained.set()  # for who still waits in close()
                 self._drained = Wakeup()
-                _shared_threads.add(self)
+                _list(self)
 
     @property
     def ready(self) -> bool:
@@ -755,7 +802,7 @@ class Batcher:
         if self._deferred:
             self._settle()
         with self._lock:
-            return self._queue.status(deadlines.clock())
+            return self._queue.status(clock.now())
 
     def __repr__(self) -> str:
         return f"<Batcher {self.name!r}>"
@@ -780,3 +827,27 @@ def _serve(holder: list[Batcher], wakeup: Wakeup) -> None:
                 batcher = None
             expired = not wakeup.wait(pause) and pause >= LINGER
             batcher = reference()
+
+
+#: Those of this process that are not closed for good: for readiness probes, forks, and the end of the process. Used
+#: without a lock: at any point the garbage collector may end the last request of a closed one, which is discarded then.
+batchers: WeakRegistry[Batcher] = WeakRegistry()
+
+
+def _list(batcher: Batcher) -> None:
+    batchers.add(batcher)
+    fork.before_exit("batches", _close_all)
+
+
+def _close_all(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for batcher in batchers:
+        batcher.close(max(0.0, until - time.monotonic()), abandon=True)
+
+
+def _after_fork_in_child() -> None:
+    for batcher in batchers:
+        batcher.after_fork_in_child()
+
+
+fork.at_fork(fork.Rank.BATCHERS, in_child=_after_fork_in_child)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from modelguard import _units
 from modelguard.errors import (
@@ -32,7 +32,8 @@ from modelguard.errors import (
 )
 from modelguard.facts._gpu import TORCH_CUDA, free_after
 from modelguard.runtime import own_thread
-from modelguard.serving._requests import AllLeft, Batch, Failure, LoopEnded, Request
+from modelguard.runtime.event_loops import AllLeft, LoopEnded
+from modelguard.serving._requests import Batch, Failure, Request
 from modelguard.serving.status import Verdict
 
 # Which items made their batch raise: found in the traceback, or remembered from the last time.
@@ -344,46 +345,6 @@ class Computed:
     bad: float = 0.0
     whole: bool = True
     stalled: float = 0.0
-
-
-class Part(NamedTuple):
-    """A part of a batch that was computed by itself, and for how many seconds."""
-
-    requests: list[Request]
-    computed: Computed
-    seconds: float
-
-
-def joined(requests: list[Request], parts: list[Part]) -> Computed:
-    """The outcome of a batch that was computed in parts.
-
-    Args:
-        requests: All of its requests.
-        parts: The parts; each request is in one of them.
-    """
-    if len(parts) == 1:
-        return parts[0].computed
-    outcomes: dict[int, Any] = {}
-    runs: list[tuple[int, float, float]] = []
-    for part, computed, seconds in parts:
-        outcomes.update(zip(map(id, part), computed.outcomes, strict=True))
-        if computed.whole and computed.error is None:
-            runs.append((len(part), math.fsum(request.weight for request in part), seconds - computed.stalled))
-        runs += computed.parts
-    all_of_them = [part.computed for part in parts]
-    verdicts = {computed.verdict for computed in all_of_them}
-    best: tuple[Verdict, ...] = ("succeeded", "failed", "inconclusive")
-    return Computed(
-        [outcomes[id(request)] for request in requests],
-        sum(computed.failed for computed in all_of_them),
-        next(verdict for verdict in best if verdict in verdicts),
-        next((computed.error for computed in all_of_them if computed.error is not None), None),
-        sum(computed.reruns for computed in all_of_them),
-        runs,
-        max(computed.bad for computed in all_of_them),
-        whole=False,
-        stalled=math.fsum(computed.stalled for computed in all_of_them),
-    )
 
 
 #: Called with requests of a batch that is still being computed, and their outcomes.

@@ -6,9 +6,8 @@ import contextlib
 import heapq
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from modelguard.serving._requests import Group, Request
 from modelguard.serving.status import Limits
@@ -40,6 +39,7 @@ _LEAST_COST = 1.0
 _ROUNDING = 1e-9
 
 _rank = attrgetter("rank")
+_turn = itemgetter(0, 1, 2)
 
 
 class Flow:
@@ -154,30 +154,16 @@ class Fairness:
 
     # The order
 
-    def in_order(self, requests: Iterable[Request], enough: int) -> list[Request]:
-        """These requests in the order of their turns.
-
-        Args:
-            requests: Requests that wait, in the order of their arrival.
-            enough: The order matters for so many of them; the rest comes behind in any order.
-        """
-        flows = self._by_flow(requests)
-        if len(flows) == 1:
-            return next(iter(flows.values()))
-        ordered: list[Request] = []
-        heap = [(flow.start, own[0].rank, number, 0, flow, own) for number, (flow, own) in enumerate(flows.items())]
-        heapq.heapify(heap)
-        while heap and len(ordered) < enough:
-            start, _, number, at, flow, own = heap[0]
-            ordered.append(own[at])
-            if at + 1 < len(own):
-                start += _cost(own[at]) / flow.share
-                heapq.heapreplace(heap, (start, own[at + 1].rank, number, at + 1, flow, own))
-            else:
-                heapq.heappop(heap)
-        for _, _, _, at, _, own in heap:
-            ordered += own[at:]
-        return ordered
+    def in_order(self, requests: Iterable[Request]) -> list[Request]:
+        """These requests, which wait, in the order of their turns. They come in the order of their arrival."""
+        turns: list[tuple[float, float, int, Request]] = []
+        for number, (flow, own) in enumerate(self._by_flow(requests).items()):
+            start = flow.start
+            for request in own:
+                turns.append((start, request.rank, number, request))
+                start += _cost(request) / flow.share
+        turns.sort(key=_turn)
+        return [turn[3] for turn in turns]
 
     def first(self, requests: Iterable[Request]) -> Request | None:
         """The request whose turn it is; None if there are none."""
@@ -322,36 +308,34 @@ class Line:
 
     Attributes:
         group: Their keyword arguments.
-        requests: What waits, and what is done but not removed yet.
-        waiting: How many of them wait.
+        requests: What waits.
         weight: The weight of what waits; 0 if nothing is weighed.
         due: When its next batch has to start; infinity while it is empty.
         nearest: No request has a deadline before this.
         waited_until: What came by then has waited for a full batch, which went without it.
     """
 
-    __slots__ = ("due", "group", "nearest", "requests", "waited_until", "waiting", "weight")
+    __slots__ = ("due", "group", "nearest", "requests", "waited_until", "weight")
 
     def __init__(self, group: Group | None) -> None:
         self.group = group
-        self.requests: deque[Request] = deque()
-        self.waiting = 0
+        self.requests: dict[Request, None] = {}
         self.weight = 0.0
         self.due = math.inf
         self.nearest = math.inf
         self.waited_until = -math.inf
 
-    def oldest(self) -> Request | None:
-        """The first request that waits. What is done in front of it is removed."""
-        requests = self.requests
-        while requests:
-            if requests[0].state == "waiting":
-                return requests[0]
-            requests.popleft()
-        return None
+    @property
+    def waiting(self) -> int:
+        return len(self.requests)
 
-    def live(self) -> Iterator[Request]:
-        return (request for request in self.requests if request.state == "waiting")
+    @property
+    def oldest(self) -> Request | None:
+        return next(iter(self.requests), None)
+
+    @property
+    def newest(self) -> Request | None:
+        return next(reversed(self.requests), None)
 
 
 class Lines:
@@ -404,7 +388,7 @@ class Lines:
 
     def _waits_from_before(self) -> bool:
         """Whether anything waits that came before the limits were last changed."""
-        oldest = (line.oldest() for line in self)
+        oldest = (line.oldest for line in self)
         return any(one is not None and one.arrived <= self._changed for one in oldest)
 
     def order(self) -> None:
@@ -415,25 +399,25 @@ class Lines:
             self.fairness = fairness  # last: an exception may interrupt this at any point
 
     def live(self) -> Iterator[Request]:
-        return itertools.chain.from_iterable(line.live() for line in self)
+        return itertools.chain.from_iterable(line.requests for line in self)
 
     def in_order(self, line: Line, most: int) -> list[Request]:
         """What the next batch of at most ``most`` is chosen from, in order: so that it takes as long in any queue."""
         enough = _LOOKED_AT * most
         if self.fairness is None:
-            return list(itertools.islice(line.live(), enough))
-        return self.fairness.in_order(line.live(), enough)[:enough]
+            return list(itertools.islice(line.requests, enough))
+        return self.fairness.in_order(line.requests)[:enough]
 
     def ahead(self, request: Request, line: Line, due: Callable[[Request], float]) -> tuple[int, float]:
         """How many requests of a line are computed before a new one, which is due then, and their weight."""
         if self.fairness is None:
-            mine = due(request)
-            if not line.requests or mine >= due(line.requests[-1]):  # all that came before, as a rule
+            mine, newest = due(request), line.newest
+            if newest is None or mine >= due(newest):  # all that came before, as a rule
                 return line.waiting, line.weight
             looked_at = list(itertools.islice(line.requests, 0, None, 1 + len(line.requests) // _SAMPLED))
             sooner = sum(due(one) <= mine for one in looked_at) / len(looked_at)
             return round(line.waiting * sooner), line.weight * sooner
-        return self.fairness.ahead(request, line.live(), all_of_them=len(self) <= 1)
+        return self.fairness.ahead(request, line.requests, all_of_them=len(self) <= 1)
 
     def add(self, request: Request, now: float) -> None:
         group = request.group
@@ -443,8 +427,7 @@ class Lines:
             found = self._grouped.get(group)
             line = self._grouped[group] = Line(group) if found is None else found
             request.line = line
-        line.requests.append(request)
-        line.waiting += 1
+        line.requests[request] = None
         if self._limits.weighed:
             line.weight += request.weight
         line.nearest = min(line.nearest, request.deadline)
@@ -455,24 +438,31 @@ class Lines:
 
     def removed(self, request: Request) -> None:
         line = request.line or self.ungrouped
-        line.waiting -= 1
+        line.requests.pop(request, None)
         if self.fairness is not None:
             self.fairness.left(request)
         if self._limits.weighed:
-            line.weight = line.weight - request.weight if line.waiting else 0.0
+            line.weight = line.weight - request.weight if line.requests else 0.0
+        if not line.requests:
+            self._remove(line)
 
     def taken(self, line: Line, requests: list[Request]) -> None:
-        """These requests, a batch, were taken out of their line."""
-        if line.requests and len(requests) < self.full_size <= line.waiting:
-            line.waited_until = line.requests[-1].arrived
-        line.waiting -= len(requests)
+        """Take these requests, a batch, out of their line."""
+        count = len(line.requests)
+        if len(requests) < self.full_size <= count and (newest := line.newest) is not None:
+            line.waited_until = newest.arrived
+        if len(requests) == count:
+            line.requests.clear()
+        else:
+            for request in requests:
+                line.requests.pop(request, None)
         if self.fairness is not None:
             self.fairness.taken(requests)
         if self._limits.weighed:
             weight = math.fsum(request.weight for request in requests)
-            line.weight = max(line.weight - weight, 0.0) if line.waiting else 0.0
+            line.weight = max(line.weight - weight, 0.0) if line.requests else 0.0
         line.due = math.inf
-        if not line.waiting:
+        if not line.requests:
             line.nearest = math.inf
         if (line.group is not None or self._limits.max_wait) and (due := self._next_due(line)) is not None:
             self._push(line, due)
@@ -483,12 +473,12 @@ class Lines:
         Call :meth:`taken` with what was taken from it.
         """
         if not self._limits.max_wait and not self._grouped:
-            return self.ungrouped if self.ungrouped.oldest() is not None else None
+            return self.ungrouped if self.ungrouped.requests else None
         found = self._next_by_arrival(now, closed=closed)
         if self.fairness is None or not isinstance(found, Line):
             return found
         due = (line for line in self if closed or line.due <= now or not self._limits.max_wait)
-        first = self.fairness.first(request for line in due for request in line.live())
+        first = self.fairness.first(request for line in due for request in line.requests)
         return found if first is None else first.line or self.ungrouped
 
     def _next_by_arrival(self, now: float, *, closed: bool) -> Line | float | None:
@@ -504,37 +494,22 @@ class Lines:
             self._push(line, actual)
             if actual <= now or closed:
                 return self._older(line)
-        return later if self._limits.max_wait or self.ungrouped.oldest() is None else self.ungrouped
+        return later if self._limits.max_wait or not self.ungrouped.requests else self.ungrouped
 
-    def sweep(self) -> None:
+    def recount(self) -> int:
+        """Count again what really waits, after an interruption at any point. Returns how many requests do."""
         for line in self:
-            live = list(line.live())
-            line.requests.clear()
-            line.requests.extend(live)
-            line.waiting = len(live)
-            line.weight = math.fsum(request.weight for request in live) if self._limits.weighed else 0.0
-            if not live:
+            line.requests = dict.fromkeys(one for one in line.requests if one.state == "waiting")
+            line.weight = math.fsum(one.weight for one in line.requests) if self._limits.weighed else 0.0
+            if not line.requests:
                 self._remove(line)
         if self.fairness is not None:
             self.fairness.recount(self.live())
-
-    def take_out(self, line: Line, requests: Iterable[Request]) -> int:
-        """Take requests out of a line. Returns how many others were removed, because they are done."""
-        taken, looked_at, found = set(map(id, requests)), [], 0
-        for one in line.requests:
-            looked_at.append(one)
-            found += id(one) in taken
-            if found == len(taken):
-                break
-        kept = [one for one in looked_at if one.state == "waiting" and id(one) not in taken]
-        for _ in looked_at:
-            line.requests.popleft()
-        line.requests.extendleft(reversed(kept))
-        return len(looked_at) - len(taken) - len(kept)
+        return sum(line.waiting for line in self)
 
     def _older(self, line: Line) -> Line:
         """This line, or the ungrouped one if its oldest request came first."""
-        mine, other = line.oldest(), self.ungrouped.oldest()
+        mine, other = line.oldest, self.ungrouped.oldest
         if self._limits.max_wait or mine is None or other is None or other.arrived >= mine.arrived:
             return line
         return self.ungrouped
@@ -545,20 +520,20 @@ class Lines:
             if line.due == math.inf:
                 self._push(line, now)
             return
-        oldest = line.oldest()
+        oldest = line.oldest
         if oldest is not None and (due := self._due(line, oldest)) < line.due:
             self._push(line, due)
 
     def _next_due(self, line: Line) -> float | None:
         """When a batch of this line has to start; None if it is empty."""
-        oldest = line.oldest()
+        oldest = line.oldest
         if oldest is None:
             self._remove(line)
             return None
         if not self._limits.max_wait:
             return oldest.arrived
         if line.waiting < self.full_size:  # else its batch starts at once
-            line.nearest = min(request.deadline for request in line.live())
+            line.nearest = min(request.deadline for request in line.requests)
         return self._due(line, oldest)
 
     def _due(self, line: Line, oldest: Request) -> float:

@@ -20,7 +20,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -37,140 +37,87 @@ from modelguard.serving.status import Limits
 
 #: So many times the size of a batch are compared: those whose turn is later do not fill up batches of those in front.
 _COMPARED = 8
-#: Each number of requests that is tried is larger than the one before by this factor.
-_NEXT = 1.15
 #: Before anything was measured, weights that differ by more than this factor do not share a batch.
 _UNMEASURED = 2.0
 #: Requests may end so many seconds after their deadline: an error of rounding, not of time.
 _ROUNDING = 1e-9
 
 
-def choose_alike(
-    waiting: list[Request], curve: Curve | None, now: float, *, most: int, max_weight: float
-) -> list[Request]:
-    """The batch that computes most for its time: items like the first one, and as many as pay for the padding.
+@dataclass(frozen=True, slots=True)
+class AlikeBatches:
+    """Makes batches of items like the first one: as many as pay for their padding.
 
     Args:
-        waiting: What waits, in the order of the turns.
         curve: How long batches take; None if that is unknown.
-        now: The time, in seconds.
+        now: The time, in seconds, at which the batch starts.
         most: Most items in a batch.
         max_weight: Most weight in it, padding included; a heavier item runs alone.
     """
-    room = _Room(curve, now, most, max_weight)
-    compared = waiting[: _COMPARED * most]
-    chosen = room.around(compared[0], compared)
-    urgent = room.harmed_by(chosen, waiting)
-    return chosen if urgent is None else room.around(urgent, compared)
-
-
-class _Prefix:
-    """Weight and nearest deadline of the first so many requests."""
-
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
-        self.weight = [0.0, *itertools.accumulate(request.weight for request in requests)]
-        self.until = [math.inf, *itertools.accumulate((request.deadline for request in requests), min)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """What a batch may hold that starts now."""
 
     curve: Curve | None
     now: float
     most: int
     max_weight: float
 
-    def harmed_by(self, chosen: list[Request], waiting: list[Request]) -> Request | None:
+    def choose(self, waiting: list[Request]) -> list[Request]:
+        """The next batch of what waits, in the order of the turns."""
+        compared = waiting[: _COMPARED * self.most]
+        chosen = self._around(compared[0], compared)
+        urgent = self._harmed_by(chosen, waiting)
+        return chosen if urgent is None else self._around(urgent, compared)
+
+    def _harmed_by(self, chosen: list[Request], waiting: list[Request]) -> Request | None:
         """Of those that would be late because this batch is computed first, the one with the nearest deadline."""
-        if self.curve is None:
+        curve = self.curve
+        if curve is None:
             return None
         taken = set(map(id, chosen))
         heaviest = max(request.weight for request in chosen)
-        ends = self.now + self.curve.seconds(len(chosen), heaviest * len(chosen))
-        harmed = (request for request in waiting if id(request) not in taken and self._late(request, ends))
+        ends = self.now + curve.seconds(len(chosen), heaviest * len(chosen))
+        harmed = (one for one in waiting if id(one) not in taken and ends + curve.seconds(1, one.weight) > one.deadline)
         return min(harmed, key=lambda request: request.deadline, default=None)
 
-    def around(self, first: Request, compared: list[Request]) -> list[Request]:
-        """The batch with this request that computes most for its time."""
-        others = [(number, request) for number, request in enumerate(compared) if request is not first]
-        # Of equal weights, the one whose turn is earlier is nearer to the first one.
-        lighter = [pair for pair in others if pair[1].weight < first.weight]
-        lighter.sort(key=lambda pair: (-pair[1].weight, pair[0]))
-        heavier = [pair for pair in others if pair[1].weight >= first.weight]
-        heavier.sort(key=lambda pair: (pair[1].weight, pair[0]))
-        near = (
-            [request for _, request in lighter[: self.most - 1]],
-            [request for _, request in heavier[: self.most - 1]],
-        )
-        return self._nearest(first, *near) if self.curve is None else self._best(first, *near, self.curve)
+    def _around(self, first: Request, compared: list[Request]) -> list[Request]:
+        """Of the batches of this request and of those nearest to its weight, the one that computes most for its time.
 
-    def _nearest(self, first: Request, lighter: list[Request], heavier: list[Request]) -> list[Request]:
-        """The requests whose weights are nearest to that of the first one: nothing is known about times."""
-        low, high = first.weight / _UNMEASURED, first.weight * _UNMEASURED
-        near = [request for request in (*lighter, *heavier) if low <= request.weight <= high]
-        by_distance = sorted(near, key=lambda request: abs(request.weight - first.weight))
-        chosen, heaviest = [first], first.weight
-        for request in by_distance[: self.most - 1]:
-            heavy = max(heaviest, request.weight)
-            if heavy * (len(chosen) + 1) <= self.max_weight:
-                chosen.append(request)
-                heaviest = heavy
-        return chosen
-
-    def _best(self, first: Request, lighter: list[Request], heavier: list[Request], curve: Curve) -> list[Request]:
-        """For some requests that may be the heaviest, lighter ones are added as long as they pay for their padding."""
-        below, above = _Prefix(lighter), _Prefix([first, *heavier])
-        best, score = (1, 0), -1.0
-        for more in _steps(len(heavier)):
-            heavy, until = above.requests[more].weight, above.until[more + 1]
-            if more and not self._holds(more + 1, heavy, until):
+        Of equal distances, the one whose turn is earlier is nearer.
+        """
+        others = [one for one in compared if one is not first]
+        if self.curve is None:
+            low, high = first.weight / _UNMEASURED, first.weight * _UNMEASURED
+            others = [one for one in others if low <= one.weight <= high]
+        others.sort(key=lambda one: abs(one.weight - first.weight))
+        chosen, heavy, useful, until = [first], first.weight, first.weight, first.deadline
+        best, score = 1, self._worth(1, useful, heavy)
+        for one in others:
+            count, heavier, nearest = len(chosen) + 1, max(heavy, one.weight), min(until, one.deadline)
+            if count > self.most:
                 break
-            reached = -1.0
-            for less in _steps(min(len(lighter), self.most - more - 1)):
-                count = more + less + 1
-                if less and not self._holds(count, heavy, min(until, below.until[less])):
-                    break
-                worth = self._worth(count, above.weight[more + 1] + below.weight[less], heavy, curve)
-                if worth <= reached:
-                    break
-                reached = worth
-                if worth > score:
-                    best, score = (more + 1, less), worth
-        return [*above.requests[: best[0]], *lighter[: best[1]]]
+            if not self._holds(count, heavier * count, nearest):
+                continue
+            chosen.append(one)
+            heavy, useful, until = heavier, useful + one.weight, nearest
+            if (worth := self._worth(count, useful, heavy)) >= score:
+                best, score = count, worth
+        return chosen[:best]
 
-    def _worth(self, count: int, useful: float, heavy: float, curve: Curve) -> float:
+    def _worth(self, count: int, useful: float, heavy: float) -> float:
         """What the items would cost in a full batch without padding, over what they cost in this one."""
+        curve = self.curve
+        if curve is None:
+            return count
         seconds = curve.seconds(count, heavy * count)
         ideal = count * (curve.fixed / self.most + curve.each) + curve.unit * useful
         return ideal / seconds if seconds > 0 and ideal > 0 else float(count)
 
-    def _holds(self, count: int, heavy: float, until: float) -> bool:
+    def _holds(self, count: int, weight: float, until: float) -> bool:
         """Whether a batch is light enough, and ends in time."""
-        weight = heavy * count
-        if count > self.most or weight > self.max_weight:
+        if weight > self.max_weight:
             return False
         return self.curve is None or until == math.inf or self.curve.holds(count, weight, until - self.now + _ROUNDING)
 
-    def _late(self, request: Request, start: float) -> bool:
-        return (
-            self.curve is not None
-            and request.deadline != math.inf
-            and start + self.curve.seconds(1, request.weight) > request.deadline
-        )
 
-
-def _steps(most: int) -> Iterator[int]:
-    """Numbers from 0 to ``most``, closer to each other at the start."""
-    number = 0
-    while number < most:
-        yield number
-        number = max(number + 1, int(number * _NEXT))
-    yield most
-
-
-# How large batches may be so that requests have their answers within a latency goal: ``max_size="auto"``.
+# How large batches may be so that requests have their answers within a latency goal: ``AutoSize``.
 
 
 #: Where the times jump at some size, no line fits them. If this many of the last runs, and half of those that were as
@@ -187,7 +134,7 @@ _GROWTH = 0.001
 _FASTER = 8
 
 
-class AutoSize:
+class GoalSize:
     """Chooses the size of batches by the measured times. Without a clock, a lock or a queue of its own.
 
     What arrives while a batch runs has to wait for its end, and then needs the time of its own batch. So a batch may
@@ -234,7 +181,7 @@ class AutoSize:
         if curve is None:
             return 1
         if curve is not self._fits[0] or mean != self._fits[1]:
-            self._fits = curve, mean, curve.count_within(self.seconds, mean)
+            self._fits = curve, mean, curve.count_within(self.seconds, mean, self._ceiling)
         return int(max(1.0, min(self._fits[2], self._most)))
 
     def note_run(self, count: int, seconds: float) -> None:
@@ -364,7 +311,7 @@ class Planner:
     def configure(self, limits: Limits) -> None:
         """Plan with these bounds from now on. What was measured stays."""
         self._limits = limits
-        self.auto = AutoSize(limits.slo, limits.max_wait, limits.max_size)
+        self.auto = GoalSize(limits.slo, limits.max_wait, limits.max_size)
         self._arrivals.configure(limits.max_size, limits.max_weight, self.auto.seconds)
         self._best, self._unplanned = BestSize(limits.max_size), 0.0
         self._worth = limits.max_size  # fewer where smaller batches compute as much
@@ -558,14 +505,14 @@ class Planner:
 
     def _seconds_in_front(self, request: Request, line: Line | None, lines: Lines) -> float:
         """How long the batches of other groups take that start before the one of this request."""
-        oldest = None if line is None else line.oldest()
+        oldest = None if line is None else line.oldest
         arrived = math.inf if oldest is None else oldest.arrived
         seconds, looked_at = 0.0, 0
         for other in itertools.islice(lines, _LOOKED_AT + 1):
             if other is line or not other.waiting:
                 continue
             looked_at += 1
-            first = other.oldest()
+            first = other.oldest
             curve = self._times.curve(other.group)
             if first is None or curve is None or (first.arrived > arrived and lines.fairness is None):
                 continue
@@ -625,7 +572,7 @@ class Planner:
                 return [], late
             return [newest], [one for one in late if one is not newest]
         if limits.padded:
-            return choose_alike(waiting, curve, now, most=self.most, max_weight=limits.max_weight), late
+            return AlikeBatches(curve, now, self.most, limits.max_weight).choose(waiting), late
         if curve is None:
             return self._fill(waiting, None, now, ascending=False), []
         ordered = self._by_deadline(waiting) if lines.fairness is None else waiting

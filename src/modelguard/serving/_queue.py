@@ -27,11 +27,10 @@ from modelguard.errors import (
     QuotaExceeded,
 )
 from modelguard.serving._lines import Line, Lines
-from modelguard.serving._planner import AutoSize, Planner
+from modelguard.serving._planner import GoalSize, Planner
 from modelguard.serving._requests import (
     Batch,
     Failure,
-    LoopRequest,
     PlainBatch,
     PlainCall,
     Request,
@@ -44,126 +43,6 @@ from modelguard.serving.breaker import Circuit
 from modelguard.serving.status import BatchState, BatchStatus, Counters, Limits, Quantiles, Verdict
 
 CircuitChange: TypeAlias = Literal["opened", "closed"] | None
-
-
-class Admission:
-    """Which requests are refused when they come: by the circuit, quotas, the room in the queue, and their deadlines.
-
-    Args:
-        limits: Bounds of the queue.
-        lines: What waits.
-        planner: Gives the time of the answer, and when to try again.
-        circuit: Refuses everything while it is open; None without a breaker.
-        counters: Where refusals are counted.
-
-    Attributes:
-        joining: Whether requests are being admitted that belong to one that has passed the circuit.
-    """
-
-    def __init__(
-        self, limits: Limits, lines: Lines, planner: Planner, circuit: Circuit | None, counters: Counters
-    ) -> None:
-        self._limits = limits
-        self._lines = lines
-        self._planner = planner
-        self._circuit = circuit
-        self._counters = counters
-        self._probe: Request | None = None  # which tries whether the circuit can be closed
-        self.joining = False
-
-    def configure(self, limits: Limits) -> None:
-        self._limits = limits
-
-    # The circuit
-
-    def circuit_open(self, now: float) -> CircuitOpen | None:
-        """The error for a request that must not pass now, which is counted; None if it may."""
-        circuit = self._circuit
-        if circuit is None or self.joining or (pause := circuit.retry_after(now)) is None:
-            return None
-        self._counters.refused_open += 1
-        return CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
-
-    def admitted(self, request: Request) -> None:
-        """Note that a request waits. It is the probe if the circuit is open."""
-        if self._circuit is not None and self._circuit.state != "closed" and not self.joining:
-            self._probe = request  # first: an exception may interrupt this at any point, and forget() has to know it
-            self._circuit.admitted()
-
-    def forget(self, request: Request) -> None:
-        """Note that a request is not computed. If it was the probe, the next one is."""
-        if request is self._probe and self._circuit is not None:
-            self._probe = None
-            self._circuit.probe_inconclusive()
-
-    def batch_ended(self, batch: Batch, verdict: Verdict, now: float) -> CircuitChange:
-        circuit = self._circuit
-        if circuit is None:
-            return None
-        probe = self._probe is not None and self._probe in batch.requests
-        if probe:
-            self._probe = None
-        if verdict == "succeeded":
-            return "closed" if circuit.succeeded(probe=probe) else None
-        if verdict == "failed":
-            return "opened" if circuit.failed(now, probe=probe) else None
-        if probe:
-            circuit.probe_inconclusive()
-        return None
-
-    # Each request
-
-    def check_room(self, request: Request, waiting: int, now: float) -> Request | None:
-        """Check whether a request may wait beside so many others.
-
-        Returns:
-            The request that loses its place to this one; None if there is room.
-
-        Raises:
-            CircuitOpen, QuotaExceeded, QueueFull: It must not wait.
-        """
-        limits, fairness = self._limits, self._lines.fairness
-        if (refusal := self.circuit_open(now)) is not None:
-            raise refusal
-        if fairness is not None and limits.quota is not None:
-            of_key = fairness.waiting_of(request.key)
-            if of_key >= limits.quota:
-                self._counters.refused_quota += 1
-                pause = self._planner.seconds_to_drain(of_key, now)
-                raise QuotaExceeded(limits.name, request.key, queued=of_key, quota=limits.quota, retry_after=pause)
-        if waiting < limits.max_queue:
-            return None
-        displaced = None if fairness is None else fairness.displaced_by(request, self._lines.live)
-        if displaced is None:
-            raise self.queue_full(waiting, now)
-        return displaced
-
-    def queue_full(self, waiting: int, now: float, *, displaced: bool = False) -> QueueFull:
-        """The error for a request without a place among so many that wait.
-
-        Args:
-            waiting: How many wait.
-            now: The time.
-            displaced: Whether it has waited, and lost its place to another one.
-        """
-        self._counters.refused_full += 1
-        pause = self._planner.seconds_to_drain(waiting, now)
-        return QueueFull(self._limits.name, queued=waiting, retry_after=pause, displaced=displaced)
-
-    def check_deadline(self, request: Request, waiting: int, running: list[Batch], now: float) -> None:
-        """Check that, by what was measured, the answer to a request can come in time.
-
-        Raises:
-            DeadlineExceeded, DeadlineUnreachable: It would come too late.
-        """
-        left = request.deadline - now
-        if left <= 0:
-            self._counters.expired += 1
-            raise DeadlineExceeded(self._limits.name, waited=0.0)
-        estimate = self._planner.too_late(request, self._lines, waiting, running, now)
-        if estimate is not None:
-            self._counters.refused_late += 1
-            raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
 
 
 #: The status shows quantiles over this many batches.
@@ -286,9 +165,9 @@ class BatchQueue:
         self.undelivered: list[tuple[Request, Failure]] = []
         self.reopen()
         self.counters = Counters()
-        self._admission = Admission(limits, self._lines, self._planner, circuit, self.counters)
+        self._probe: Request | None = None  # which tries whether the circuit can be closed
+        self._joining = False  # whether requests are being admitted that belong to one that has passed the circuit
         self._recent = Recent()
-        self._stale = 0  # requests in the lines that are done
         self._abandoned = 0  # requests in running batches that are done
         if limits.fair or limits.quota is not None:
             self.order()
@@ -316,7 +195,6 @@ class BatchQueue:
         """Bound batches, queue and calls by these limits from now on. What waits keeps its deadline and its wait."""
         self.take_in()
         self._take_limits(limits)
-        self._admission.configure(limits)
         self._planner.configure(limits)
         self._lines.configure(limits, self._planner.most, now)
         self._note_sure()
@@ -348,7 +226,7 @@ class BatchQueue:
                 self._make_requests(batch)
         running = itertools.chain.from_iterable(batch.requests for batch in self.running if not is_plain(batch))
         both = itertools.chain(self._lines.live(), running)
-        return next((one for one in both if isinstance(one, LoopRequest) and one.future is future), None)
+        return next((one for one in both if one.future is future), None)
 
     def _make_requests(self, batch: PlainBatch) -> None:
         if is_plain(batch):
@@ -371,20 +249,20 @@ class BatchQueue:
         if self.waiting >= self._max_queue or self.may_refuse:
             if self.closed:
                 raise GuardClosed(self._limits.name)
-            displaced = self._admission.check_room(request, self.waiting, now)
+            displaced = self._check_room(request, now)
         bounded = request.deadline != math.inf
         if bounded:
-            self._admission.check_deadline(request, self.waiting, self.running, now)
+            self._check_deadline(request, now)
         else:
             self._planner.note_admitted(math.inf)
         if displaced is not None:
-            self._drop(displaced, Failure(self._admission.queue_full(self.waiting, now, displaced=True)))
+            self._drop(displaced, Failure(self._queue_full(now, displaced=True)))
         self._lines.add(request, now)
         self.waiting += 1
         if bounded:
             self._expiry.add(request)
         if self.may_refuse:
-            self._admission.admitted(request)
+            self._admitted(request)
 
     def admit_together(self, requests: Sequence[Request], now: float) -> None:
         """Queue several requests, all of them or none. They take the place of no other. Raises what :meth:`admit` does.
@@ -394,16 +272,16 @@ class BatchQueue:
         self.take_in()
         self.expire(now)
         if not self.closed and self.waiting + len(requests) > self._max_queue:
-            raise self._admission.queue_full(self.waiting, now)
+            raise self._queue_full(now)
         try:
             for request in requests:
                 self.admit(request, now)
-                self._admission.joining = True
+                self._joining = True
         except ModelGuardError:
             self.withdraw(*requests)
             raise
         finally:
-            self._admission.joining = False
+            self._joining = False
 
     def withdraw(self, *requests: Request) -> None:
         """Undo admissions that an exception interrupted at any point: count again what is really there."""
@@ -411,12 +289,93 @@ class BatchQueue:
         for request in requests:
             self._abandoned += request.state == "running"
             request.state = "done"
-        self._lines.sweep()
-        self.waiting = sum(line.waiting for line in self._lines)
+        self.waiting = self._lines.recount()
         self._expiry.settle(requests)
-        self._stale = 0
         for request in requests:
-            self._admission.forget(request)
+            self._forget(request)
+
+    # Whether a request may pass: the circuit, quotas, the room in the queue, and its deadline
+
+    def _circuit_open(self, now: float) -> CircuitOpen | None:
+        """The error for a request that must not pass now, which is counted; None if it may."""
+        circuit = self.circuit
+        if circuit is None or self._joining or (pause := circuit.retry_after(now)) is None:
+            return None
+        self.counters.refused_open += 1
+        return CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
+
+    def _admitted(self, request: Request) -> None:
+        """Note that a request waits. It is the probe if the circuit is open."""
+        if self.circuit is not None and self.circuit.state != "closed" and not self._joining:
+            self._probe = request  # first: an exception may interrupt this at any point, and forget() has to know it
+            self.circuit.admitted()
+
+    def _forget(self, request: Request) -> None:
+        """Note that a request is not computed. If it was the probe, the next one is."""
+        if request is self._probe and self.circuit is not None:
+            self._probe = None
+            self.circuit.probe_inconclusive()
+
+    def _batch_ended(self, batch: Batch, verdict: Verdict, now: float) -> CircuitChange:
+        circuit = self.circuit
+        if circuit is None:
+            return None
+        probe = self._probe is not None and self._probe in batch.requests
+        if probe:
+            self._probe = None
+        if verdict == "succeeded":
+            return "closed" if circuit.succeeded(probe=probe) else None
+        if verdict == "failed":
+            return "opened" if circuit.failed(now, probe=probe) else None
+        if probe:
+            circuit.probe_inconclusive()
+        return None
+
+    def _check_room(self, request: Request, now: float) -> Request | None:
+        """Check whether a request may wait.
+
+        Returns:
+            The request that loses its place to this one; None if there is room.
+
+        Raises:
+            CircuitOpen, QuotaExceeded, QueueFull: It must not wait.
+        """
+        limits, fairness = self._limits, self._lines.fairness
+        if (refusal := self._circuit_open(now)) is not None:
+            raise refusal
+        if fairness is not None and limits.quota is not None:
+            of_key = fairness.waiting_of(request.key)
+            if of_key >= limits.quota:
+                self.counters.refused_quota += 1
+                pause = self._planner.seconds_to_drain(of_key, now)
+                raise QuotaExceeded(limits.name, request.key, queued=of_key, quota=limits.quota, retry_after=pause)
+        if self.waiting < limits.max_queue:
+            return None
+        displaced = None if fairness is None else fairness.displaced_by(request, self._lines.live)
+        if displaced is None:
+            raise self._queue_full(now)
+        return displaced
+
+    def _queue_full(self, now: float, *, displaced: bool = False) -> QueueFull:
+        """The error for a request without a place; ``displaced``: it has waited, and lost its place to another one."""
+        self.counters.refused_full += 1
+        pause = self._planner.seconds_to_drain(self.waiting, now)
+        return QueueFull(self._limits.name, queued=self.waiting, retry_after=pause, displaced=displaced)
+
+    def _check_deadline(self, request: Request, now: float) -> None:
+        """Check that, by what was measured, the answer to a request can come in time.
+
+        Raises:
+            DeadlineExceeded, DeadlineUnreachable: It would come too late.
+        """
+        left = request.deadline - now
+        if left <= 0:
+            self.counters.expired += 1
+            raise DeadlineExceeded(self._limits.name, waited=0.0)
+        estimate = self._planner.too_late(request, self._lines, self.waiting, self.running, now)
+        if estimate is not None:
+            self.counters.refused_late += 1
+            raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
 
     # Out
 
@@ -454,40 +413,25 @@ class BatchQueue:
 
     def _take(self, line: Line, now: float) -> list[Request]:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
-        if self._stale or self._expiry or self._picky:
+        if self._expiry or self._picky:
             requests = self._choose(line, now)
         else:
-            requests = self._first(line, self._planner.most)
+            requests = list(itertools.islice(line.requests, self._planner.most))
         for request in requests:
             request.state = "running"
         self.waiting -= len(requests)
         self._lines.taken(line, requests)
         return requests
 
-    @staticmethod
-    def _first(line: Line, count: int) -> list[Request]:
-        requests = line.requests
-        if len(requests) > count:
-            return [requests.popleft() for _ in range(count)]
-        taken = list(requests)
-        requests.clear()
-        return taken
-
     def _choose(self, line: Line, now: float) -> list[Request]:
-        if not self._stale:
-            in_order = self._limits.deadline != math.inf and not self._expiry.early and not self.ordered
-            nearest, lines = self._expiry.nearest, len(self._lines)
-            count = self._planner.takes_first(line.waiting, line.group, nearest, now, lines=lines, in_order=in_order)
-            if count:
-                return self._first(line, count)
+        in_order = self._limits.deadline != math.inf and not self._expiry.early and not self.ordered
+        nearest, lines = self._expiry.nearest, len(self._lines)
+        count = self._planner.takes_first(line.waiting, line.group, nearest, now, lines=lines, in_order=in_order)
+        if count:
+            return list(itertools.islice(line.requests, count))
         requests, late = self._planner.choose(line, self._lines, now)
         for request in late:
             self._drop_late(request, now)
-        if len(requests) == line.waiting:
-            self._stale -= len(line.requests) - line.waiting
-            line.requests.clear()
-            return requests
-        self._stale -= self._lines.take_out(line, requests)
         return requests
 
     def _start(self, requests: list[Request], now: float) -> Batch:
@@ -563,7 +507,7 @@ class BatchQueue:
         self.counters.failed_batches += verdict == "failed"
         self._planner.note_verdict(batch.count, failed=verdict == "failed")
         self._note_most()
-        change = self._admission.batch_ended(batch, verdict, now)
+        change = self._batch_ended(batch, verdict, now)
         if change == "opened":
             self._refuse_because_open(now)
         return change
@@ -585,7 +529,7 @@ class BatchQueue:
 
     def _refuse_because_open(self, now: float) -> None:
         for request in tuple(self._lines.live()):
-            if (refusal := self._admission.circuit_open(now)) is not None:
+            if (refusal := self._circuit_open(now)) is not None:
                 self._drop(request, Failure(refusal))
 
     def record_run(self, batch: Batch, seconds: float, now: float, *, between: float = 0.0) -> None:
@@ -676,7 +620,7 @@ class BatchQueue:
     # Its state
 
     @property
-    def auto_size(self) -> AutoSize:
+    def auto_size(self) -> GoalSize:
         """What chooses the size of batches by a latency goal."""
         return self._planner.auto
 
@@ -715,24 +659,17 @@ class BatchQueue:
         self._drop(request, Failure(DeadlineExceeded(self._limits.name, waited=now - request.arrived)))
 
     def _drop(self, request: Request, failure: Failure | None) -> None:
-        """End a request out of turn. A waiting one stays in its queue, done, until the queue is next looked through."""
-        if request.state == "waiting":
-            self._stale += 1
-            self._remove_waiting(request, failure)
+        """End a request out of turn."""
+        waiting = request.state == "waiting"
+        self._end(request, failure)  # first: an exception may interrupt this at any point
+        if waiting:
+            self.waiting -= 1
+            self._lines.removed(request)
+            self._forget(request)
         else:
             self._abandoned += 1
-            self._end(request, failure)
             if request.departure is not None:
                 request.departure.set()
-        if self._stale > _STALE and self._stale > self.waiting:
-            self._lines.sweep()
-            self._stale = 0
-
-    def _remove_waiting(self, request: Request, failure: Failure | None) -> None:
-        self.waiting -= 1
-        self._lines.removed(request)
-        self._admission.forget(request)
-        self._end(request, failure)
 
     def _end(self, request: Request, failure: Failure | None) -> None:
         if request.state != "running":  # else the batch is about to read it, or has; finish() lets it go

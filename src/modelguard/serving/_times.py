@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -51,8 +52,6 @@ _FAR = 1000.0
 _GROUP_STEP = 0.3
 #: A batch may be twice as large as the largest one so far, where it is not known that the deadlines hold.
 _GROWTH = 2
-#: More items than any batch has.
-_ANY = 1 << 20
 #: What batches of a size take follows each run by this much, and all sizes together by that much: models become faster
 #: and slower as a whole.
 _SIZE_STEP = 0.1
@@ -145,7 +144,7 @@ class Curve:
         """Whether a batch ends within this time, in any case."""
         return self.at_worst(count, weight) <= left
 
-    def count_within(self, seconds: float, mean: float, most: int = _ANY) -> int:
+    def count_within(self, seconds: float, mean: float, most: int) -> int:
         """How many items, at most so many, a batch may have that ends within this time in any case.
 
         Args:
@@ -153,14 +152,7 @@ class Curve:
             mean: The mean weight of an item; 0 if nothing is weighed.
             most: The largest number of interest.
         """
-        low, high = 0, 1
-        while high <= most and self.holds(high, high * mean, seconds):
-            low, high = high, high * 2
-        high = min(high, most + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.holds(middle, middle * mean, seconds) else (low, middle)
-        return low
+        return bisect_right(range(1, most + 1), seconds, key=lambda count: self.at_worst(count, count * mean))
 
 
 class BatchTimes:
@@ -375,7 +367,7 @@ class BatchTimes:
         by = self._factor(group) * margin
         again = self.bad * self._again
         if not self._line.known:
-            count, weight, seconds = self._line.means()
+            count, weight, seconds = self._line.means()[:3]
             each, unit = (0.0, seconds * by / weight) if weight else (seconds * by / count, 0.0)
             return Curve(0.0, each, unit, seconds * by, self._reach, margin, (), again)
         return self._curve_of(by, margin, again)
@@ -473,43 +465,37 @@ class _Line:
     """
 
     def __init__(self) -> None:
-        self.total = 0.0
         self.known = False
         self.fixed = self.each = self.unit = 0.0
-        self._n = self._w = self._y = 0.0
-        self._nn = self._ww = self._nw = self._ny = self._wy = 0.0
+        self._sums = [0.0] * 9  # of 1, n, w, y, and of the products of these
         self._each = self._unit = 0.0  # the slopes, followed slowly
 
+    @property
+    def total(self) -> float:
+        return self._sums[0]
+
     def add(self, n: float, w: float, y: float) -> None:
-        self.total = self.total * _DECAY + 1
-        self._n = self._n * _DECAY + n
-        self._y = self._y * _DECAY + y
-        self._nn = self._nn * _DECAY + n * n
-        self._ny = self._ny * _DECAY + n * y
-        if w or self._w:
-            self._w = self._w * _DECAY + w
-            self._ww = self._ww * _DECAY + w * w
-            self._nw = self._nw * _DECAY + n * w
-            self._wy = self._wy * _DECAY + w * y
+        new = (1.0, n, w, y, n * n, w * w, n * w, n * y, w * y)
+        self._sums = [before * _DECAY + one for before, one in zip(self._sums, new, strict=True)]
         self._fit()
 
     def scale(self, by: float) -> None:
-        self._y *= by
-        self._ny *= by
-        self._wy *= by
+        for at in (3, 7, 8):  # those with y
+            self._sums[at] *= by
         self.fixed, self.each, self.unit = self.fixed * by, self.each * by, self.unit * by
         self._each, self._unit = self._each * by, self._unit * by
 
-    def means(self) -> tuple[float, float, float]:
-        return self._n / self.total, self._w / self.total, self._y / self.total
+    def means(self) -> list[float]:
+        """Of n, w and y, and of their products."""
+        return [one / self.total for one in self._sums[1:]]
 
     def seconds(self, count: float, weight: float) -> float:
         """The time of a batch, by the line; by the one size that was measured while there is no slope."""
-        return self.fixed + self.each * count + self.unit * weight if self.known else self._y / self.total
+        return self.fixed + self.each * count + self.unit * weight if self.known else self._sums[3] / self.total
 
     def _fit(self) -> None:
-        n, w, y = self.means()
-        var_n, var_w = max(self._nn / self.total - n * n, 0.0), max(self._ww / self.total - w * w, 0.0)
+        n, w, y, nn, ww, nw, ny, wy = self.means()
+        var_n, var_w = max(nn - n * n, 0.0), max(ww - w * w, 0.0)
         rigid_n, rigid_w = (_RIGID * n) ** 2, (_RIGID * w) ** 2
         first = not self.known
         if first:
@@ -518,11 +504,11 @@ class _Line:
             self.known = True
             rigid_n, rigid_w = rigid_n * 1e-6, rigid_w * 1e-6  # there is nothing to stay near
         a = var_n + rigid_n
-        p = self._ny / self.total - n * y + rigid_n * self._each
+        p = ny - n * y + rigid_n * self._each
         if w:
             d = var_w + rigid_w
-            b = self._nw / self.total - n * w
-            q = self._wy / self.total - w * y + rigid_w * self._unit
+            b = nw - n * w
+            q = wy - w * y + rigid_w * self._unit
             each, unit = _solve(a, b, d, p, q)
             step = max(_RIGID_STEP * max(var_n / a, var_w / d), float(first))
         else:

@@ -3,46 +3,350 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import sys
+import threading
+import time
+import warnings
+import weakref
 from asyncio import get_running_loop
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, TypeAlias, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    Never,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from modelguard import _units
-from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, Overloaded
+from modelguard._entered import Entered
+from modelguard.errors import (
+    GuardClosed,
+    InvalidOption,
+    ItemRefused,
+    ModelGuardWarning,
+    NotSupported,
+    Overloaded,
+    WouldDeadlock,
+)
+from modelguard.runtime import fork, waiting
+from modelguard.runtime.background import SHARED
 from modelguard.serving._batch_options import (
+    Arguments,
+    AutoSize,
     BatchOptions,
     Buffer,
     Changes,
+    Execution,
     Fair,
-    LoopChoice,
-    OnError,
-    Size,
+    NotARoute,
     Weight,
+    call_signature,
+    check_function,
+    function_name,
     read_buffer,
     read_fair,
     read_weight,
 )
-from modelguard.serving._functions import Decorated, NotAHandler, check_function, function_name
-from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest, TrioWaiter
+from modelguard.serving._batcher import Batcher
+from modelguard.serving._requests import CancellableFuture, Request, on_loop
 from modelguard.serving.breaker import Breaker
-from modelguard.serving.streams import BatchedStream
+from modelguard.serving.deadlines import check_priority
+from modelguard.serving.status import BatchStatus, Limits
+from modelguard.serving.streams import Stream, StreamRequest
 
-__all__ = ["Batched", "BatchedMethod", "BatchedStreamMethod", "Decorator", "batched"]
+__all__ = ["Batched", "BatchedMethod", "BatchedStream", "Decorator", "batched"]
 
 S = TypeVar("S")
 S_contra = TypeVar("S_contra", contravariant=True)
+B_co = TypeVar("B_co", covariant=True)
 X = TypeVar("X")
 Y = TypeVar("Y")
 
 #: What a generator function yields for an item that has ended.
 End: TypeAlias = type[StopIteration] | type[StopAsyncIteration]
+#: What calls of batch functions give.
+Parts: TypeAlias = AsyncIterator[Sequence[Y | End]] | Iterator[Sequence[Y | End]]
+Results: TypeAlias = Awaitable[Sequence[Y]] | Sequence[Y]
 
 _NO_ITEM: Any = object()
+
+
+# A queue for each instance: what a batched method keeps among an instance's attributes.
+
+
+#: So many instances that came within so many seconds are short-lived if half of them are gone.
+_MANY = 100
+_SOON = 60.0
+
+
+class BoundMethods:
+    """Makes and keeps one batched function for each instance of a class. Warns if they are made for each request.
+
+    Args:
+        function: The function in the class, for errors.
+        qualified_name: Where it is written. Not its plain name, which a subclass may use for a method of its own.
+        make: Makes that of an instance.
+    """
+
+    def __init__(self, function: Callable[..., Any], qualified_name: str, make: Callable[[Any], Any]) -> None:
+        self._function = function
+        self._attribute = f"_modelguard_batched_{qualified_name}"
+        self._make = make
+        self._began = time.monotonic()
+        self._recent: list[weakref.ref[object]] = []
+        self._warned = False
+
+    def get(self, instance: Any) -> Any:
+        """That of an instance, made on first use. Two threads that come first together get the same one.
+
+        Raises:
+            InvalidOption: The instance has no ``__dict__``.
+        """
+        try:
+            attributes = vars(instance)
+        except TypeError:
+            why = f"{type(instance).__name__} has __slots__, and no room for the queue of an instance"
+            fix = "Add '__dict__' to its __slots__, or batch a function at module level."
+            raise InvalidOption("function", self._function, why=why, fix=fix) from None
+        kept = attributes.get(self._attribute)
+        if kept is None or kept.instance is not instance:  # none yet, or that of the instance this one is a copy of
+            with _lock:
+                kept = attributes.get(self._attribute)
+                if kept is None or kept.instance is not instance:
+                    kept = attributes[self._attribute] = _Kept(instance, self._make(instance))
+                    if not self._warned:
+                        self._recent.append(weakref.ref(kept.bound))
+            if len(self._recent) >= _MANY:
+                self._look_at_recent()
+        return kept.bound
+
+    def _look_at_recent(self) -> None:
+        (recent, self._recent), (began, self._began) = (self._recent, []), (self._began, time.monotonic())
+        self._warned = self._began - began <= _SOON and 2 * sum(one() is None for one in recent) >= _MANY
+        if self._warned:
+            text = (
+                f"{self._function.__qualname__}(): {len(recent)} instances got a queue within a minute, and most of "
+                "them are gone. Items of different instances never share a batch. Keep one instance for the process, "
+                "or batch a function at module level."
+            )
+            warnings.warn(text, ModelGuardWarning, stacklevel=4)
+
+
+class _Kept:
+    """An entry among an instance's attributes. Copies of the instance get an empty one."""
+
+    def __init__(self, instance: Any = None, bound: Any = None) -> None:
+        self.instance = instance
+        self.bound = bound
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
+_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+fork.at_fork(fork.Rank.LOCKS, in_child=_renew_lock)
+
+_CLOSE_TIMEOUT = 30.0
+
+
+class Decorated(Entered):
+    """A batch function behind a queue.
+
+    Args:
+        function: The batch function.
+        options: Its options.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
+        functools.update_wrapper(cast("Callable[..., Any]", self), function)
+        super().__init__()
+        self.__signature__ = call_signature(function, options.name)
+        self._function = function
+        self._options = options
+        self._batcher = Batcher(function, options)
+        self._arguments = Arguments(function, options)
+        self._on_callers_loop = options.on_callers_loop
+        self._always_checked = self._on_callers_loop or self._arguments.always_checked
+        self._weigh = self._arguments.weigh
+        self._methods: BoundMethods | None = None
+        self._method_of: tuple[Any, str] | None = None
+
+    def _refuse_on_loop(self, why: str, instead: str) -> None:
+        if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none
+            raise WouldDeadlock(self.name, why=f"{why} the running event loop", fix=f"Write: {instead}.")
+
+    def _put(
+        self,
+        requests: Sequence[Request],
+        timeout: _units.Duration | None,
+        priority: int,
+        extras: dict[str, Any],
+        others: tuple[object, ...] = (),
+        *,
+        together: bool = False,
+    ) -> None:
+        """Check the arguments of a call, and queue its requests: one, or several ``together``."""
+        if others:
+            raise self._arguments.wrong_count(1 + len(others))
+        if priority:
+            check_priority(priority)
+            self._batcher.order()
+        seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
+        for request in requests:
+            request.priority = priority
+            if extras or self._always_checked or self._weigh is not None or type(request.item) is list:
+                self._arguments.fill_in(request, extras)
+            if self._on_callers_loop:
+                request.group = on_loop(request.group, request.loop or self._callers_loop())
+            self._batcher.bound(request, seconds)
+        self._batcher.put(*requests, together=together)
+
+    def _callers_loop(self) -> asyncio.AbstractEventLoop:
+        try:
+            return get_running_loop()
+        except RuntimeError:
+            reason = "it runs on the event loop of its callers (loop='caller'); await it there, or leave out loop="
+            raise NotSupported(f"{self.name}() outside of an asyncio event loop", reason=reason) from None
+
+    # Its state
+
+    @property
+    def name(self) -> str:
+        """Its name in events and errors."""
+        return self._options.name
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds in force, in items and seconds."""
+        return self._batcher.limits
+
+    def configure(self, *others: Never, **changes: Unpack[Changes]) -> None:
+        """Change options while it serves: ``f.configure(max_size=8, deadline="1s")``. All of them change, or none.
+
+        What waits keeps its deadline, and waits no longer for a fuller batch than it would have; what runs is finished.
+        A forked child starts with the options in force.
+
+        Args:
+            others: None; every option is passed by keyword.
+            changes: ``max_size``, ``deadline``, ``max_wait``, ``max_queue`` and ``execution`` (but for its
+                ``loop``), as in :func:`batched`.
+
+        Raises:
+            InvalidOption: One of them is invalid, does not fit the others, or cannot be changed.
+            GuardClosed: After :meth:`close`.
+            TypeError: It is a method, and was not called on an instance: each has a queue of its own.
+            WouldDeadlock: From a signal handler or finalizer that interrupted a call.
+        """
+        if others:
+            why = "has no name: configure() takes keywords only"
+            raise InvalidOption("option", others[0], why=why, fix="Write for example f.configure(max_size=8).")
+        if self._methods is not None:
+            raise TypeError(f"{self.name}(): {self._arguments.incomplete}")
+        self._batcher.configure(changes)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it admits items: false once it is being closed, and while a batch hangs.
+
+        It is ready while the circuit is open: without traffic there would be no probe to close it.
+        """
+        return self._batcher.ready
+
+    def status(self) -> BatchStatus:
+        """Its state, counts and times."""
+        return self._batcher.status()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    # Closing
+
+    def close(self, timeout: _units.Duration = _CLOSE_TIMEOUT) -> None:
+        """Admit nothing more, compute what waits, then end. Blocks. Closing twice does nothing.
+
+        Args:
+            timeout: How long that may take, 30 seconds by default; what still waits then is refused with
+                ``GuardClosed``.
+
+        Raises:
+            WouldDeadlock: On a running event loop (use :meth:`aclose`), or from inside the batch function.
+        """
+        self._refuse_on_loop("close() would block", "await f.aclose()")
+        self._batcher.close(_units.seconds(timeout, "timeout", zero=True))
+
+    async def aclose(self, timeout: _units.Duration = _CLOSE_TIMEOUT) -> None:
+        """:meth:`close` for coroutines; does not block the event loop."""
+        close = functools.partial(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
+        await waiting.run(close, f"modelguard-close-{self.name}", SHARED.start)
+
+    def _reopen(self) -> None:
+        self._batcher.reopen()
+
+    # As a method
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        written = getattr(self._function, "__qualname__", "")
+        if written != f"{owner.__qualname__}.{name}":
+            return  # a function from elsewhere that is kept in a class
+        self._methods = BoundMethods(self._function, written, functools.partial(self._bind, name))
+        self._arguments.incomplete = f"it is a method of {owner.__name__}: call it on an instance"
+        self._always_checked = True
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None or self._methods is None:
+            return self
+        return self._methods.get(instance)
+
+    def _bind(self, name: str, instance: Any) -> Self:
+        method = self._function.__get__(instance, type(instance))
+        bound = type(self)(method, self._options)
+        bound._method_of = instance, name  # noqa: SLF001 - of its own class
+        return bound
+
+    # Functions are pickled by reference; so is this, and a method by its instance.
+    def __reduce__(self) -> Any:
+        if self._method_of is not None:
+            return getattr, self._method_of
+        return str(self.__qualname__)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if self._method_of is None:
+            return self
+        instance, name = self._method_of
+        return getattr(copy.deepcopy(instance, memo), name)
+
+
+async def _result(future: Future[Y]) -> Y:
+    """What a future gets, which is cancelled if this is interrupted."""
+    try:
+        await waiting.Wait(future, waiting.Timeout(None)).suspend()
+        return future.result()
+    except BaseException:  # Trio's cancellation is one
+        future.cancel()
+        raise
+    finally:
+        del future  # the error's traceback refers to this frame
 
 
 class Batched(Decorated, Generic[X, Y]):
@@ -101,8 +405,10 @@ class Batched(Decorated, Generic[X, Y]):
             self._refuse_on_loop("the call would block", "await f.aio(item)")
             if sys.is_finalizing():  # called by a finalizer, when threads do not run any more
                 raise GuardClosed(self.name)
-            request = ThreadRequest(item)
-            self._put(request, timeout, priority, extras)
+            request = Request(item)
+            request.answered = threading.Lock()
+            request.answered.acquire()
+            self._put([request], timeout, priority, extras)
             try:
                 return request.wait()
             except BaseException:
@@ -121,12 +427,11 @@ class Batched(Decorated, Generic[X, Y]):
         try:
             loop = get_running_loop()
         except RuntimeError:
-            waiter = TrioWaiter()
-            future = self.submit(item, *others, timeout=timeout, priority=priority, **extras)
-            return await waiter.result(future)  # type: ignore[no-any-return]
+            waiting.require_loop("await f.aio(item)", "Call the function without .aio, in a thread")
+            return await _result(self.submit(item, *others, timeout=timeout, priority=priority, **extras))
         call = loop.create_future()
         if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
-            self._put(LoopRequest(item, loop, call), timeout, priority, extras, others)
+            self._put([Request(item, call, loop)], timeout, priority, extras, others)
         else:
             self._batcher.put_plain(item, call, loop, 1 if self._weigh is None else self._weigh(item))
         try:
@@ -144,10 +449,11 @@ class Batched(Decorated, Generic[X, Y]):
 
         Arguments and errors are those of a call. Refusals are raised here, all other errors by the future.
         """
-        request = FutureRequest(item)
-        request.future.on_cancel = functools.partial(self._batcher.cancel, request, notify=True)
-        self._put(request, timeout, priority, extras, others)
-        return request.future
+        future = CancellableFuture()
+        request = Request(item, future)
+        future.on_cancel = functools.partial(self._batcher.cancel, request, notify=True)
+        self._put([request], timeout, priority, extras, others)
+        return future
 
     def map(
         self,
@@ -212,26 +518,23 @@ class Batched(Decorated, Generic[X, Y]):
         if len(listed) > (most := self.limits.max_queue):
             why = f"{len(listed)} items never fit into a queue of max_queue={most}; pass fewer at a time"
             raise ItemRefused(self.name, why=why)
-        waiters: list[TrioWaiter] = []
         try:
             loop = get_running_loop()
-            requests: list[Any] = [LoopRequest(item, loop) for item in listed]
+            requests = [Request(item, loop.create_future(), loop) for item in listed]
         except RuntimeError:
-            waiters = [TrioWaiter() for _ in listed]
-            requests = [FutureRequest(item) for item in listed]
-        for request in requests:
-            self._prepare(request, timeout, priority, extras, others)
-        self._batcher.put(*requests, together=True)
+            waiting.require_loop("await f.amap(items)", "Call f.map(items), in a thread")
+            loop = None
+            requests = [Request(item, CancellableFuture()) for item in listed]
+        self._put(requests, timeout, priority, extras, others, together=True)
         try:
-            if waiters:
-                return [await one.result(request.future) for one, request in zip(waiters, requests, strict=True)]
+            if loop is None:
+                return [await _result(request.future) for request in requests]
             return list(await asyncio.gather(*(request.future for request in requests)))
         except BaseException:
-            for request in requests:
-                self._batcher.cancel(request)  # nothing for those that have their answers
+            while requests:
+                self._batcher.cancel(requests.pop())  # nothing for those that have their answers
             raise
         finally:
-            request = None
             del requests  # as above
 
     if not TYPE_CHECKING:  # as above
@@ -264,70 +567,96 @@ class Batched(Decorated, Generic[X, Y]):
                 future.cancel()
 
 
-class BatchedMethod(Protocol[S_contra, X, Y]):
-    """A batched function in a class, for type checkers: each instance has its own :class:`Batched`."""
+class BatchedStream(Decorated, Generic[X, Y]):
+    """A generator function of a list as a function of one item, whose parts are computed in batches.
+
+    Made by :func:`batched` from a function that yields lists with one part for each item; see there for the options.
+    ``f.stream(x)`` gives the parts of one item. In a class it is a method, with a queue for each instance.
+
+    It is a context manager, for ``with`` and ``async with``, and closes on exit. Entering it again reopens it.
+    """
+
+    def stream(
+        self,
+        item: X,
+        /,
+        *others: Never,
+        timeout: _units.Duration | None = None,
+        priority: int = 0,
+        **extras: Any,
+    ) -> Stream[Y]:
+        """Queue one item, and return the stream of its parts. Does not block, on an event loop or elsewhere.
+
+        Args:
+            item: An element of the list that the batch function gets.
+            others: None; everything else is passed by keyword.
+            timeout: The longest time from now to the end of the stream; it can only shorten ``deadline``.
+            priority: As for a call of other batched functions.
+            extras: Further keyword arguments of the batch function.
+
+        Raises:
+            QueueFull, QuotaExceeded, DeadlineUnreachable, CircuitOpen: Refused at once; ``retry_after`` gives when
+                to try again.
+            ItemRefused: The item cannot be put into a batch.
+            WouldDeadlock: From inside the batch function.
+            GuardClosed: After :meth:`close`.
+            TypeError: There is not exactly one positional argument, or the keyword arguments do not fit.
+        """
+        request = StreamRequest(item, (self._options.buffer or Buffer()).parts)
+        stream: Stream[Y] = Stream(self.name, request, self._batcher.cancel, self._batcher.drop)
+        self._put([request], timeout, priority, extras, others)
+        stream.opened()
+        return stream
+
+    if not TYPE_CHECKING:  # checkers reject these; without a checker they need a message that says what to write
+
+        def __call__(self, *_args: object, **_extras: object) -> Never:
+            """Reject the call: there is no single result."""
+            fix = "for part in f.stream(item): ...; on an event loop: async for"
+            raise TypeError(f"{self.name}() yields its result in parts. Write: {fix}")
+
+        aio = map = submit = __call__
+
+
+class BatchedMethod(Protocol[S_contra, B_co]):
+    """A batched function in a class, for type checkers: each instance has its own."""
 
     @overload
-    def __get__(self, instance: None, owner: type | None = ...) -> BatchedMethod[S_contra, X, Y]: ...
+    def __get__(self, instance: None, owner: type | None = ...) -> BatchedMethod[S_contra, B_co]: ...
     @overload
-    def __get__(self, instance: S_contra, owner: type | None = ...) -> Batched[X, Y]: ...
-
-
-class BatchedStreamMethod(Protocol[S_contra, X, Y]):
-    """A batched generator function in a class, for type checkers: each instance has its own :class:`BatchedStream`."""
-
-    @overload
-    def __get__(self, instance: None, owner: type | None = ...) -> BatchedStreamMethod[S_contra, X, Y]: ...
-    @overload
-    def __get__(self, instance: S_contra, owner: type | None = ...) -> BatchedStream[X, Y]: ...
+    def __get__(self, instance: S_contra, owner: type | None = ...) -> B_co: ...
 
 
 class Decorator(Protocol):
     """What ``batched(...)`` returns."""
 
     @overload
-    def __call__(
-        self, function: Callable[Concatenate[list[X], ...], AsyncIterator[Sequence[Y | End]]], /
-    ) -> BatchedStream[X, Y]: ...
+    def __call__(self, function: Callable[Concatenate[list[X], ...], Parts[Y]], /) -> BatchedStream[X, Y]: ...
     @overload
     def __call__(
-        self, function: Callable[Concatenate[S, list[X], ...], AsyncIterator[Sequence[Y | End]]], /
-    ) -> BatchedStreamMethod[S, X, Y]: ...
+        self, function: Callable[Concatenate[S, list[X], ...], Parts[Y]], /
+    ) -> BatchedMethod[S, BatchedStream[X, Y]]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[list[X], ...], Results[Y]], /) -> Batched[X, Y]: ...
     @overload
     def __call__(
-        self, function: Callable[Concatenate[list[X], ...], Iterator[Sequence[Y | End]]], /
-    ) -> BatchedStream[X, Y]: ...
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[S, list[X], ...], Iterator[Sequence[Y | End]]], /
-    ) -> BatchedStreamMethod[S, X, Y]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[list[X], ...], Awaitable[Sequence[Y]]], /) -> Batched[X, Y]: ...
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[S, list[X], ...], Awaitable[Sequence[Y]]], /
-    ) -> BatchedMethod[S, X, Y]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[list[X], ...], Sequence[Y]], /) -> Batched[X, Y]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[S, list[X], ...], Sequence[Y]], /) -> BatchedMethod[S, X, Y]: ...
+        self, function: Callable[Concatenate[S, list[X], ...], Results[Y]], /
+    ) -> BatchedMethod[S, Batched[X, Y]]: ...
 
 
 def batched(
     *others: Never,
-    max_size: Size,
-    slo: _units.Duration | None = None,
+    max_size: int | AutoSize,
+    deadline: _units.Duration | None = None,
     max_wait: _units.Duration = 0.0,
     max_queue: int = 256,
-    deadline: _units.Duration | None = None,
     threads: int = 1,
     weight: Callable[[Any], float] | Weight | None = None,
     fair_by: Callable[[Any], Hashable] | Fair | None = None,
-    on_error: OnError = "isolate",
+    on_error: Literal["isolate", "fail"] = "isolate",
     breaker: Breaker | None = None,
-    hang_after: _units.Duration | None = None,
-    loop: LoopChoice | None = None,
     buffer: int | Buffer | None = None,
+    execution: Execution | None = None,
     name: str | None = None,
 ) -> Decorator:
     """Turn a function of a list, ``f(items) -> results``, into a function of one item that is computed in batches.
@@ -352,16 +681,12 @@ def batched(
 
     Args:
         others: None; every option is passed by keyword.
-        max_size: Most items in a batch; ``"auto"`` to have it chosen by the measured times, so that requests have their
-            answers within ``slo``. It is then never more than ``max_queue``.
-        slo: The latency goal for ``max_size="auto"``: seconds from arrival to answer, as long as the load can be
-            computed. Nothing is refused because of it; that is what ``deadline`` does. If one item alone takes longer,
-            items run alone, and a ``BatchSizeChosen`` at level WARNING says so.
+        max_size: Most items in a batch, or an :class:`AutoSize`, which has it chosen for a latency goal.
+        deadline: The time that every item has from its arrival. Default: no bound. A call's ``timeout=``, the
+            :func:`deadline` context and the web middleware can only shorten it.
         max_wait: How long the oldest item may wait for a fuller batch while a thread is free; less where a deadline
             requires it. Default: not at all, which is right unless a batch costs much more than its items.
         max_queue: Most items that wait, without those that are being computed; at least ``max_size``.
-        deadline: The time that every item has from its arrival. Default: no bound. A call's ``timeout=``, the
-            :func:`deadline` context and the web middleware can only shorten it.
         threads: Threads that compute batches side by side.
         weight: What an item counts for: a function of the item, such as ``len``, or a :class:`Weight`, which also
             bounds the weight of a batch, or says that the function pads. The function gets the heaviest item first.
@@ -371,14 +696,10 @@ def batched(
         on_error: ``"isolate"``: run a batch that raised again in parts, so that only the items at fault fail; the
             function may then be called twice with the same item. ``"fail"``: all its items fail with ``BatchFailed``.
         breaker: When to stop calling a failing model. Default: never.
-        hang_after: How long a batch may run. After that the function is not ready, its state is ``"hung"``, a
-            ``BatchErrored`` is emitted, and a breaker opens; the batch itself cannot be stopped. Default: ten times
-            ``deadline``, at least a minute; never without a deadline.
-        loop: Where an ``async`` function runs. ``"own"``: on an event loop in a thread of its own, which stays the same
-            one, so that what blocks it blocks nobody else. ``"caller"``: on that of its callers, who must be
-            coroutines, for functions that use what belongs to that loop. Default: ``"own"``.
         buffer: For generator functions: most parts of an item that wait for its consumer (64 by default), or a
             :class:`Buffer`, which also says when a consumer is too slow.
+        execution: An :class:`Execution`: on which event loop an ``async`` function runs, and when a batch counts as
+            hung.
         name: For events and errors. Default: the function's module and name.
 
     Returns:
@@ -392,22 +713,18 @@ def batched(
             "batched", others[0], why="takes keyword arguments only", fix="Write @batched(max_size=32)."
         )
     options = BatchOptions(
+        max_size=max_size,
+        deadline=deadline,
+        max_wait=max_wait,
+        max_queue=max_queue,
         threads=threads,
         weight=read_weight(weight),
         fair=read_fair(fair_by),
         on_error=on_error,
         breaker=breaker,
-        loop=loop,
         buffer=read_buffer(buffer),
+        execution=execution,
         name="" if name is None else _units.name(name),
-        written=Changes(
-            max_size=max_size,
-            slo=slo,
-            max_wait=max_wait,
-            max_queue=max_queue,
-            deadline=deadline,
-            hang_after=hang_after,
-        ),
     )
 
     def decorate(function: Any) -> Any:
@@ -418,7 +735,7 @@ def batched(
         suited = options.suited_to(function, options.name or _units.printable(function_name(function)))
         made: Any = (BatchedStream if suited.streams else Batched)(function, suited)
         # For frameworks; calls look it up in the class.
-        made.__call__ = MethodType(NotAHandler(function, made.name), made)
+        made.__call__ = MethodType(NotARoute(function, made.name), made)
         return made
 
     return decorate

@@ -6,22 +6,20 @@ import contextlib
 import inspect
 import math
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
+from modelguard.runtime import clock
 
 __all__ = [
     "Call",
     "Scope",
     "WebRequest",
-    "advance",
-    "ahead",
     "caller",
     "check_key",
     "check_priority",
@@ -35,23 +33,6 @@ __all__ = [
 _HIGHEST = 1000
 #: A web request with more calls than this forgets those that have their answers.
 _MANY_CALLS = 64
-
-
-#: What tells the time for everything batched; in tests, :func:`advance` replaces it.
-clock: Callable[[], float] = time.monotonic
-_ahead = 0.0
-
-
-def advance(seconds: float) -> None:
-    """Let time pass for everything batched in this process, for tests. It stays ahead: no clock goes back."""
-    global clock, _ahead
-    moved = _ahead = _ahead + seconds
-    clock = lambda: time.monotonic() + moved  # noqa: E731 - unmoved, it costs nothing but the call of the builtin
-
-
-def ahead() -> float:
-    """By how many seconds a test has moved the clock: what lives in real time adds it to share a timer."""
-    return _ahead
 
 
 class Call(Protocol):
@@ -79,7 +60,7 @@ class WebRequest:
 
     def __init__(self, timeout: float | None = None, on_first_call: Callable[[], object] | None = None) -> None:
         self._lock = threading.Lock()
-        self._deadline = math.inf if timeout is None else clock() + timeout
+        self._deadline = math.inf if timeout is None else clock.now() + timeout
         self._on_first_call = on_first_call
         self._calls: list[Call] = []
         self._answered = False
@@ -167,7 +148,7 @@ class Bound(ContextDecorator):
 
     def __enter__(self) -> None:
         outer = current_scope.get() or _UNBOUNDED
-        until = min(outer.deadline, clock() + self._timeout)
+        until = min(outer.deadline, clock.now() + self._timeout)
         self._tokens.append(current_scope.set(replace(outer, deadline=until)))
 
     def __exit__(self, *exc_info: object) -> None:
@@ -208,24 +189,25 @@ def deadline(timeout: _units.Duration) -> Bound:
 
 
 @contextmanager
-def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> Iterator[None]:
-    """Make the batched calls inside the block for a web request, under its key and with its priority."""
-    outer = current_scope.get() or _UNBOUNDED
-    inside = replace(
-        outer,
-        web_request=web_request,
-        key=outer.key if key is None else key,
-        priority=max(outer.priority, priority),
-    )
-    token = current_scope.set(inside)
+def _inside(change: Callable[[Scope], Scope]) -> Iterator[None]:
+    token = current_scope.set(change(current_scope.get() or _UNBOUNDED))
     try:
         yield
     finally:
         current_scope.reset(token)
 
 
-@contextmanager
-def caller(key: Hashable, *, priority: int = 0) -> Iterator[None]:
+def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> AbstractContextManager[None]:
+    """Make the batched calls inside the block for a web request, under its key and with its priority."""
+
+    def change(outer: Scope) -> Scope:
+        own = outer.key if key is None else key
+        return replace(outer, web_request=web_request, key=own, priority=max(outer.priority, priority))
+
+    return _inside(change)
+
+
+def caller(key: Hashable, *, priority: int = 0) -> AbstractContextManager[None]:
     """Say whose the batched calls inside the block are, so that callers share fairly.
 
     The web middleware does the same with its option ``fair_by``. The key follows the context into tasks and into
@@ -242,12 +224,8 @@ def caller(key: Hashable, *, priority: int = 0) -> Iterator[None]:
         InvalidOption: The key is not hashable, or the priority is not such a number.
     """
     check_key(key, "key")
-    outer = current_scope.get() or _UNBOUNDED
-    token = current_scope.set(replace(outer, key=key, priority=check_priority(priority)))
-    try:
-        yield
-    finally:
-        current_scope.reset(token)
+    check_priority(priority)
+    return _inside(lambda outer: replace(outer, key=key, priority=priority))
 
 
 def check_key(key: Hashable, argument: str) -> None:
@@ -287,4 +265,4 @@ def left() -> float | None:
     scope = current_scope.get()
     if scope is None or scope.nearest_deadline == math.inf:
         return None
-    return scope.nearest_deadline - clock()
+    return scope.nearest_deadline - clock.now()

@@ -64,7 +64,7 @@ class BatchStatus:
         run: Seconds that the function took for a batch, where it did not raise.
         padding: Share of the computed weight that was padding, from 0 to 1; 0 unless ``padded`` is set.
         rate: Items per second that one thread computes, from the last batches; None if there were none in ten seconds.
-        max_size: Most items that a batch may have now: what ``max_size="auto"`` has chosen for batches like the last
+        max_size: Most items that a batch may have now: what ``AutoSize`` has chosen for batches like the last
             one; fewer than ``max_size`` while many items make their batches raise.
         slo_reachable: Whether one item alone takes no longer than ``slo``; None before three runs, and without one.
     """
@@ -102,8 +102,6 @@ class BatchStatus:
 Verdict = Literal["succeeded", "failed", "inconclusive"]
 
 
-# Without `from __future__ import annotations`: Limits is public under another module's name, where
-# typing.get_type_hints() could not resolve text.
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """The bounds of a batched function; see :func:`~modelguard.batched`.

@@ -1,4 +1,4 @@
-"""``Stream`` and ``BatchedStream``: results that come in parts, computed in batches."""
+"""Results that come in parts: their consumers, the batch that makes them, and the bounded buffers between the two."""
 
 from __future__ import annotations
 
@@ -6,24 +6,142 @@ import asyncio
 import os
 import sys
 import threading
-from asyncio import get_running_loop
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
+from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
 
-from modelguard import _units
-from modelguard.errors import BatchFailed, GuardClosed, WouldDeadlock
+from modelguard.errors import BatchFailed, ConsumerTooSlow, GuardClosed, WouldDeadlock, WrongResults
+from modelguard.runtime.event_loops import AllLeft, RunOnLoop
 from modelguard.runtime.fork import Wakeup
-from modelguard.serving._batch_options import Buffer
-from modelguard.serving._functions import Decorated
-from modelguard.serving._requests import ENDED, NOTHING_YET, LoopWaiter, Request, StreamRequest, TrioWaiter, Waiter
+from modelguard.runtime.waiting import OnAsyncio, OnTrio, sleeper
+from modelguard.serving._execution import (
+    Answer,
+    BatchFunction,
+    Computed,
+    batch_failed,
+    check_results,
+    count_failures,
+    error_for_caller,
+    verdict_of,
+    wrap_errors,
+)
+from modelguard.serving._requests import Callers, Failure, Request, deliver_on_loops
+from modelguard.serving.status import Verdict
 
-__all__ = ["BatchedStream", "Stream"]
+__all__ = ["Stream"]
 
-X = TypeVar("X")
-Y = TypeVar("Y")
 Y_co = TypeVar("Y_co", covariant=True)
+
+# A request whose caller gets its result in parts.
+
+
+#: What :meth:`StreamRequest.take` returns when there is no part, and when there will be none.
+NOTHING_YET: Any = object()
+ENDED: Any = object()
+
+_RUNNING: Any = object()
+
+
+#: Who waits for a part.
+Waiter: TypeAlias = OnAsyncio | OnTrio | Wakeup
+
+
+class StreamRequest(Request):
+    """One item whose result comes in parts. Each part is taken once, in order; then comes the end, or one error.
+
+    Args:
+        item: What the caller passed.
+        max_buffer: Most parts that wait for the consumer.
+
+    Attributes:
+        source: Makes its parts if it is computed in its consumer's thread.
+    """
+
+    def __init__(self, item: Any, max_buffer: int) -> None:
+        self.item = item
+        self.source: InlineParts | None = None
+        self._max_buffer = max_buffer
+        # Reentrant: the garbage collector may run a consumer's farewell in the middle of a change.
+        self._lock = threading.RLock()
+        self._parts: deque[Any] = deque()
+        self._outcome: Any = _RUNNING
+        self._waiter: Waiter | None = None
+
+    # The batch's side
+
+    @property
+    def full(self) -> bool:
+        """Whether the consumer has to take a part before there is room for another."""
+        return len(self._parts) >= self._max_buffer
+
+    def push(self, part: Any) -> Waiter | None:
+        """Add a part, unless the stream has ended. Returns who has to be woken."""
+        with self._lock:
+            if self._outcome is not _RUNNING:
+                return None
+            self._parts.append(part)
+            waiter, self._waiter = self._waiter, None
+        return waiter
+
+    def deliver(self, outcome: Any) -> None:
+        """End the stream after the parts that are there: with an error if the outcome is a failure."""
+        with self._lock:
+            self._outcome = outcome if type(outcome) is Failure else ENDED
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            wake([waiter])
+
+    # The consumer's side
+
+    def take(self, waiter: Waiter | None = None) -> Any:
+        """The next part, ``ENDED``, or ``NOTHING_YET``; then the waiter will be woken.
+
+        Raises:
+            BaseException: What the stream ended with. It is raised once.
+        """
+        if self.source is not None and not self._parts and self._outcome is _RUNNING:
+            self.source.advance()
+        with self._lock:
+            if self._parts:
+                was_full = self.full
+                part = self._parts.popleft()
+                if was_full and self.departure is not None:
+                    self.departure.set()
+                return part
+            outcome = self._outcome
+            if outcome is _RUNNING:
+                self._waiter = waiter
+                return NOTHING_YET
+            self._outcome = ENDED
+        if outcome is ENDED:
+            return ENDED
+        try:
+            raise outcome.error
+        finally:
+            del self, outcome  # the error's traceback refers to this frame
+
+    def drop_parts(self) -> None:
+        self._parts.clear()
+
+
+def wake(waiters: Iterable[Waiter]) -> None:
+    """Wake consumers. Each event loop is woken once for all that wait on it."""
+    on_loops: list[OnAsyncio] = []
+    for waiter in waiters:
+        if isinstance(waiter, OnAsyncio):
+            on_loops.append(waiter)
+        elif isinstance(waiter, Wakeup):
+            waiter.set()
+        else:
+            waiter.wake()
+    if on_loops:
+        futures = [waiter.woken for waiter in on_loops]
+        deliver_on_loops([waiter.loop for waiter in on_loops], futures, [None] * len(futures))
+
+
+# The consumer.
 
 
 class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
@@ -89,11 +207,11 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
         """
         part = self._take(None)
         while part is NOTHING_YET:
-            waiter = _waiter()
+            waiter = sleeper("async for part in f.stream(item)", "Iterate in a thread, without async")
             part = self._take(waiter)
             if part is NOTHING_YET:
                 with self._waiting():
-                    await waiter.wait()
+                    await waiter.sleep()
                 part = self._take(None)
         if part is ENDED:
             raise StopAsyncIteration
@@ -179,60 +297,242 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
         return f"<Stream of {self._name!r}, {'open' if self._open else 'ended'}>"
 
 
-def _waiter() -> LoopWaiter | TrioWaiter:
-    try:
-        loop = get_running_loop()
-    except RuntimeError:
-        return TrioWaiter("async for part in f.stream(item)", "Iterate in a thread, without async")
-    return LoopWaiter(loop)
+# The batch: it takes step after step from the generator, and hands each item's part to its consumer.
 
 
-class BatchedStream(Decorated, Generic[X, Y]):
-    """A generator function of a list as a function of one item, whose parts are computed in batches.
+#: What :func:`_outcome_of` returns for a part after which others follow.
+_NO_OUTCOME: Any = object()
+#: Each part gives a consumer so much of ``slow_after`` back: who is a little slower than others may go on.
+_CREDIT = 0.01
 
-    Made by :func:`batched` from a function that yields lists with one part for each item; see there for the options.
-    ``f.stream(x)`` gives the parts of one item. In a class it is a method, with a queue for each instance.
 
-    It is a context manager, for ``with`` and ``async with``, and closes on exit. Entering it again reopens it.
+class Steps(Protocol):
+    """A batch function that yields: a generator, or what looks like one."""
+
+    def send(self, waiting: list[bool] | None, /) -> Any:
+        """Run it to its next ``yield``, with what that returns in it. Returns what it yielded."""
+
+    def close(self) -> object: ...
+
+
+#: Begins to compute a batch of items, with their keyword arguments.
+StartSteps = Callable[[list[Any], dict[str, Any]], Steps]
+
+
+class AsyncSteps:
+    """An asynchronous generator, as one that a thread can step through.
+
+    Args:
+        generator: The generator.
+        run: Awaits something on an event loop, from this thread.
+        end: The same, for the last time.
     """
 
-    def stream(
+    def __init__(self, generator: AsyncGenerator[Any, Any], run: RunOnLoop, end: RunOnLoop) -> None:
+        self._generator = generator
+        self._run = run
+        self._end = end
+
+    def send(self, waiting: list[bool] | None) -> Any:
+        try:
+            return self._run(lambda: self._generator.asend(waiting))
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        self._end(self._generator.aclose)
+
+
+class StreamRun:
+    """One batch of streams, from its first step to its end.
+
+    Args:
+        function: What computes it.
+        callers: Whose items to compute.
+        answer: Called with requests that end while others go on, and their outcomes.
+        slow_after: How long a consumer with a full buffer may keep others waiting, beside its credit for the parts that
+            it took.
+        others_wait: Whether items wait in the queue.
+        wait: Waits for something to change, at most so many seconds.
+    """
+
+    def __init__(
         self,
-        item: X,
-        /,
-        *others: Never,
-        timeout: _units.Duration | None = None,
-        priority: int = 0,
-        **extras: Any,
-    ) -> Stream[Y]:
-        """Queue one item, and return the stream of its parts. Does not block, on an event loop or elsewhere.
+        function: BatchFunction,
+        callers: Callers,
+        answer: Answer,
+        *,
+        slow_after: float,
+        others_wait: Callable[[], bool],
+        wait: Callable[[Callers, float], object] = lambda callers, seconds: callers.wakeup.wait(seconds),
+    ) -> None:
+        self._function = function
+        self._callers = callers
+        self._requests = cast("list[StreamRequest]", callers.requests)
+        self._items = [request.item for request in callers.requests]
+        self._answer = answer
+        self._slow_after = slow_after
+        self._others_wait = others_wait
+        self._wait = wait
+        self._failed = self._succeeded = 0
+        self._stalled = 0.0
+        self._stalled_by: dict[Request, float] = {}
+
+    def compute(self, start: StartSteps, extras: dict[str, Any]) -> Computed:
+        """Run it to its end. Never raises: whatever the function does becomes outcomes.
 
         Args:
-            item: An element of the list that the batch function gets.
-            others: None; everything else is passed by keyword.
-            timeout: The longest time from now to the end of the stream; it can only shorten ``deadline``.
-            priority: As for a call of other batched functions.
-            extras: Further keyword arguments of the batch function.
-
-        Raises:
-            QueueFull, QuotaExceeded, DeadlineUnreachable, CircuitOpen: Refused at once; ``retry_after`` gives when
-                to try again.
-            ItemRefused: The item cannot be put into a batch.
-            WouldDeadlock: From inside the batch function.
-            GuardClosed: After :meth:`close`.
-            TypeError: There is not exactly one positional argument, or the keyword arguments do not fit.
+            start: Begins the computation.
+            extras: Keyword arguments that all requests share.
         """
-        request = StreamRequest(item, (self._options.buffer or Buffer()).parts)
-        stream: Stream[Y] = Stream(self.name, request, self._batcher.cancel, self._batcher.drop)
-        self._put(request, timeout, priority, extras, others)
-        stream.opened()
-        return stream
+        try:
+            return self.computed(self._to_end(start, extras))
+        except BaseException as error:  # noqa: BLE001 - an error that cannot be copied or printed
+            failures = [Failure(batch_failed(error, self._function.name, len(self._items))) for _ in self._items]
+            return Computed(failures, len(failures), "failed", error)
 
-    if not TYPE_CHECKING:  # checkers reject these; without a checker they need a message that says what to write
+    def _to_end(self, start: StartSteps, extras: dict[str, Any]) -> BaseException | None:
+        steps: Steps | None = None
+        error: BaseException | None = None
+        try:
+            steps = start(list(self._items), extras)
+            self._take_steps(steps)
+        except AllLeft:
+            pass
+        except BaseException as raised:  # noqa: BLE001 - not even sys.exit() in a model may end the thread
+            error = raised
+        try:
+            if steps is not None:
+                steps.close()
+        except AllLeft:
+            pass
+        except BaseException as raised:  # noqa: BLE001 - as above
+            error = error or raised
+        return error
 
-        def __call__(self, *_args: object, **_extras: object) -> Never:
-            """Reject the call: there is no single result."""
-            fix = "for part in f.stream(item): ...; on an event loop: async for"
-            raise TypeError(f"{self.name}() yields its result in parts. Write: {fix}")
+    def _take_steps(self, steps: Steps) -> None:
+        waiting: list[bool] | None = None
+        while not self._callers.all_left:
+            parts = _step(steps, waiting, self._function.name, len(self._items))
+            if parts is None:
+                return
+            self.hand_out(parts)
+            del parts
+            self.wait_for_consumers()
+            waiting = self._callers.waiting()
 
-        aio = map = submit = __call__
+    def hand_out(self, parts: list[Any]) -> None:
+        """Hand each consumer that is left its part, or its end."""
+        waiters: list[Waiter] = []
+        ended: list[Request] = []
+        outcomes: list[Any] = []
+        for request, item, part in zip(self._requests, self._items, parts, strict=True):
+            if request.state == "done":
+                continue
+            outcome = _outcome_of(part, self._function.name, item)
+            if outcome is not _NO_OUTCOME:
+                ended.append(request)
+                outcomes.append(outcome)
+            elif (waiter := request.push(part)) is not None:
+                waiters.append(waiter)
+        if waiters:
+            wake(waiters)
+        if ended:
+            failed = count_failures(outcomes)
+            self._failed += failed
+            self._succeeded += len(outcomes) - failed
+            self._answer(ended, outcomes)
+
+    def wait_for_consumers(self) -> None:
+        """Wait until every buffer has room. Who keeps others waiting for too long has to go."""
+        clock, most = self._function.clock, self._slow_after
+        while full := [one for one in self._requests if one.full and one.state != "done"]:
+            left = {one: most - self._stalled_by.get(one, 0.0) for one in full}
+            if slow := [one for one in full if left[one] <= 0]:
+                self._answer([*slow], [Failure(ConsumerTooSlow(self._function.name)) for _ in slow])
+                continue
+            began = clock()
+            self._wait(self._callers, min(left.values()))
+            seconds = clock() - began
+            self._stalled += seconds
+            if self._others_wait() or len(full) < sum(self._callers.waiting()):
+                for one in full:
+                    credit = 0.0 if one.full else _CREDIT * most
+                    self._stalled_by[one] = max(most - left[one] + seconds - credit, 0.0)
+
+    def computed(self, error: BaseException | None) -> Computed:
+        live = self._callers.waiting()
+        if error is None:
+            self._succeeded += sum(live)
+            verdict: Verdict = "succeeded" if self._succeeded else "inconclusive"
+            whole = bool(self._succeeded or self._failed)  # else it was cut short, and its time says nothing
+            return Computed([None] * len(live), self._failed, verdict, whole=whole, stalled=self._stalled)
+        left = [item for item, waits in zip(self._items, live, strict=True) if waits]
+        outcomes = [Failure(error_for_caller(error, self._function.name, left)) if waits else None for waits in live]
+        failed, verdict = self._failed + len(left), verdict_of([error], self._function.ignore)
+        return Computed(outcomes, failed, verdict, error, stalled=self._stalled)
+
+
+class InlineParts:
+    """The parts of one item that has no batch: each is made when its consumer asks for it, in that thread.
+
+    Args:
+        function: What computes them.
+        request: Gets the parts and the end.
+        start: Begins the computation, of that item alone.
+        run: Runs a step in the context of the call.
+    """
+
+    def __init__(
+        self, function: BatchFunction, request: StreamRequest, start: StartSteps, run: Callable[..., Any]
+    ) -> None:
+        self._function = function
+        self._request = request
+        self._run = run
+        self._waiting: list[bool] | None = None
+        self._steps: Steps = run(start, [request.item], request.extras)
+
+    def advance(self) -> None:
+        function, request = self._function, self._request
+        part: Any = StopIteration
+        try:
+            parts = self._run(_step, self._steps, self._waiting, function.name, 1)
+            if parts is not None:
+                (part,) = parts
+            outcome = _outcome_of(part, function.name, request.item)
+        except Exception as error:  # noqa: BLE001 - the consumer raises it
+            outcome = Failure(error_for_caller(error, function.name, [request.item]))
+        self._waiting = [True]
+        if outcome is _NO_OUTCOME:
+            request.push(part)
+            return
+        request.deliver(outcome)
+        self.close()
+
+    def close(self) -> None:
+        self._request.source = None
+        self._run(self._steps.close)
+
+
+def _step(steps: Steps, waiting: list[bool] | None, name: str, count: int) -> list[Any] | None:
+    """Run one step. Returns a part for each item; None at the end.
+
+    Raises:
+        WrongResults: It yielded something else, or nothing at all.
+        BaseException: Whatever the function raises.
+    """
+    try:
+        parts = steps.send(waiting)
+    except StopIteration:
+        if waiting is not None:
+            return None
+        why = "it ended before it had yielded anything; for an item without parts, yield StopIteration"
+        raise WrongResults(name, why, size=count) from None
+    return check_results(parts, name, count, how="yielded")
+
+
+def _outcome_of(part: Any, name: str, item: Any) -> Any:
+    """How a part ends its item: with None or a failure; ``_NO_OUTCOME`` if the item goes on."""
+    if part is StopIteration or part is StopAsyncIteration or isinstance(part, StopIteration | StopAsyncIteration):
+        return None
+    return wrap_errors([part], name, [item])[0] if isinstance(part, BaseException) else _NO_OUTCOME

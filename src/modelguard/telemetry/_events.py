@@ -621,7 +621,7 @@ class BatchErrored(Event, level=logging.WARNING):
 
 
 class BatchSizeChosen(Event):
-    """``max_size="auto"`` lets batches have more or fewer items than before, by a quarter at least.
+    """``AutoSize`` lets batches have more or fewer items than before, by a quarter at least.
 
     Also emitted if ``slo`` gets out of reach or within reach. At most once a second.
 

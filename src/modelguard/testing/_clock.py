@@ -17,10 +17,10 @@ from modelguard.lifecycle import _reload, runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._pool_engine import pool_engines
 from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
-from modelguard.runtime import own_thread
+from modelguard.runtime import clock, own_thread
 from modelguard.runtime.background import TICKER, Ticked
 from modelguard.runtime.host_lock import Held, HostLock
-from modelguard.serving import _shared_threads, deadlines
+from modelguard.serving import _batcher
 from modelguard.testing._loader import OfTest, any_held
 
 # A GPU whose use a test sets, for policies on machines that have none.
@@ -190,8 +190,8 @@ class Clock(OfTest):
         while (left := end - self._clock()) > 0:
             self._sleep(min(max(self._interval(), least), left))
             self._evaluate()
-        deadlines.advance(seconds)
-        for batcher in _shared_threads.live():
+        clock.advance(seconds)
+        for batcher in _batcher.batchers:
             batcher.check_time()
 
     def settle(self) -> None:

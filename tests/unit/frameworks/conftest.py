@@ -10,7 +10,7 @@ from tests.unit.serving.gated import Gated
 
 from modelguard.isolation import status as _isolated
 from modelguard.lifecycle import guard as guard_module
-from modelguard.serving import _shared_threads
+from modelguard.serving import _batcher
 
 
 @pytest.fixture
@@ -24,5 +24,5 @@ def model() -> Iterator[Gated]:
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guards, batched or isolated functions of other tests are known."""
     monkeypatch.setattr(guard_module, "_guards", weakref.WeakSet())
-    monkeypatch.setattr(_shared_threads, "_batchers", weakref.WeakSet())
+    monkeypatch.setattr(_batcher, "batchers", weakref.WeakSet())
     monkeypatch.setattr(_isolated, "_functions", weakref.WeakSet())

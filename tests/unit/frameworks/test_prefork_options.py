@@ -59,8 +59,8 @@ def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(_workers, "all_guards", lambda alive=alive: alive)
         assert expected == _workers.guards_to_share()
     monkeypatch.setattr(_workers, "all_guards", tuple)
-    for registry in (_workers._batched, _workers._isolated):
-        monkeypatch.setattr(registry, "live", tuple)
+    monkeypatch.setattr(_workers._batcher, "batchers", ())
+    monkeypatch.setattr(_workers._isolated, "live", tuple)
     monkeypatch.setattr(_workers, "all_pools", tuple)
     with pytest.raises(InvalidOption, match="made no guard"):
         _workers.guards_to_share()

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.lifecycle.world import TIMEOUT, until
 
 from modelguard.runtime import background
-from modelguard.runtime.background import NamedThreads
+from modelguard.runtime.background import KeptThreads
 
 
 class Job:
@@ -33,10 +33,10 @@ class Job:
 
 
 class Pool:
-    """NamedThreads, and the threads that they made."""
+    """KeptThreads, and the threads that they made."""
 
     def __init__(self) -> None:
-        self.workers = NamedThreads()
+        self.workers = KeptThreads()
         self.threads: set[threading.Thread] = set()
 
     def run(self, name: str, job: Job | None = None) -> threading.Thread:
@@ -201,7 +201,7 @@ def test_the_end_does_not_wait_for_work_that_failed(pool: Pool, monkeypatch: pyt
 
 def test_a_child_has_threads_of_its_own(pool: Pool) -> None:
     """Threads do not survive a fork: the child starts new ones."""
-    parent = NamedThreads()
+    parent = KeptThreads()
     parent._idle["load"] = None  # type: ignore[assignment]
     parent.after_fork_in_child()
     pool.workers, mine = parent, pool.workers

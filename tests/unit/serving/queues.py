@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from modelguard.serving import Limits
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Batch, Request
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.serving.status import Limits
 
 
 def request(

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, next_turn, until
 
-from modelguard import Batched, Breaker, batched, guard
+from modelguard import Batched, Breaker, Execution, batched, guard
 from modelguard.errors import BatchFailed, DeadlineExceeded, NotSupported, WrongResults
+from modelguard.runtime import event_loops
+from modelguard.runtime.event_loops import OwnLoop
 from modelguard.runtime.own_thread import inline
-from modelguard.serving import BatchedStream, _batcher, _runners
-from modelguard.serving._runners import OwnLoop
+from modelguard.serving import BatchedStream, _batcher
 
 
 async def double(items: list[int], *, by: int = 2) -> list[int]:
@@ -88,7 +89,7 @@ def test_instances_share_the_loop_of_their_method() -> None:
 
 def test_on_the_callers_loop() -> None:
     """With loop="caller" it may use what belongs to the application's loop."""
-    f = batched(max_size=4, loop="caller")(where_async)
+    f = batched(max_size=4, execution=Execution(loop="caller"))(where_async)
 
     async def call() -> bool:
         return all(found[1] is asyncio.get_running_loop() for found in await asyncio.gather(f.aio(1), f.aio(2)))
@@ -99,7 +100,7 @@ def test_on_the_callers_loop() -> None:
 
 def test_the_callers_loop_for_submitted_items() -> None:
     """Submitted on a running loop, it runs there."""
-    f = batched(max_size=4, loop="caller")(where_async)
+    f = batched(max_size=4, execution=Execution(loop="caller"))(where_async)
 
     async def call() -> bool:
         return (await asyncio.wrap_future(f.submit(1)))[1] is asyncio.get_running_loop()
@@ -110,7 +111,7 @@ def test_the_callers_loop_for_submitted_items() -> None:
 @pytest.mark.parametrize("door", ["__call__", "submit"])
 def test_the_callers_loop_needs_one(door: str) -> None:
     """A thread has none."""
-    f = batched(max_size=4, loop="caller")(where_async)
+    f = batched(max_size=4, execution=Execution(loop="caller"))(where_async)
     with pytest.raises(NotSupported, match="await it there, or leave out loop="):
         getattr(f, door)(1)
 
@@ -119,7 +120,7 @@ def test_the_callers_loop_ends_in_the_middle() -> None:
     """Its batch is cancelled with it, and the function serves on."""
     begun = threading.Event()
 
-    @batched(max_size=4, loop="caller")
+    @batched(max_size=4, execution=Execution(loop="caller"))
     async def f(items: list[Any]) -> list[Any]:
         begun.set()
         if "forever" in items:
@@ -142,8 +143,8 @@ class OnLoops:
     def __init__(self, **options: Any) -> None:
         self.gate = threading.Event()
         self.begun = threading.Event()
-        self.f = batched(max_size=8, loop="caller", **options)(self.compute)
-        self.parts = batched(max_size=8, loop="caller", **options)(self.steps)
+        self.f = batched(max_size=8, execution=Execution(loop="caller"), **options)(self.compute)
+        self.parts = batched(max_size=8, execution=Execution(loop="caller"), **options)(self.steps)
         self.batches: list[list[Any]] = []
 
     async def compute(self, items: list[Any]) -> list[Any]:
@@ -203,7 +204,7 @@ def test_an_error_on_one_of_several_loops() -> None:
 @pytest.mark.parametrize("door", ["aio", "stream"])
 def test_a_loop_that_ends_while_others_wait(door: str, monkeypatch: pytest.MonkeyPatch, *, closed: bool) -> None:
     """Callers on other loops get their results, and the breaker does not take it for a fault of the model."""
-    monkeypatch.setattr(_runners, "_LOOK", 0.01)
+    monkeypatch.setattr(event_loops, "_LOOK", 0.01)
     case = OnLoops(breaker=Breaker(failures=1))
     f, call = (case.f, case.stay) if door == "aio" else (case.parts, case.stay_in_parts)
     loop = asyncio.new_event_loop()
@@ -226,7 +227,7 @@ def test_a_loop_that_ends_while_others_wait(door: str, monkeypatch: pytest.Monke
 
 def test_a_submitted_item_whose_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its future says so: somebody elsewhere may wait for it."""
-    monkeypatch.setattr(_runners, "_LOOK", 0.01)
+    monkeypatch.setattr(event_loops, "_LOOK", 0.01)
     case = OnLoops()
 
     async def submit() -> Future[Any]:
@@ -241,7 +242,7 @@ def test_a_submitted_item_whose_loop_ends(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nobody_waits_on_a_loop_that_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then its thread is free again, also if the loop is never closed."""
-    monkeypatch.setattr(_runners, "_LOOK", 0.01)
+    monkeypatch.setattr(event_loops, "_LOOK", 0.01)
     case = OnLoops()
     loop = asyncio.new_event_loop()
 
@@ -466,7 +467,7 @@ def test_an_async_stream_that_everybody_left_is_closed_at_once() -> None:
 def test_async_streams_on_the_callers_loop() -> None:
     """With loop="caller" each step runs there."""
 
-    @batched(max_size=4, loop="caller")
+    @batched(max_size=4, execution=Execution(loop="caller"))
     async def f(items: list[int]) -> AsyncIterator[list[Any]]:
         for _ in range(2):
             yield [asyncio.get_running_loop() for _ in items]

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tests.unit.serving.gated import until
 from tests.unit.serving.queues import measured, queue_of, request, run
 
-from modelguard import batched, telemetry
+from modelguard import AutoSize, batched, telemetry
 from modelguard.errors import Overloaded
 from modelguard.serving import Limits
 from modelguard.serving._batcher import ChosenSize
-from modelguard.serving._planner import AutoSize
+from modelguard.serving._planner import GoalSize
 from modelguard.serving._requests import Batch
 from modelguard.serving._times import Curve
 
@@ -146,7 +146,7 @@ def test_sizes_stay_below_a_jump_in_the_times() -> None:
 
 def test_a_small_batch_that_stalls_does_not_lower_a_bound() -> None:
     """It says nothing about the size that the bound is for."""
-    auto = AutoSize(SLO, 0.0, 64)
+    auto = GoalSize(SLO, 0.0, 64)
     fast = Curve(0.0, 0.0, 0.0, math.inf, 64)
     for _ in range(3):
         auto.note_run(40, 0.2)
@@ -281,7 +281,7 @@ def events_of(found: list[tuple[int, bool | None, float]], slo: float = SLO) -> 
     try:
         chosen = ChosenSize("f")
         for size, reachable, now in found:
-            auto = AutoSize(slo, 0.0, 64)
+            auto = GoalSize(slo, 0.0, 64)
             auto.size, auto.reachable, auto.item_seconds = size, reachable, 0.01
             chosen.report(auto, now)
     finally:
@@ -306,7 +306,7 @@ def test_the_end_of_the_choice_is_reported_once() -> None:
 
 def test_a_function_reports_its_sizes(events: list[telemetry.Event]) -> None:
     """While it serves, and when a number ends the choice."""
-    with batched(max_size="auto", slo="10s", name="f")(lambda items: items) as f:
+    with batched(max_size=AutoSize(slo="10s"), name="f")(lambda items: items) as f:
         for number in range(4):
             f(number)
         until(lambda: any(isinstance(event, telemetry.BatchSizeChosen) for event in events))

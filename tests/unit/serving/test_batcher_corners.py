@@ -7,7 +7,6 @@ import gc
 import math
 import threading
 import weakref
-from collections import deque
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
 from modelguard import batched
 from modelguard.errors import WouldDeadlock
-from modelguard.serving._shared_threads import Watch
+from modelguard.runtime.clock import Watch
 
 
 def test_a_function_may_keep_its_list_of_results() -> None:
@@ -51,9 +50,9 @@ def test_an_exception_by_a_signal_leaves_nothing_half_done(model: Gated) -> None
     f = batched(max_size=4)(model)
     queue = f._batcher._queue
 
-    class Interrupting(deque[Any]):
-        def append(self, request: Any) -> None:
-            super().append(request)
+    class Interrupting(dict[Any, None]):
+        def __setitem__(self, request: Any, value: None) -> None:
+            super().__setitem__(request, value)
             if request.item == "mine":
                 raise KeyboardInterrupt
 

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 from tests.unit.serving.queues import measured, queue_of, request, taken
 
-from modelguard import batched
+from modelguard import AutoSize, Execution, batched
 from modelguard.errors import DeadlineExceeded, GuardClosed, InvalidOption, QueueFull, WouldDeadlock
 from modelguard.serving import Limits
 
@@ -33,9 +33,9 @@ def test_what_is_changed_is_in_force_and_the_rest_stays() -> None:
         assert expected == f.limits
         assert 8 == f.status().max_size
         assert 6 == f(3)
-        f.configure(max_wait=0, deadline=None, hang_after="5s")
+        f.configure(max_wait=0, deadline=None, execution=Execution(hang_after="5s"))
         assert Limits(name="f", max_size=8, max_queue=64, hang_after=5.0) == f.limits
-        f.configure(hang_after=None)
+        f.configure(execution=None)
         assert math.inf == f.limits.hang_after
         f.configure()
         assert 8 == f.limits.max_size
@@ -53,7 +53,8 @@ def test_what_is_changed_is_in_force_and_the_rest_stays() -> None:
         ({"max_wait": -1}, "max_wait"),
         ({"deadline": "soon"}, "deadline"),
         ({"deadline": 0}, "deadline"),
-        ({"hang_after": 0}, "hang_after"),
+        ({"execution": Execution(loop="caller")}, "loop"),
+        ({"execution": "1m"}, "execution"),
         ({"slo": "100ms"}, "slo"),
         ({"threads": 2}, "threads"),
         ({"max_szie": 2}, "max_szie"),
@@ -76,16 +77,14 @@ def test_an_invalid_change_changes_nothing(changes: dict[str, Any], argument: st
 
 
 def test_a_number_ends_the_choice_of_the_size() -> None:
-    """`max_size="auto"` and back; a new goal needs no other option."""
+    """`AutoSize` and back; a new goal needs no other option."""
     with batched(max_size=4, max_queue=64, name="f")(doubled) as f:
-        f.configure(max_size="auto", slo="100ms")
+        f.configure(max_size=AutoSize(slo="100ms"))
         assert (64, 0.1) == (f.limits.max_size, f.limits.slo)
-        f.configure(slo="50ms")
+        f.configure(max_size=AutoSize(slo="50ms"))
         assert (64, 0.05) == (f.limits.max_size, f.limits.slo)
         f.configure(max_queue=32)
         assert (32, 0.05) == (f.limits.max_size, f.limits.slo)
-        with pytest.raises(InvalidOption, match="needs slo= as well"):
-            f.configure(slo=None)
         f.configure(max_size=8)
         assert (8, math.inf) == (f.limits.max_size, f.limits.slo)
         assert f.status().slo_reachable is None
@@ -222,9 +221,9 @@ def test_a_batch_that_runs_counts_as_hung_by_the_new_time(model: Gated) -> None:
     with batched(max_size=4)(model) as f:
         (waits,) = queued(f, model, 3)
         assert "open" == f.status().state
-        f.configure(hang_after="1ms")
+        f.configure(execution=Execution(hang_after="1ms"))
         until(lambda: f.status().state == "hung")
-        f.configure(hang_after="1h")
+        f.configure(execution=Execution(hang_after="1h"))
         model.gate.set()
         assert 3 == waits.result(TIMEOUT)
         until(lambda: f.status().state == "open")

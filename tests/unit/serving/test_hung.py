@@ -10,7 +10,7 @@ from tests.unit.frameworks.asgi_by_hand import ask, never
 from tests.unit.serving.gated import Gated, queued, until
 from tests.unit.serving.queues import queue_of, request
 
-from modelguard import Breaker, batched, telemetry
+from modelguard import Breaker, Execution, batched, telemetry
 from modelguard.errors import CircuitOpen, InvalidOption, QueueFull
 from modelguard.serving._requests import Batch
 
@@ -47,7 +47,7 @@ def test_a_hung_batch_opens_the_circuit() -> None:
 
 def test_a_hung_model_makes_a_service_unready(model: Gated, events: list[telemetry.Event]) -> None:
     """The probe answers 503 while it hangs, and an event tells why; it is ready again when the batch has ended."""
-    f = batched(max_size=1, hang_after=0.01, name="f")(model)
+    f = batched(max_size=1, execution=Execution(hang_after=0.01), name="f")(model)
     f.submit("first")
     model.busy()
     until(lambda: not f.ready)
@@ -84,11 +84,11 @@ def test_without_a_deadline_a_batch_may_take_for_ever() -> None:
     assert float("inf") == batched(max_size=1)(sorted).limits.hang_after
     assert 60.0 == batched(max_size=1, deadline="2s")(sorted).limits.hang_after
     assert 300.0 == batched(max_size=1, deadline="30s")(sorted).limits.hang_after
-    assert 3.0 == batched(max_size=1, hang_after="3s")(sorted).limits.hang_after
+    assert 3.0 == batched(max_size=1, execution=Execution(hang_after="3s"))(sorted).limits.hang_after
 
 
 @pytest.mark.parametrize("invalid", [0, -1, "soon", True])
 def test_an_invalid_time_is_rejected(invalid: Any) -> None:
     """With the fix."""
     with pytest.raises(InvalidOption, match="hang_after"):
-        batched(max_size=1, hang_after=invalid)
+        Execution(hang_after=invalid)

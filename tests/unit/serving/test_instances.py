@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, until
 
-from modelguard import batched
+from modelguard import Execution, batched
 from modelguard.errors import DeadlineExceeded, ModelGuardWarning
 
 #: The thread of the timer, and those of the instances that are still there.
@@ -121,7 +121,7 @@ def test_a_hung_instance_is_seen(model: Gated) -> None:
     """Its time is looked after without a thread of its own."""
 
     class Hanging:
-        @batched(max_size=1, hang_after=0.01)
+        @batched(max_size=1, execution=Execution(hang_after=0.01))
         def f(self, items: list[int]) -> list[int]:
             return list(model(items))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import Breaker, Buffer, Fair, Weight, batched
+from modelguard import AutoSize, Breaker, Buffer, Execution, Fair, Weight, batched
 from modelguard.errors import InvalidOption
 from modelguard.serving import Limits
 
@@ -31,7 +31,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_size": 4, "breaker": 5}, "breaker"),
     ({"max_size": 4, "fair_by": "tenant"}, "fair_by"),
     ({"max_size": 4, "max_queue": 8, "fair_by": Fair(quota=9)}, "quota"),
-    ({"max_size": 4, "loop": "mine"}, "loop"),
+    ({"max_size": "auto"}, "max_size"),
+    ({"max_size": AutoSize(slo="1s"), "max_wait": "1s"}, "slo"),
+    ({"max_size": AutoSize(slo="1s"), "deadline": "500ms"}, "slo"),
+    ({"max_size": 4, "execution": "own"}, "execution"),
     ({"max_size": 4, "buffer": 0}, "buffer"),
     ({"max_size": 4, "buffer": "8"}, "buffer"),
 ]
@@ -58,6 +61,9 @@ BAD_PARTS: list[tuple[Any, dict[str, Any], str]] = [
     (Fair, {"quota": 2.5}, "quota"),
     (Fair, {"ageing": 0}, "ageing"),
     (Fair, {"ageing": "soon"}, "ageing"),
+    (AutoSize, {"slo": 0}, "slo"),
+    (Execution, {"loop": "mine"}, "loop"),
+    (Execution, {"hang_after": 0}, "hang_after"),
     (Buffer, {"parts": 0}, "parts"),
     (Buffer, {"slow_after": -1}, "slow_after"),
 ]

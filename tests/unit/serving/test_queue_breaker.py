@@ -8,10 +8,10 @@ import pytest
 from tests.unit.serving.queues import queue_of, request, run
 
 from modelguard.errors import CircuitOpen, Overloaded
+from modelguard.serving import Limits
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Batch, Failure
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.serving.status import Limits
 
 
 def failing(queue: BatchQueue, times: int, now: float = 0.0) -> list[Any]:

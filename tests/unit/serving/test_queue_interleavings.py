@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.serving.queues import request
 
 from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
+from modelguard.serving import Limits
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Batch, Failure, LoopRequest, PlainBatch, Request, is_plain
+from modelguard.serving._requests import Batch, Failure, PlainBatch, Request, is_plain
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.serving.status import Limits
 
 
 class Call:
@@ -144,7 +144,7 @@ class Interleavings(RuleBasedStateMachine):
         assert not self.queue.inbox
 
     def number_of(self, one: Request) -> int:
-        if isinstance(one, LoopRequest):
+        if one.future is not None:
             return next(number for number, known in self.admitted.items() if known is one.future)
         return one.number  # type: ignore[attr-defined, no-any-return]
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from modelguard import batched
-from modelguard.serving import _shared_threads
+from modelguard.serving import _batcher
 
 
 @pytest.mark.timeout(20)
@@ -24,7 +24,7 @@ def test_the_garbage_collector_may_end_a_closed_function_while_a_probe_asks() ->
             self.more = more
 
         def __del__(self) -> None:
-            _shared_threads.discard(batcher)  # as the batcher does when its last request is dropped
+            _batcher.batchers.discard(batcher)  # as the batcher does when its last request is dropped
             if self.more:
                 Caller(self.more - 1)
 
@@ -34,17 +34,17 @@ def test_the_garbage_collector_may_end_a_closed_function_while_a_probe_asks() ->
     gc.set_threshold(1)
     gc.enable()
     try:
-        _shared_threads.live()
+        tuple(_batcher.batchers)
     finally:
         gc.set_threshold(*thresholds)
     gc.collect()
-    assert batcher not in _shared_threads.live()
+    assert batcher not in tuple(_batcher.batchers)
 
 
 def test_a_function_that_nobody_refers_to_is_not_found() -> None:
     """It is not kept alive, and no probe waits for it."""
     f = batched(max_size=1, name="forgotten")(lambda items: items)
-    assert "forgotten" in [one.name for one in _shared_threads.live()]
+    assert "forgotten" in [one.name for one in _batcher.batchers]
     del f
     gc.collect()
-    assert "forgotten" not in [one.name for one in _shared_threads.live()]
+    assert "forgotten" not in [one.name for one in _batcher.batchers]

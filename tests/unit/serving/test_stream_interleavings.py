@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from modelguard.errors import ConsumerTooSlow, DeadlineExceeded
+from modelguard.serving import Limits
 from modelguard.serving._execution import BatchFunction
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import ENDED, NOTHING_YET, Batch, Request, StreamRequest
-from modelguard.serving._runners import Stalls, StreamRun
-from modelguard.serving.status import Limits
+from modelguard.serving._requests import Batch, Callers, Request
+from modelguard.serving.streams import ENDED, NOTHING_YET, StreamRequest, StreamRun
 
 #: What a function yields for an item: mostly a part, else its end or its error.
 PARTS = st.sampled_from(["part", "part", "part", "part", "end", "error"])
@@ -114,9 +114,9 @@ class Streams(RuleBasedStateMachine):
             self.batch = found
             self.run = StreamRun(
                 self.function,
-                found.requests,  # type: ignore[arg-type]
+                Callers(found.requests),
                 self.answer,
-                stalls=Stalls(0.0),
+                slow_after=0.0,
                 others_wait=lambda: True,
                 wait=lambda _callers, _seconds: None,
             )

@@ -9,8 +9,8 @@ import pytest
 
 from modelguard.errors import BatchFailed, ConsumerTooSlow, Overloaded, WrongResults
 from modelguard.serving._execution import BatchFunction, Computed
-from modelguard.serving._requests import ENDED, NOTHING_YET, Callers, Request, StreamRequest
-from modelguard.serving._runners import Stalls, StreamRun
+from modelguard.serving._requests import Callers, Request
+from modelguard.serving.streams import ENDED, NOTHING_YET, StreamRequest, StreamRun
 
 NO_PARTS = "yielded anything; for an item without parts, yield StopIteration"
 
@@ -41,11 +41,11 @@ class World:
 
     def run(self, function: Any, *, slow_after: float = 1.0, ignore: Any = (), **extras: Any) -> Computed:
         batch = BatchFunction(run=function, name="f", isolate=True, ignore=ignore, clock=lambda: self.now)
-        stalls = Stalls(slow_after)
+        callers = Callers(self.requests)
         stream = StreamRun(
-            batch, self.requests, self.answer, stalls=stalls, others_wait=lambda: self.others_wait, wait=self.wait
+            batch, callers, self.answer, slow_after=slow_after, others_wait=lambda: self.others_wait, wait=self.wait
         )
-        computed = stream.compute(lambda items, extras, _: function(items, **extras), extras)
+        computed = stream.compute(lambda items, extras: function(items, **extras), extras)
         self.answer([*self.requests], computed.outcomes)
         return computed
 
@@ -320,13 +320,24 @@ def test_an_error_while_it_is_closed_is_reported() -> None:
 
 def test_stalls_are_counted_for_each_consumer() -> None:
     """Each has so many seconds in all, whoever else is slow."""
-    first, second = Request(1), Request(2)
-    stalls = Stalls(3.0)
-    stalls.add([first], 2.0)
-    assert (1.0, 3.0, 1.0) == (stalls.left([first]), stalls.left([second]), stalls.left([first, second]))
-    stalls.add([first, second], 1.5)
-    assert [first] == stalls.exceeded([first, second])
-    assert 0.0 == stalls.left([first])
+    world = World(1, 2, max_buffer=1)
+    first, second = world.requests
+    world.others_wait = True
+    passes = iter([(2.0, second), (0.5, first), (0.6, None), (0.1, second)])
+    got: list[Any] = []
+
+    def wait(_callers: Callers, seconds: float) -> None:
+        world.waits.append(seconds)
+        passed, takes = next(passes)
+        world.now += passed
+        if takes is not None:
+            got.append(takes.take())
+
+    world.wait = wait  # type: ignore[method-assign]
+    world.run(counting, to=2, slow_after=3.0)
+    assert [3.0, 1.0, 0.53, 0.43] == pytest.approx(world.waits)
+    assert isinstance(parts_of(first)[-1], ConsumerTooSlow)
+    assert [ENDED] == parts_of(second)
 
 
 def test_the_batch_waits_for_a_full_buffer() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, next_turn, until
 
-from modelguard import Breaker, Buffer, batched, deadline, guard, telemetry
+from modelguard import Breaker, Buffer, Execution, batched, deadline, guard, telemetry
 from modelguard.errors import (
     BatchFailed,
     CallerGone,
@@ -562,8 +562,7 @@ def test_wrong_arguments() -> None:
     ("options", "says"),
     [
         ({"buffer": 0}, "whole number of at least 1"),
-        ({"loop": "other"}, "Write 'own' or 'caller'"),
-        ({"loop": "own"}, "only an async function runs on an event loop"),
+        ({"execution": Execution(loop="own")}, "only an async function runs on an event loop"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], says: str) -> None:

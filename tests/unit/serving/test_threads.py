@@ -19,7 +19,7 @@ def _short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def has_no_thread(f: Batched[Any, Any]) -> bool:
-    return not f._batcher._count
+    return not f._batcher._wakeups
 
 
 def test_threads_start_with_work_and_end_without(model: Gated) -> None:
@@ -27,11 +27,11 @@ def test_threads_start_with_work_and_end_without(model: Gated) -> None:
     f = batched(max_size=1, threads=2)(model)
     futures = queued(f, model, 4)
     until(lambda: f.status().running == 2)
-    assert 2 == f._batcher._count
+    assert 2 == len(f._batcher._wakeups)
     model.gate.set()
     assert [future.result(TIMEOUT) for future in futures]
     until(lambda: has_no_thread(f))
-    assert ([], set()) == (f._batcher._idle, f._batcher._wakeups)
+    assert [] == f._batcher._idle
 
 
 def test_a_thread_that_goes_on_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +48,10 @@ def test_a_thread_that_goes_on_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
             return self.looks > 1
 
     monkeypatch.setattr(batcher._queue, "inbox", Inbox())
-    batcher._count = 1
-    goes_on = batcher.turn(Wakeup(), expired=True) is not None
-    assert goes_on == (batcher._count == 1)
+    thread = Wakeup()
+    batcher._wakeups.add(thread)
+    goes_on = batcher.turn(thread, expired=True) is not None
+    assert goes_on == (thread in batcher._wakeups)
 
 
 def test_a_thread_that_fails_is_replaced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import next_turn, until
 
-from modelguard import batched
+from modelguard import Execution, batched
 from modelguard.errors import DeadlineExceeded, NotSupported
 
 trio: Any = pytest.importorskip("trio", reason="needs trio")
@@ -71,7 +71,7 @@ def test_async_functions_run_on_their_own_loop() -> None:
         assert asyncio.get_running_loop()
         return [2 * item for item in items]
 
-    own, callers = batched(max_size=4)(double), batched(max_size=4, loop="caller")(double)
+    own, callers = batched(max_size=4)(double), batched(max_size=4, execution=Execution(loop="caller"))(double)
 
     async def main() -> int:
         with pytest.raises(NotSupported, match="leave out loop="):

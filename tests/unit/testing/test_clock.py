@@ -18,6 +18,7 @@ from modelguard import (
     Between,
     Changed,
     Errors,
+    Execution,
     GpuMemoryGrowth,
     Idle,
     MemoryGrowth,
@@ -485,7 +486,7 @@ class TestBatched:
     def test_a_batch_overstays(self, modelguard_clock: Clock) -> None:
         """A batch that runs for longer than ``hang_after`` counts as hung."""
         model = Gated()
-        f = batched(max_size=1, hang_after="1h")(model)
+        f = batched(max_size=1, execution=Execution(hang_after="1h"))(model)
         running = f.submit(1)
         model.busy()
         modelguard_clock.advance("59m")
