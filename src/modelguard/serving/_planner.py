@@ -642,10 +642,8 @@ class Planner:
         bound = self._ceiling
         if self.auto and (curve is None or not limits.weighed):
             bound = min(bound, self.auto.size_for(curve, 0.0))
-        if ascending and waiting and curve is not None and longest == math.inf and not limits.weighed:
-            within = waiting[0].deadline - now + _ROUNDING
-            # By halves, not one by one: under overload this is asked some thirty times a batch.
-            return waiting[: curve.count_within(within, 0.0, min(bound, len(waiting)))]
+        if ascending and waiting and curve is not None and longest == math.inf:
+            return waiting[: self._count_in_time(waiting[:bound], curve, waiting[0].deadline - now + _ROUNDING)]
         chosen: list[Request] = []
         weight, until = 0.0, math.inf
         for request in waiting:
@@ -664,6 +662,17 @@ class Planner:
             chosen.append(request)
             weight += request.weight
         return chosen
+
+    def _count_in_time(self, waiting: list[Request], curve: Curve, left: float) -> int:
+        """How many of the first are one batch that ends in time: by halves, for this is asked thirty times a batch."""
+        limits = self._limits
+        weights = list(itertools.accumulate(one.weight if limits.weighed else 0.0 for one in waiting))
+
+        def seconds(count: int) -> float:
+            weight = weights[count - 1]
+            return math.inf if count > 1 and weight > limits.max_weight else curve.at_worst(count, weight)
+
+        return bisect_right(range(1, len(waiting) + 1), left, key=seconds)
 
     def _rest_holds(self, waiting: list[Request], taken: int, curve: Curve, now: float) -> bool:
         """Whether the batch after this one can still meet its first deadline."""
