@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -289,9 +289,9 @@ class GuardOptions(Generic[M]):
     retry: bool = False
     family: KnownModels | None = None  # of the guards among which no model may be the same object
     workers: ModelWorkers | None = None  # that Idle(keep="mold") ends
-    #: Of a replica: what its policies read, and whether it may be replaced now.
-    seen: Callable[[Snapshot], Snapshot] = _as_it_is
-    turn: Callable[[], AbstractContextManager[bool]] = _always
+    #: Of a replica: what its policies read, and whether it may be replaced now. Not shown: processes compare the text.
+    seen: Callable[[Snapshot], Snapshot] = field(default=_as_it_is, repr=False)
+    turn: Callable[[], AbstractContextManager[bool]] = field(default=_always, repr=False)
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):

@@ -261,3 +261,8 @@ def test_a_pool_is_named_after_its_loader() -> None:
     made = pool(voices, max_memory="1 GB")
     assert f"{__name__}.{voices.__qualname__}" == made.name
     assert f"<ModelPool {made.name!r}: 0 models, 0 B>" == repr(made)
+
+
+def test_options_are_the_same_text_in_each_process() -> None:
+    """Processes of one host share molds only where their options are equal, and compare these as text."""
+    assert " at 0x" not in repr(guard(dict, reload_on=None).engine.options)
