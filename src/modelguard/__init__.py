@@ -10,6 +10,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from modelguard import allocator, control, errors, memory, prefork, presets, serving, sharing, telemetry, weights
+    from modelguard.isolation._isolation_options import Bounds, Host
     from modelguard.isolation.isolate import Isolated, isolate
     from modelguard.lifecycle._guard_options import Loaded, Replay, Swap
     from modelguard.lifecycle.cron import Cron
@@ -42,6 +43,7 @@ __all__ = [
     "BatchStatus",
     "Batched",
     "Between",
+    "Bounds",
     "Breaker",
     "Buffer",
     "Changed",
@@ -51,6 +53,7 @@ __all__ = [
     "Fair",
     "GpuMemoryGrowth",
     "GpuMemoryLimit",
+    "Host",
     "Idle",
     "Isolated",
     "Loaded",
@@ -86,6 +89,7 @@ __all__ = [
 ]
 
 _NAMES = {
+    "isolation._isolation_options": "Bounds Host",
     "isolation.isolate": "Isolated isolate",
     "lifecycle._guard_options": "Loaded Replay Swap",
     "lifecycle.cron": "Cron",

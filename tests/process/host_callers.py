@@ -19,7 +19,7 @@ from tests.process.harness import wait_until
 APP = """
     import json, logging, os, time
     from pathlib import Path
-    from modelguard import Backoff, Idle, guard, isolate
+    from modelguard import Backoff, Bounds, Host, Idle, guard, isolate
 
     HERE = Path(__file__).parent
 
@@ -47,7 +47,7 @@ APP = """
             return value
         return [os.getpid(), os.getppid()]
 
-    @isolate(workers=1, timeout="20s", scope="host", max_queue=2)
+    @isolate(workers=1, timeout="20s", scope="host", bounds=Bounds(queue=2))
     @model
     def narrow(words, seconds=0.0):
         time.sleep(seconds)

@@ -18,6 +18,7 @@ from typing import Any
 
 from modelguard import (
     Backoff,
+    Bounds,
     Breaker,
     Changed,
     Errors,
@@ -230,7 +231,7 @@ class Unpicklable(Exception):
         super().__init__(f"{one} and {two}")
 
 
-@isolate(workers=1, max_transfer="30 MB")
+@isolate(workers=1, bounds=Bounds(transfer="30 MB"))
 def echo(value: Any = None, do: str = "") -> Any:
     """Give the value back, or do something else."""
     return ACTIONS[do](value)
@@ -421,14 +422,14 @@ def until_there(path: str) -> str:
     return path
 
 
-@isolate(workers=1, timeout="60s", max_queue=10)
+@isolate(workers=1, timeout="60s", bounds=Bounds(queue=10))
 @guard(load, reload_on=None, backoff=QUICK)
 def held(_: Model, path: str = "") -> str:
     """Keep the only worker until the file is there."""
     return until_there(path)
 
 
-@isolate(workers=1, timeout="60s", max_queue=10, scope="host")
+@isolate(workers=1, timeout="60s", bounds=Bounds(queue=10), scope="host")
 @guard(load, reload_on=None, backoff=QUICK)
 def shared_held(_: Model, path: str = "") -> str:
     """The same, for the host."""
@@ -483,7 +484,7 @@ def signalling(_: Model, which: str) -> None:
 patient_voices = pool(until_there, max_memory="2 GB", backoff=QUICK)
 
 
-@isolate(workers=1, timeout="60s", max_queue=50)
+@isolate(workers=1, timeout="60s", bounds=Bounds(queue=50))
 @patient_voices(key="path")
 def loads_when_there(loaded: str, path: str) -> str:
     """Have a model that loads when the file is there."""

@@ -141,12 +141,6 @@ class _Isolated(Handle):
             gate.touch()
             running.answer.result(TIMEOUT)
 
-    def try_lacking(self, verb: str) -> None:
-        if verb == "close(timeout)":
-            self.it.close(timeout=1)
-        else:
-            super().try_lacking(verb)
-
     def end(self) -> None:
         self.loader.fail(0)
         super().end()
@@ -154,20 +148,16 @@ class _Isolated(Handle):
 
 Lacking = Mapping[str, tuple[type[Exception], str]]
 
-_NO_CLOSE_TIMEOUT: Lacking = {"close(timeout)": (TypeError, "unexpected keyword argument 'timeout'")}
-
 
 class ProcessHandle(_Isolated):
     kind = "process"
-    has = EVERYTHING - {"in process", "close timeout", "unload at exit"}  # the exit kills its molds
-    lacks: ClassVar[Lacking] = _NO_CLOSE_TIMEOUT
+    has = EVERYTHING - {"in process"}
 
 
 class KeysHandle(_Isolated):
     kind = "keys"
-    has = frozenset({"ready", "closes at once"})
+    has = frozenset({"ready", "close timeout", "unload at exit", "closes at once"})
     lacks: ClassVar[Lacking] = {
-        **_NO_CLOSE_TIMEOUT,
         "rollback": (NotSupported, "each key of a pool has a mold of its own"),
     }
 
@@ -180,9 +170,8 @@ class HostHandle(_Isolated):
     """While ``close()`` waits for calls, its status is what the broker says for the other processes."""
 
     kind = "host"
-    has = ProcessHandle.has - {"rollback"} | {"unload at exit"}
+    has = ProcessHandle.has - {"rollback"}
     lacks: ClassVar[Lacking] = {
-        **_NO_CLOSE_TIMEOUT,
         "rollback": (NoPreviousModel, "molds that processes share are not kept"),
     }
 

@@ -204,6 +204,31 @@ class TestDoors:
 
             assert [1, 2, 3, 4] == asyncio.run(main())
 
+    def test_they_are_open_on_trio(self) -> None:
+        """Awaited calls, coroutine functions and streams; a cancelled one leaves the line, and its worker is free."""
+        trio: Any = pytest.importorskip("trio", reason="needs trio")
+
+        async def main() -> None:
+            async with functions.where as where, functions.coroutine as coroutine, functions.aitems as aitems:
+                assert 2 == len(await where.aio())
+                assert 2 == await coroutine(1)
+                assert [0, 1, 2] == [item async for item in aitems(3)]
+                async with trio.open_nursery() as nursery:
+                    for _ in range(6):
+                        nursery.start_soon(where.aio, 1.0)
+                    while not where.status().queued:
+                        await trio.sleep(0.01)
+                    nursery.cancel_scope.cancel()
+                assert 0 == where.status().queued
+                with trio.move_on_after(0.2) as moved_on:
+                    async for _ in aitems(10**9):
+                        pass
+                assert moved_on.cancelled_caught
+                await aitems(3).aclose()
+                assert [0] == [item async for item in aitems(1)]
+
+        trio.run(main)
+
     def test_generators_are_streamed(self) -> None:
         """Items come one by one, errors in their place, and closing early frees the worker."""
         with using(functions.items) as items:
@@ -261,7 +286,7 @@ class TestDoors:
             assert [0, 2, 4, 6] == list(one.map(range(4)))
 
     def test_the_queue_is_bounded(self) -> None:
-        """Calls beyond max_queue are refused at once."""
+        """Calls beyond Bounds(queue=) are refused at once."""
         with using(functions.where) as where:
             running = [where.submit(0.5) for _ in range(2)]
             waiting = []
@@ -577,9 +602,9 @@ class TestTransfer:
             assert pid == echo.status().workers[0].pid
 
     def test_what_is_too_large_is_refused(self) -> None:
-        """max_transfer bounds arguments and results."""
+        """Bounds(transfer=) bounds arguments and results."""
         with using(functions.echo) as echo:
-            with pytest.raises(TransferRefused, match="max_transfer"):
+            with pytest.raises(TransferRefused, match=r"Bounds\(transfer=\)"):
                 echo(bytes(31_000_000))
             with pytest.raises(TransferRefused, match="40,000"):
                 echo(do="large")

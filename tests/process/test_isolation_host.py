@@ -551,7 +551,7 @@ class TestCode:
 
     def test_another_version_is_not_shared(self, folder: Path) -> None:
         """A model that is chosen by an environment variable, named by `version`."""
-        versioned = APP.replace('scope="host")', 'scope="host", version=os.environ["MODEL"])', 1)
+        versioned = APP.replace('scope="host")', 'scope=Host(version=os.environ["MODEL"]))', 1)
         write(folder, versioned)
         with Caller(folder, MODEL="a") as one, Caller(folder, MODEL="b") as two, Caller(folder, MODEL="a") as three:
             answers = [caller.call()[1] for caller in (one, two, three)]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(240)
 
 APP = """
     import asyncio, os, sys, time
-    from modelguard import Backoff, Breaker, guard, isolate
+    from modelguard import Backoff, Bounds, Breaker, guard, isolate
 
     class BadInput(Exception):
         def __init__(self, text, data):
@@ -95,7 +95,7 @@ APP = """
     def fork_in_pickle(_, count):
         return [Forks(number) for number in range(count)]
 
-    @isolate(workers=1, max_transfer="2 MB", **options)
+    @isolate(workers=1, bounds=Bounds(transfer="2 MB"), **options)
     @model
     def bad(_, kind, size):
         if kind == "array":
@@ -230,7 +230,7 @@ def test_a_function_that_forks_answers_once(run: Run, kind: str) -> None:
 
 
 def test_errors_keep_their_type_and_their_data(run: Run) -> None:
-    """Arrays and bytes of any size, up to ``max_transfer``; beyond it, the error is described."""
+    """Arrays and bytes of any size, up to ``Bounds(transfer=)``; beyond it, the error is described."""
     pytest.importorskip("numpy")
     program = """
         def of(kind, size):
@@ -249,7 +249,7 @@ def test_errors_keep_their_type_and_their_data(run: Run) -> None:
     for kind, text in (answers[4], answers[9]):
         assert "RemoteError" == kind
         assert "app.BadInput" in text
-        assert "and max_transfer is 2,000,000" in text
+        assert "and Bounds(transfer=) is 2,000,000" in text
         assert len(text) < 3000
 
 

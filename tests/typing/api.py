@@ -16,6 +16,7 @@ from modelguard import (
     TTL,
     AutoSize,
     Batched,
+    Bounds,
     Breaker,
     Buffer,
     Changed,
@@ -24,6 +25,7 @@ from modelguard import (
     Fair,
     GpuMemoryGrowth,
     GpuMemoryLimit,
+    Host,
     Idle,
     Loaded,
     MemoryGrowth,
@@ -649,7 +651,7 @@ assert_type(Isolating().static("a"), list[str])
 assert_type(spoken("anna"), bytes)
 
 
-@isolate(scope="host", version="2026-10")
+@isolate(scope=Host(version="2026-10"), bounds=Bounds(queue=8, transfer="1 MB"))
 @guard(Model, reload_on=None)
 def shared_by_the_host(model: Model, text: str) -> list[str]:
     return [text]

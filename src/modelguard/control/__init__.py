@@ -43,7 +43,7 @@ def listen(*, sighup: bool = False) -> None:
     _units.flag(sighup, "sighup")
     if sys.platform != "linux":
         raise NotSupported("modelguard.control.listen()", reason="it needs a Unix socket without a file, as on Linux")
-    if _processes.current() != "owner":
+    if _processes.role != "owner":
         return
     from modelguard.control import _listener
 

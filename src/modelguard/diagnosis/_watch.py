@@ -322,7 +322,7 @@ def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = N
     _memory.private(fresh=True)  # raises if it cannot be read
     made = Watch(name, interval, calls, World())
     _running.add(made)
-    if _processes.current() == "owner":  # a mold only forks workers, which are watched
+    if _processes.role == "owner":  # a mold only forks workers, which are watched
         made.start()
     return made
 

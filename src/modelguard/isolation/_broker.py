@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from modelguard import telemetry
 from modelguard.isolation import _host, _supervisor
-from modelguard.isolation._calls import Claim, Limits, Place
+from modelguard.isolation._calls import Claim, Followed, Limits, Taken, Withdrawn
 from modelguard.isolation._channel import AT_ONCE, Channel, Unreadable
 from modelguard.isolation._host import (
     REPORT,
@@ -52,21 +52,6 @@ from modelguard.telemetry import Event, Reason, WorkerEndCause, logger
 _PATIENCE = 1.0
 
 
-class ClientClaim(Claim):
-    """A call of a client, which hears what it waits for, since its ``timeout`` does not count while a model loads."""
-
-    __slots__ = ("_connection",)
-
-    def __init__(self, connection: ClientConnection) -> None:
-        super().__init__(Limits(time.monotonic()), None, connection.claimed, client=connection.token)
-        self._connection = connection
-
-    def go_to(self, place: Place) -> None:
-        if place.loading is not (self.place is not None and self.place.loading):
-            self._connection.answer("loading" if place.loading else "waiting")
-        super().go_to(place)
-
-
 class ClientConnection:
     """Obeys one connection. In the supervisor's thread, unless it is said otherwise."""
 
@@ -76,7 +61,7 @@ class ClientConnection:
         self.granted_at: float | None = None
         self.token = b""
         self._broker = broker
-        self._claim: ClientClaim | None = None
+        self._claim: Followed[Taken] | None = None
         self._taken: TakenWorker | None = None
         self._closed = False
         self._ending_call = threading.Lock()
@@ -154,16 +139,20 @@ class ClientConnection:
     # One worker
 
     def _take(self) -> None:
-        self._claim = ClientClaim(self)
-        self._broker.scope.request(self._claim)
+        claim = Claim(Limits(time.monotonic()), client=self.token, tell=self._tell)
+        self._claim = Followed(self._broker.scope.until_taken(claim), self._claimed, self._broker.scope.waits)
+        self._claim.begin()
 
-    def claimed(self, claim: Claim) -> None:
-        """The call has its worker, or an error. From any thread, maybe under the lock of the workers."""
-        taken = claim.taken
+    def _tell(self, loading: bool) -> None:  # noqa: FBT001 - as it comes
+        """The client's ``timeout`` does not count while a model loads."""
+        self.answer("loading" if loading else "waiting")
+
+    def _claimed(self, taken: Taken | None, error: BaseException | None) -> None:
+        """The call has its worker, or an error. From any thread."""
         if taken is None:
-            assert claim.error is not None  # noqa: S101 - for the checkers
-            answer = functools.partial(self.answer, "failed", *packed(claim.error))
-            self._broker.supervisor.call(answer)
+            assert error is not None  # noqa: S101 - for the checkers
+            answer = ("withdrawn",) if isinstance(error, Withdrawn) else ("failed", *packed(error))
+            self._broker.supervisor.call(functools.partial(self.answer, *answer))
             return
         assert isinstance(taken, TakenWorker)  # noqa: S101 - for the checkers
         self._taken, self.granted_at = taken, time.monotonic()
@@ -177,19 +166,15 @@ class ClientConnection:
 
     def _withdraw(self) -> None:
         """The client's time is over. If a worker has been granted in this moment, the client finds that instead."""
-        if self._claim is not None and self._claim.withdraw():
-            self.answer("withdrawn")
+        if self._claim is not None:
+            self._claim.withdraw()
 
     def _release(self, worn: tuple[Reason, ...], counts: bool) -> None:  # noqa: FBT001 - as they come
         taken, self._taken, self.granted_at = self._taken, None, None
         if taken is None:
             raise EOFError
         taken.mold.replay_news()  # of this call, before the worker's reports are those of the next one's client
-        if counts:
-            taken.release(worn=worn)
-            taken.leave()
-        else:
-            taken.put_back()
+        taken.release(worn=worn, counts=counts)
 
     def _lose(self, cause: WorkerEndCause, blame: bool) -> None:  # noqa: FBT001 - as they come
         if self._taken is None:
@@ -205,12 +190,7 @@ class ClientConnection:
     def _lose_here(self, cause: WorkerEndCause, *, blame: bool) -> tuple[str, int]:
         with self._ending_call:  # two threads may find at once that the call is over
             taken, self._taken, self.granted_at = self._taken, None, None
-        if taken is None:
-            return "unknown", 0
-        try:
-            return taken.lose(cause, blame=blame), taken.pid
-        finally:
-            taken.leave()
+        return ("unknown", 0) if taken is None else (taken.lose(cause, blame=blame), taken.pid)
 
     # The mold
 
@@ -340,8 +320,8 @@ class _Broker:
         with self._folder.locked(lambda: time.monotonic() > until), suppress(OSError):
             if os.stat(self._orders.socket, dir_fd=self._folder.fileno()).st_ino == self._inode:
                 self._folder.remove(self._orders.socket)
-        self.scope.close()
-        end_all()
+        self.scope.close(None)
+        end_all(patience=0.0)
 
     def _on_signal(self, _number: int, _frame: object) -> None:
         self.supervisor.call(self.end_if_alone)
@@ -418,7 +398,7 @@ class _Broker:
 
     def status(self) -> IsolationStatus:
         clients = tuple(client.pid for client in self._clients.values())
-        return replace(self.scope.status(0), broker=os.getpid(), clients=clients)
+        return replace(self.scope.status(), broker=os.getpid(), clients=clients)
 
     def pause(self, *, paused: bool) -> None:
         """Hold back what policies ask for, or no longer, and report it to the clients before the one that has asked."""

@@ -13,11 +13,10 @@ import time
 from asyncio import CancelledError
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard.errors import (
     DeadlineExceeded,
@@ -32,15 +31,13 @@ from modelguard.errors import (
 from modelguard.isolation import _channel
 from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unreadable, with_remote_traceback
 from modelguard.isolation._isolation_options import IsolationOptions
-from modelguard.isolation._mold_workers import RETRY_AFTER
+from modelguard.isolation._mold_workers import RETRY_AFTER, Waiter
 from modelguard.isolation._supervisor import supervisor
-from modelguard.runtime import clock
+from modelguard.lifecycle import runtime
+from modelguard.runtime import waiting
 from modelguard.runtime.background import SHARED
-from modelguard.runtime.clock import Watch
+from modelguard.runtime.waiting import Steps, Timeout, Wait
 from modelguard.telemetry import Reason, WorkerEndCause, logger
-
-#: Seconds within which another thread sets what it has found. If this thread itself was interrupted there, nobody does.
-_SETTING = 0.1
 
 
 class Limits(NamedTuple):
@@ -59,250 +56,179 @@ class Taken(Protocol):
         """Its process id; 0 while it is not known."""
         ...
 
+    # One of these ends it.
+
     def release(self, *, worn: tuple[Reason, ...]) -> None:
         """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
         ...
 
     def put_back(self) -> None:
-        """Give the worker back without a call. Instead of all the others."""
+        """Give the worker back without a call."""
         ...
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         """Record that the worker has ended in its call, or end it; returns how it ended, for people."""
         ...
 
-    def leave(self) -> None:
-        """The call has ended, whatever came of it. After :meth:`release` or :meth:`lose`."""
-
-
-class Place:
-    loading = False
-
-    @property
-    def over(self) -> bool:
-        """Whether there is nothing to wait for at this place any more."""
-        return False
-
-    def leave(self) -> bool:
-        """Wait there no more; false if it does not wait there, or has its worker already. From any thread."""
-        return True
-
 
 @dataclass(slots=True, eq=False, repr=False)
 class Claim:
-    """A call that asks for a worker. It ends once: with a worker, with an error, or withdrawn. Thread-safe.
-
-    Args:
-        limits: The call's times.
-        key: Which of a pool's models it needs.
-        then: Called with it when it has ended, unless it was withdrawn. With a worker, from any thread and under any
-            lock, so it must not block. Kept until then and no longer: the call's future refers to the claim.
-        client: Whose call it is: clients take turns.
+    """A call that asks for a worker.
 
     Attributes:
-        place: Where it waits; None if it does not wait.
+        limits: The call's times.
+        key: Which of a pool's models it needs.
+        client: Whose call it is: clients take turns.
+        tell: Hears whether it waits for a load or in line, whenever that changes.
+        blocks: Whether it has a thread that waits with it.
         admitted: Whether there was room for it, so that none refuses it where it goes on to wait.
-        until: When the wait at that place ends, on the monotonic clock.
-        taken: The worker that it has got.
-        error: Why it has got none.
+        loading: Whether it waits for a load.
     """
 
     limits: Limits
-    key: object
-    then: Callable[[Claim], object] | None
+    key: object = None
     client: Hashable = None
-    place: Place | None = None
+    tell: Callable[[bool], object] | None = None
+    blocks: bool = False
     admitted: bool = False
-    until: float = math.inf
-    taken: Taken | None = None
-    error: BaseException | None = None
-    _claims: Claims | None = None
-    _late: Callable[[], Exception] | None = None
-    # Who takes the entry out ends it: one operation, so no lock is needed.
-    _open: list[None] = field(default_factory=lambda: [None])
+    loading: bool = False
 
-    @property
-    def ended(self) -> bool:
-        return not self._open
 
-    # For the scope
+class Withdrawn(Exception):
+    """Nobody needs the worker any more."""
 
-    def go_to(self, place: Place) -> None:
-        """Have this place from now on, before it waits there."""
-        self.place = place
 
-    def wait(self, claims: Claims, until: float, late: Callable[[], Exception]) -> None:
-        """Wait at :attr:`place`, at most until then, or until the caller's own deadline."""
-        self._claims, self._late, self.until = claims, late, min(until, self.limits.until)
-        claims.add(self)
-        if self.ended:  # meanwhile
-            claims.remove(self)
-            self._leave()
+def _at_once(work: Callable[[], object]) -> None:
+    work()
 
-    def grant(self, taken: Taken) -> bool:
-        if not self._end():
-            return False
-        self.taken = taken
-        self.place = None
-        self._tell()
-        return True
 
-    def fail(self, error: BaseException) -> None:
-        """There is no worker for it. Runs callbacks of users, so never under a lock; else :func:`aside`."""
-        if self._end():
-            self.error = error
-            self.place = None
-            self._tell()
+T = TypeVar("T")
 
-    # For the caller
 
-    def withdraw(self) -> bool:
-        if not self._end():
-            return False
-        self.then = None
-        self._leave()
-        return True
+class Followed(Generic[T]):
+    """Steps that are gone through without a thread: whoever ends one of the waits goes on. They end once.
+
+    Args:
+        steps: The steps.
+        then: Called with what they return, or with their error. With the former from any thread and under any lock, so
+            it must not block. Kept until then and no longer: the call's future refers to this.
+        waits: The list for those that wait now.
+
+    Attributes:
+        until: When the present wait ends, on the monotonic clock.
+    """
+
+    __slots__ = ("_open", "_steps", "_then", "_waits", "_withdrawn", "until")
+
+    def __init__(self, steps: Steps[T], then: Callable[[T | None, BaseException | None], object], waits: Waits) -> None:
+        self._steps: Steps[T] | None = steps
+        self._then: Callable[[T | None, BaseException | None], object] | None = then
+        self._waits = waits
+        self._withdrawn = False
+        # Who takes the entry out goes on with the steps: one operation, so no lock is needed.
+        self._open: list[Steps[T]] = []
+        self.until = math.inf
+
+    def begin(self) -> Exception | None:
+        """Go to the first wait; returns the error if there is one before."""
+        assert self._steps is not None  # noqa: S101 - it begins once
+        return self._go_on(partial(next, self._steps))
+
+    def withdraw(self) -> None:
+        """End it, wherever it waits, or is about to wait."""
+        self._withdrawn = True
+        if (steps := self._take()) is not None:
+            steps.close()
+            self._end(None, Withdrawn())
 
     def refuse(self, error: Exception) -> None:
-        if self._end():
-            self._leave()
-            self.error = error
-            self._tell()
+        if (steps := self._take()) is not None:
+            self._go_on(partial(steps.throw, error))
 
     def expire(self, now: float) -> None:
-        if now < self.until or not self._end():
-            return
-        self._leave()
-        late = self._late if now < self.limits.until else None
-        self.error = self._too_late(now) if late is None else late()
-        self._tell()
+        if now >= self.until and (steps := self._take()) is not None:
+            self._go_on(partial(steps.send, None), aside)
 
-    def _too_late(self, now: float) -> DeadlineExceeded:
-        name = "" if self._claims is None else self._claims.name
-        return DeadlineExceeded(name, waited=now - self.limits.arrived)
-
-    def _tell(self) -> None:
-        then, self.then = self.then, None
-        assert then is not None  # noqa: S101 - it ends once
-        then(self)
-
-    def _leave(self) -> None:
-        place = self.place
-        if place is not None:
-            place.leave()
-
-    def _end(self) -> bool:
+    def _take(self) -> Steps[T] | None:
         try:
-            self._open.pop()
+            steps = self._open.pop()
         except IndexError:
-            return False
-        if self._claims is not None:
-            self._claims.remove(self)
-        return True
+            return None
+        self._waits.remove(self)
+        return steps
 
-
-class ThreadClaim(Claim):
-    __slots__ = ("_woken",)
-
-    def __init__(self, limits: Limits, key: object) -> None:
-        super().__init__(limits, key, _wake)
-        self._woken: SimpleQueue[None] | None = None
-
-    def wait(self, claims: Claims, until: float, late: Callable[[], Exception]) -> None:
-        """As in every claim; the thread waits no longer than that either."""
-        if self._woken is None:
-            self._woken = SimpleQueue()
-        super().wait(claims, until, late)
-        self.wake()
-
-    def wake(self) -> None:
-        if self._woken is not None:
-            self._woken.put(None)
-
-    def result(self) -> Taken:
-        while self.taken is None and self.error is None:
-            self._sleep()
-        if self.error is not None:
-            raise self.error
-        assert self.taken is not None  # noqa: S101 - for the checkers
-        return self.taken
-
-    def abandon(self) -> None:
-        if self.withdraw():
-            return
-        until = time.monotonic() + _SETTING
-        while self.taken is None and self.error is None and time.monotonic() < until:
-            time.sleep(0)
-        if self.taken is not None:
-            self.taken.put_back()
-
-    def _sleep(self) -> None:
-        assert self._woken is not None  # noqa: S101 - it waits
-        left = min(self.until - time.monotonic(), threading.TIMEOUT_MAX)
+    def _go_on(
+        self, resume: Callable[[], Any], tell: Callable[[Callable[[], object]], object] = _at_once
+    ) -> Exception | None:
         try:
-            self._woken.get(timeout=max(0.0, left))
-        except Empty:
+            step = resume()
+        except StopIteration as stop:
+            self._end(stop.value, None)
+        except Exception as error:  # noqa: BLE001 - it is the call's
+            tell(partial(self._end, None, error))
+            return error
+        else:
+            self._wait(step)
+        return None
+
+    def _wait(self, step: Any) -> None:
+        left = step.limit.left()
+        self.until = math.inf if left is None else time.monotonic() + left
+        assert self._steps is not None  # noqa: S101 - it has not ended
+        self._waits.add(self)
+        self._open.append(self._steps)
+        step.future.add_done_callback(self._woken)
+        if self._withdrawn:  # meanwhile
+            self.withdraw()
+        else:
             self.expire(time.monotonic())
 
+    def _woken(self, future: Future[Any]) -> None:
+        steps = self._take()
+        if steps is None:
+            return
+        resume = partial(steps.send, None)
+        if isinstance(future, Waiter) and future.is_granted:  # its worker waits
+            self._go_on(resume)
+        else:  # for what may take a while, or runs callbacks of users
+            supervisor().call(partial(self._go_on, resume, aside))
 
-def _wake(claim: Claim) -> None:
-    assert isinstance(claim, ThreadClaim)  # noqa: S101 - for the checkers
-    claim.wake()
+    def _end(self, result: T | None, error: BaseException | None) -> None:
+        then, self._then, self._steps = self._then, None, None
+        assert then is not None  # noqa: S101 - it ends once
+        then(result, error)
 
 
-class Claims:
-    """The calls of one function that wait. Thread-safe."""
+class Waits:
+    """The calls of one function that wait without a thread: ends those whose time is over. Thread-safe."""
 
-    def __init__(self, name: str, *, most_loading: int) -> None:
-        self.name = name
-        self._most_loading = most_loading
-        self._waiting: dict[Claim, None] = {}
-        self._lock = threading.RLock()  # reentrant: the garbage collector may end a dropped stream at any point
-        self._watch = Watch(name, self._lock, self._next, self._expire)
+    def __init__(self) -> None:
+        self._waiting: dict[Followed[Any], None] = {}
+        self._due = math.inf
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Claim]:
+    def __iter__(self) -> Iterator[Followed[Any]]:
         return iter(tuple(self._waiting))
 
-    def add(self, claim: Claim) -> None:
-        self._waiting[claim] = None
-        # A thread looks at the time by itself.
-        if isinstance(claim, ThreadClaim) or claim.until + clock.ahead() >= self._watch.due:
-            return
-        with self._lock:
-            at = claim.until + clock.ahead()
-            if at < self._watch.due:
-                self._watch.schedule(at)
+    def add(self, one: Followed[Any]) -> None:
+        self._waiting[one] = None
+        self._look_at(one.until)
 
-    def remove(self, claim: Claim) -> None:
-        self._waiting.pop(claim, None)
+    def remove(self, one: Followed[Any]) -> None:
+        self._waiting.pop(one, None)
 
-    def admit(self, claim: Claim) -> None:
-        """Check whether one more may wait for a load. How many may wait for a worker, the mold's workers know."""
-        if len(self._waiting) >= self._most_loading and not claim.admitted:
-            queued = sum(one.place is not None and one.place.loading for one in self)
-            if queued >= self._most_loading:
-                raise QueueFull(self.name, queued=queued, retry_after=RETRY_AFTER)
-        claim.admitted = True
+    def _look_at(self, due: float) -> None:
+        if due < self._due:
+            self._due = due
+            try:
+                supervisor().later(due - time.monotonic(), self._look)
+            except RuntimeError:  # the system gives no thread; the next one that waits tries again
+                self._due = math.inf
 
-    def close(self) -> None:
-        """Refuse what waits without a thread. The others are served, or get their error, as their molds end."""
-        for claim in self:
-            if not isinstance(claim, ThreadClaim):
-                claim.refuse(GuardClosed(self.name))
-
-    # Processes live in real time, while a test moves the clock of the watch.
-
-    def _next(self, now: float) -> float:
-        ahead = clock.ahead()
-        return min((claim.until for claim in self if claim.until > now - ahead), default=math.inf) + ahead
-
-    def _expire(self, now: float) -> None:
-        now -= clock.ahead()
-        for claim in self:
-            claim.expire(now)
+    def _look(self) -> None:
+        now, self._due = time.monotonic(), math.inf
+        for one in self:
+            one.expire(now)
+        self._look_at(min((one.until for one in self), default=math.inf))
 
 
 def aside(work: Callable[[], object]) -> None:
@@ -314,13 +240,21 @@ def aside(work: Callable[[], object]) -> None:
 
 
 class Source:
-    """Where the workers of a function come from: this process's molds, those of a pool's keys, or a broker."""
+    """Where the workers of a function come from: this process's molds, those of a pool's keys, or a broker.
+
+    For its handle it is a source of models, too: see :mod:`modelguard.lifecycle.handle`.
+    """
 
     def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
-        self._name = options.name
+        self.name = options.name
+        self.runtime = runtime.default()
         self.timeout = math.inf if options.timeout is None else options.timeout
         self.wait_timeout = wait_timeout
-        self.claims = Claims(options.name, most_loading=options.max_queue + options.workers)
+        self.waits = Waits()
+        self._waiting: dict[Claim, None] = {}
+        self._most_loading = options.bounds.queue + options.workers
+
+    # Calls
 
     def take(self, limits: Limits, key: Any = None) -> Taken:
         """Take a worker; start what is missing. Blocks.
@@ -328,29 +262,80 @@ class Source:
         Raises:
             GuardClosed, LoadFailed, Reloading, QueueFull, CircuitOpen, DeadlineExceeded: There is none.
         """
-        claim = ThreadClaim(limits, key)
-        try:
-            self.request(claim)
-            return claim.result()
-        except BaseException:
-            claim.abandon()
-            raise
+        return waiting.block(self.until_taken(Claim(limits, key, blocks=True)))
 
-    def request(self, claim: Claim) -> None:
-        """:meth:`take` for a call that does not block."""
-        try:
-            self._advance(claim)
-        except Exception as error:  # noqa: BLE001 - it is the call's
-            claim.fail(error)
-
-    def _advance(self, claim: Claim) -> None:
+    def until_taken(self, claim: Claim) -> Steps[Taken]:
+        """:meth:`take`, written once for who blocks and who does not."""
         raise NotImplementedError
 
-    def too_late(self, arrived: float) -> DeadlineExceeded:
-        return DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
+    @property
+    def queued(self) -> int:
+        """Calls that wait."""
+        return len(self._waiting)
 
-    def reloading(self, since: float) -> Reloading:
-        return Reloading(self._name, waited=time.monotonic() - since)
+    def _admit(self, claim: Claim) -> None:
+        """Check whether one more may wait for a load. How many may wait for a worker, the mold's workers know."""
+        if len(self._waiting) >= self._most_loading and not claim.admitted:
+            queued = sum(one.loading for one in tuple(self._waiting))
+            if queued >= self._most_loading:
+                raise QueueFull(self.name, queued=queued, retry_after=RETRY_AFTER)
+        claim.admitted = True
+
+    def _await(
+        self,
+        claim: Claim,
+        awaited: Any,
+        seconds: float,
+        late: Callable[[], Exception],
+        *,
+        loading: bool = False,
+        step: Callable[[Any, Timeout], Any] = Wait,
+    ) -> Steps[None]:
+        """Wait for a future, say, at most so many seconds, or until the caller's own deadline."""
+        started = time.monotonic()
+        until = min(started + seconds, claim.limits.until)
+        wait = step(awaited, Timeout(None if until == math.inf else max(0.0, until - started)))
+        with self._counted(claim, loading=loading):
+            yield wait
+        if not wait.future.done():
+            raise late() if until < claim.limits.until else self._too_late(claim)
+
+    @contextmanager
+    def _counted(self, claim: Claim, *, loading: bool) -> Iterator[None]:
+        if claim.loading is not loading:
+            claim.loading = loading
+            if claim.tell is not None:
+                claim.tell(loading)
+        self._waiting[claim] = None
+        try:
+            yield
+        finally:
+            self._waiting.pop(claim, None)
+
+    def _too_late(self, claim: Claim) -> DeadlineExceeded:
+        return DeadlineExceeded(self.name, waited=time.monotonic() - claim.limits.arrived)
+
+    def _reloading(self, since: float) -> Reloading:
+        return Reloading(self.name, waited=time.monotonic() - since)
+
+    def _refuse_waiting(self) -> None:
+        """Refuse what waits without a thread. The others are served, or get their error, as their molds end."""
+        for one in self.waits:
+            one.refuse(GuardClosed(self.name))
+
+    # As a source of models
+
+    def load(self, timeout: float | None) -> None:
+        raise NotImplementedError
+
+    async def aload(self, timeout: float | None) -> None:
+        await waiting.run(partial(self.load, timeout), f"modelguard-load-{self.name}", self.runtime.start_thread)
+
+    def unload(self, timeout: float | None) -> None:
+        raise NotImplementedError
+
+    async def aunload(self, timeout: float | None) -> None:
+        await waiting.run(partial(self.unload, timeout), f"modelguard-unload-{self.name}", self.runtime.start_thread)
 
 
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
@@ -419,7 +404,7 @@ class Caller:
     def __init__(self, options: IsolationOptions, scope: Source, key_of: KeyOf | None = None) -> None:
         self._name = options.name
         self._timeout = math.inf if options.timeout is None else options.timeout
-        self._max_bytes = options.max_transfer
+        self._max_bytes = options.bounds.transfer
         self._tries = 2 if options.retry else 1
         self._loads = _channel.unpickle if options.stub is None else _channel.loads_here
         self._scope = scope
@@ -445,15 +430,13 @@ class Caller:
 
     # The steps
 
-    def _result(self, _call: _Call, taken: Taken, kind: int, value: Any) -> Any:
-        taken.leave()
+    def _result(self, _call: _Call, _taken: Taken, kind: int, value: Any) -> Any:
         if kind == _ERROR:
             raise value.pop()
         return value
 
     def _opened(self, call: _Call, taken: Taken, kind: int, value: Any) -> Iterator[Any]:
         if kind == _ERROR:
-            taken.leave()
             raise value.pop()
         items = self._items(taken, call.limits)
         next(items)  # has begun, so that to close it ends the stream in the worker too
@@ -476,7 +459,6 @@ class Caller:
             if kind == _ITEM:
                 with suppress(WorkerCrashed, DeadlineExceeded, _NeverRead):
                     self._exchange(taken, close, Limits(time.monotonic()))
-            taken.leave()
         if kind == _ERROR:
             raise value.pop()
 
@@ -495,7 +477,7 @@ class Caller:
             raise TransferRefused(self._name, what="arguments", why=why) from error
         size = _channel.size(content)
         if size > self._max_bytes:
-            why = f"they take {size:,} bytes, and max_transfer is {self._max_bytes:,}"
+            why = f"they take {size:,} bytes, and Bounds(transfer=) is {self._max_bytes:,}"
             raise TransferRefused(self._name, what="arguments", why=why)
         call.content = content
         return content
@@ -534,26 +516,20 @@ class Caller:
     def _attempt(self, call: _Call, taken: Taken) -> tuple[int, Any] | None:
         """Send a call to this worker; None if it may be sent to another one instead."""
         try:
-            return self._exchange(taken, self._pickled(call), call.limits)
+            content = self._pickled(call)
+        except BaseException:  # the worker has not seen them
+            taken.put_back()
+            raise
+        try:
+            return self._exchange(taken, content, call.limits)
         except _NeverRead as error:
-            taken.leave()
             if not call.resends:
                 raise WorkerCrashed(self._name, pid=taken.pid, cause=error.cause) from None
             call.resends -= 1
         except WorkerCrashed:
-            taken.leave()
             call.tries -= 1
             if not call.tries:
                 raise
-        except TransferRefused as error:
-            if error.what == "arguments":  # the worker has not seen them
-                taken.put_back()
-            else:
-                taken.leave()
-            raise
-        except BaseException:
-            taken.leave()
-            raise
         return None
 
     # Without a thread that waits
@@ -566,26 +542,27 @@ class Caller:
             future.set_exception(error)
             return future
         call.awaited = awaited
-        claim = self._request(call, future, finish)
-        if isinstance(claim.error, (QueueFull, GuardClosed)):
+        followed = self._follow(call, future, finish)
+        refusal = followed.begin()
+        if isinstance(refusal, (QueueFull, GuardClosed)):
             try:
-                raise claim.error
+                raise refusal
             finally:
-                del claim, future  # they refer to the error, and it to this frame
-        future.add_done_callback(partial(_withdraw, claim))
+                del refusal, future  # they refer to the error, and it to this frame
+        future.add_done_callback(partial(_withdraw, followed))
         return future
 
-    def _request(self, call: _Call, future: Future[Any], finish: Finish) -> Claim:
-        claim = Claim(call.limits, call.key, partial(self._claimed, call, future, finish))
-        self._scope.request(claim)
-        return claim
+    def _follow(self, call: _Call, future: Future[Any], finish: Finish) -> Followed[Taken]:
+        steps = self._scope.until_taken(Claim(call.limits, call.key))
+        return Followed(steps, partial(self._claimed, call, future, finish), self._scope.waits)
 
-    def _claimed(self, call: _Call, future: Future[Any], finish: Finish, claim: Claim) -> None:
+    def _claimed(
+        self, call: _Call, future: Future[Any], finish: Finish, taken: Taken | None, failure: BaseException | None
+    ) -> None:
         """It has its worker, and a thread from now on; or its error."""
-        taken, claim.taken = claim.taken, None
         if taken is None:
-            assert claim.error is not None  # noqa: S101 - for the checkers
-            _fail(call, future, claim.error)
+            assert failure is not None  # noqa: S101 - for the checkers
+            _fail(call, future, failure)
             return
         job = partial(self._compute, call, future, finish, taken)
         if self._thread.is_free and self._thread.next is None:
@@ -630,7 +607,7 @@ class Caller:
             self._thread.serves = None
         del taken
         if answer is None:
-            self._request(call, future, finish)
+            self._follow(call, future, finish).begin()
         else:
             call.forget()  # callbacks of the future may take their time
             future.set_result(result)
@@ -687,13 +664,13 @@ class Caller:
 
 
 def _fail(call: _Call, future: Future[Any], error: BaseException) -> None:
-    if call.begun or future.set_running_or_notify_cancel():
+    if call.begun or future.set_running_or_notify_cancel():  # whoever waits for several futures hears of a withdrawal
         future.set_exception(error)
 
 
-def _withdraw(claim: Claim, future: Future[Any]) -> None:
-    if future.cancelled() and claim.withdraw():
-        future.set_running_or_notify_cancel()  # whoever waits for several futures hears of it
+def _withdraw(followed: Followed[Taken], future: Future[Any]) -> None:
+    if future.cancelled():
+        followed.withdraw()
 
 
 def _culprit(arguments: Arguments) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -134,7 +134,7 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
     return {
         "function": f"{module}.{name}",
         "file": str(getattr(sys.modules.get(module), "__file__", None)),
-        "version": str(options.version),
+        "version": str(options.scope and options.scope.version),
         "options": repr(options.without_code),
         "guard": repr(replace(for_broker(source), load=str)),  # whose repr is the same in each process
         "arguments": repr(sys.argv) if module == "__main__" else "",
@@ -505,29 +505,27 @@ class Election:
         connected = folder.connect(name, self._patience)
         if connected is None:
             return None
-        channel = Channel(connected)
-        token = secrets.token_bytes(16)
-        reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        found = None
-        try:
+        with ExitStack() as refused:
+            channel = refused.enter_context(closing(Channel(connected)))
+            reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            refused.enter_context(reports)
+            token = secrets.token_bytes(16)
             channel.set_timeout(self._patience)
-            with theirs:
-                channel.send(("join", token, self._identity, _supervisor.imported), [theirs.fileno()])
-            answer, *details = channel.receive()
+            try:
+                with theirs:
+                    channel.send(("join", token, self._identity, _supervisor.imported), [theirs.fileno()])
+                answer, *details = channel.receive()
+            except BlockingIOError:
+                self._hung = True
+                self._obstacle = f"the one that listens there does not answer within {self._patience:g} s"
+                return None
+            except (EOFError, OSError):  # it ends
+                return None
             if answer == "welcome":
-                found = Joined(folder, name, channel, reports, token, *details)
-            else:
-                self._refused(name, *details)
-        except BlockingIOError:
-            self._hung = True
-            self._obstacle = f"the one that listens there does not answer within {self._patience:g} s"
-        except (EOFError, OSError):  # it ends
-            pass
-        finally:
-            if found is None:
-                channel.close()
-                reports.close()
-        return found
+                refused.pop_all()
+                return Joined(folder, name, channel, reports, token, *details)
+            self._refused(name, *details)
+        return None
 
     def _refused(self, name: str, why: str, text: str) -> None:
         self._serving.add(name)

@@ -13,15 +13,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from modelguard import _units, telemetry
+from modelguard import telemetry
 from modelguard.errors import GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
 from modelguard.isolation import _processes, _supervisor, status
-from modelguard.isolation._calls import Claim, Place, Source, ThreadClaim, aside
+from modelguard.isolation._calls import Claim, Followed, Source, Taken, Waits
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import (
     ANSWER_SOON,
@@ -43,7 +44,7 @@ from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import State
 from modelguard.runtime import waiting
 from modelguard.runtime.background import start_thread
-from modelguard.runtime.waiting import Timeout
+from modelguard.runtime.waiting import Steps, Timeout, Wait
 from modelguard.telemetry import Reason, WorkerEndCause, logger
 
 #: Connections that are kept for the next calls. Each call that waits has one.
@@ -77,17 +78,33 @@ class Connection(Channel):
             raise BrokerGone from error
 
     def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
-        """Send a message, and wait for the answer. This connection can be used again unless it fails."""
+        """Send a message, and wait for the answer. This connection can be used again unless it fails.
+
+        Raises:
+            BlockingIOError: The time is over.
+        """
         self.say(what, *details, limit=limit)
-        try:
-            answer = self.receive()
-        except (EOFError, OSError) as error:
-            self.close()
-            if isinstance(error, BlockingIOError):
-                raise
-            raise BrokerGone from error
+        answer = self._received()
         self.give_back()
         return answer
+
+    def hear(self) -> Any:
+        """Receive an answer that has begun to arrive."""
+        self.set_timeout(ANSWER)
+        try:
+            return self._received()
+        except BlockingIOError as error:
+            raise BrokerGone from error
+
+    def _received(self) -> Any:
+        try:
+            return self.receive()
+        except (BlockingIOError, Unreadable):
+            self.close()
+            raise
+        except (EOFError, OSError) as error:
+            self.close()
+            raise BrokerGone from error
 
     def give_back(self) -> None:
         self.membership.keep(self)
@@ -118,12 +135,13 @@ class Membership:
             return self._idle.pop()
         return None
 
-    def connection(self) -> Connection:
+    def connection(self, patience: float = ANSWER_SOON) -> Connection:
+        """A connection that no other call uses, made within so many seconds if there is none."""
         idle = self.idle_connection()
         if idle is not None:
             return idle
         try:
-            connected = None if self.gone else self._joined.folder.connect(self._joined.name, ANSWER_SOON)
+            connected = None if self.gone else self._joined.folder.connect(self._joined.name, patience)
         except (OSError, ForeignPeer) as error:
             raise BrokerGone from error
         if connected is None:
@@ -266,7 +284,6 @@ class GrantedWorker:
 
     def put_back(self) -> None:
         self.release(worn=(), counts=False)
-        self.leave()
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         connection = self._end()
@@ -279,138 +296,57 @@ class GrantedWorker:
         self.pid = self.pid or pid
         return str(how)
 
-    def leave(self) -> None:
-        self._running.pop()
-        if self._connection is not None:  # neither answered nor lost: nobody knows what the worker does
-            self.lose("cancelled", blame=False)
-
     def _end(self) -> Connection | None:
         self.channel.close()  # this process's copy
         connection, self._connection = self._connection, None
+        if connection is not None:
+            self._running.pop()
         return connection
 
 
-class Asking(Place):
-    """A claim that waits for the broker's answer.
+class Incoming(NamedTuple):
+    """A wait for an answer of the broker. A thread that waits reads by itself, the supervisor's for those without."""
 
-    The supervisor's thread reads it; or that of the call, if it blocks and the broker is known, as for most calls.
-    """
+    connection: Connection
+    limit: Timeout
 
-    def __init__(self, claim: Claim, scope: HostScope) -> None:
-        self.claim = claim
-        self.loading = True
-        self._scope = scope
-        self._connection: Connection | None = None
-        self._watched = False
-        self._gone_since: float | None = None
+    def block(self) -> None:
+        left = self.limit.left()
+        self.connection.await_message(math.inf if left is None else time.monotonic() + left)
 
-    def begin(self, *, blocking: bool = False) -> None:
-        """Ask, if the broker is known; else find it first, in a thread."""
-        if self.claim.ended:
-            return
-        try:
-            connection = self._scope.connection(wait=blocking)
-        except BrokerGone:
-            self.broker_gone()
-            return
-        if connection is None:
-            self._scope.seek(self)
-        else:
-            self.ask(connection, blocking=blocking)
+    # As the future that it waits for
 
-    def ask(self, connection: Connection, *, blocking: bool = False) -> None:
-        try:
-            connection.say("take", limit=ANSWER)
-        except BrokerGone:
-            self.broker_gone()
-            return
-        self._wait(self._scope.timeout)
-        if blocking:
-            self._listen_here(connection)
-        else:
-            supervisor().call(lambda: self._listen(connection))
+    @property
+    def future(self) -> Incoming:
+        return self
 
-    def _listen_here(self, connection: Connection) -> None:
-        self._connection = connection
-        try:
-            while self._connection is connection and connection.await_message(self.claim.until):
-                self._heed()
-        except BaseException:  # from a signal handler; its worker ends with the connection
-            self._connection = None
-            connection.close()
-            raise
-        if self._connection is connection:  # its time is over, and somebody has to hear whether it was taken back
-            supervisor().call(lambda: self._listen(connection))
+    def done(self) -> bool:
+        return self.connection.await_message(time.monotonic())
 
-    def leave(self) -> bool:
-        """Take the question back; a worker that is granted in this moment goes back too."""
-        supervisor().call(self._withdraw)
-        return True
+    def add_done_callback(self, then: Callable[[Any], object]) -> None:
+        supervisor().call(partial(self._watch, then))
 
-    def _wait(self, seconds: float) -> None:
-        self.loading = seconds == math.inf
-        late = partial(self._scope.too_late, self.claim.limits.arrived)
-        self.claim.wait(self._scope.claims, time.monotonic() + seconds, late)
+    def _watch(self, then: Callable[[Any], object]) -> None:
+        fd = self.connection.fileno()
 
-    # In the thread that reads the answer
+        def readable() -> None:
+            supervisor().forget(fd)
+            then(self)
 
-    def _listen(self, connection: Connection) -> None:
-        self._connection, self._watched = connection, True
-        supervisor().watch(connection.fileno(), self._heed)
-        if self.claim.ended:  # meanwhile
-            self._withdraw()
-
-    def _withdraw(self) -> None:
-        if self._connection is not None:
-            with suppress(OSError):  # its end of file is read next
-                self._connection.set_timeout(ANSWER)
-                self._connection.send(("withdraw",))  # the answer says whether a worker was granted in this moment
-
-    def _heed(self) -> None:
-        while (connection := self._connection) is not None:
-            try:
-                connection.set_timeout(ANSWER)
-                kind, *details = connection.receive()
-            except Unreadable as error:  # no descriptor is free for the worker, which ends with the connection
-                self._forget(connection).close()
-                aside(partial(self.claim.fail, LoadFailed(self._scope.claims.name, f"no worker can be taken: {error}")))
-                return
-            except (EOFError, OSError):
-                self._forget(connection).close()
-                self.broker_gone()
-                return
-            if kind == "granted":
-                taken = GrantedWorker(self._scope.running, self._forget(connection), *details)
-                if not self.claim.grant(taken):
-                    taken.put_back()
-            elif kind in {"loading", "waiting"}:
-                self._wait(math.inf if kind == "loading" else self._scope.timeout)
-            else:
-                self._forget(connection).give_back()
-                if kind == "failed":
-                    aside(partial(self.claim.fail, unpacked(*details)))
-            if not connection.has_unread:
-                return
-
-    def _forget(self, connection: Connection) -> Connection:
-        if self._watched:
-            supervisor().forget(connection.fileno())
-        self._connection, self._watched = None, False
-        return connection
-
-    def broker_gone(self) -> None:
-        now = time.monotonic()
-        self._gone_since = now if self._gone_since is None else self._gone_since
-        if now - self._gone_since > self._scope.wait_timeout():
-            aside(partial(self.claim.fail, self._scope.reloading(self._gone_since)))
-        elif not self.claim.ended:
-            self._wait(math.inf)
-            supervisor().later(_AGAIN, self.begin)
+        if fd >= 0:
+            supervisor().watch(fd, readable)
 
 
-def left(until: float) -> float:
-    """Seconds until then, for a channel's timeout: 0 for no limit."""
-    return 0.0 if until == math.inf else max(0.001, until - time.monotonic())
+def _raise_error_of(searching: Future[Membership]) -> None:
+    """Each of those who wait raises an object of its own."""
+    error = searching.exception()
+    if error is not None:
+        raise afresh(error) if isinstance(error, Exception) else error
+
+
+def _seconds(left: float | None) -> float:
+    """For a channel's timeout: 0 for no limit."""
+    return 0.0 if left is None else max(0.001, left)
 
 
 #: Seconds in which a broker obeys what it need not wait for: more than for a look at it, since it must not be lost.
@@ -427,8 +363,8 @@ class HostScope(Source):
         super().__init__(options, lambda: source.wait_timeout)
         self._options = options
         self._source = source
-        self._seekers: deque[Asking] = deque()
-        self._seeking = threading.Lock()
+        self._searching: Future[Membership] | None = None
+        self._starting_search = threading.RLock()  # reentrant: the collector may end a dropped stream, which calls
         self._joining = threading.Lock()
         self.membership: Membership | None = None
         self._ended = threading.Event()
@@ -439,76 +375,97 @@ class HostScope(Source):
 
     # Calls
 
-    def _advance(self, claim: Claim) -> None:
+    def until_taken(self, claim: Claim) -> Steps[Taken]:
         self._raise_if_refusing()
-        self.claims.admit(claim)
-        asking = Asking(claim, self)
-        claim.go_to(asking)
-        claim.wait(self.claims, math.inf, partial(self.too_late, claim.limits.arrived))
-        asking.begin(blocking=isinstance(claim, ThreadClaim))
-
-    def connection(self, *, wait: bool) -> Connection | None:
-        """A connection that no other call uses, if the broker is known."""
-        membership = self._known
-        if membership is None or self._ended.is_set():
-            return None
-        return membership.connection() if wait else membership.idle_connection()
-
-    def seek(self, asking: Asking) -> None:
-        """Find the broker, or start one, and then a connection for this claim. One thread does so for all."""
-        self._seekers.append(asking)
-        if self._seeking.acquire(blocking=False):
-            aside(self._serve_seekers)
-
-    def _serve_seekers(self) -> None:
+        self._admit(claim)
+        since: float | None = None
         while True:
             try:
-                while self._seekers:
-                    self._serve([self._seekers.popleft() for _ in range(len(self._seekers))])
-            finally:
-                self._seeking.release()
-            if not self._seekers or not self._seeking.acquire(blocking=False):  # one may have come meanwhile
-                return
-
-    def _serve(self, seekers: list[Asking]) -> None:
-        try:
-            membership = self._join(max(one.claim.limits.until for one in seekers))
-        except Exception as error:  # noqa: BLE001 - it is the calls'
-            for one in seekers:
-                one.claim.expire(time.monotonic())  # where the end of its time is all that has ended the search
-                aside(partial(one.claim.fail, afresh(error)))
-            return
-        for one in seekers:
-            try:
-                if not one.claim.ended:
-                    one.ask(membership.connection())
+                connection = yield from self._until_connected(claim)
+                return (yield from self._until_answered(claim, connection))
             except BrokerGone:
-                one.broker_gone()
+                pass  # the next one is asked
+            now = time.monotonic()
+            since = now if since is None else since
+            if now - since > self.wait_timeout():
+                raise self._reloading(since)
+            with self._counted(claim, loading=True):
+                yield Wait(waiting.promise(), Timeout(_AGAIN))
+
+    def _until_connected(self, claim: Claim) -> Steps[Connection]:
+        late = partial(self._too_late, claim)
+        while (membership := self._known) is None or self.closed:
+            yield from self._await(claim, searching := self._search(), math.inf, late, loading=True)
+            _raise_error_of(searching)
+        return membership.connection(ANSWER_SOON if claim.blocks else 0.0)
+
+    def _until_answered(self, claim: Claim, connection: Connection) -> Steps[Taken]:
+        connection.say("take", limit=ANSWER)
+        late = partial(self._too_late, claim)
+        kind, *details = ("waiting",)
+        try:
+            while kind in {"loading", "waiting"}:
+                loading = kind == "loading"
+                seconds = math.inf if loading else self.timeout
+                if not connection.has_unread:
+                    yield from self._await(claim, connection, seconds, late, loading=loading, step=Incoming)
+                kind, *details = connection.hear()
+        except Unreadable as error:  # no descriptor is free for the worker, which ends with the connection
+            raise LoadFailed(self.name, f"no worker can be taken: {error}") from None
+        except BrokerGone:
+            raise
+        except (Exception, GeneratorExit):
+            supervisor().call(Followed(self._until_taken_back(connection), lambda *_: None, Waits()).begin)
+            raise
+        except BaseException:  # from a signal handler; its worker ends with the connection
+            connection.close()
+            raise
+        if kind == "granted":
+            return GrantedWorker(self.running, connection, *details)
+        connection.give_back()
+        raise unpacked(*details)
+
+    def _until_taken_back(self, connection: Connection) -> Steps[None]:
+        """Take a question back whose call has gone; a worker that is granted in this moment goes back too."""
+        with suppress(OSError):  # its end of file is read next
+            connection.set_timeout(ANSWER)
+            connection.send(("withdraw",))
+        kind, *details = ("waiting",)
+        while kind in {"loading", "waiting"}:
+            if not connection.has_unread:
+                reading: Any = Incoming(connection, Timeout(None))
+                yield reading
+            kind, *details = connection.hear()
+        if kind == "granted":
+            GrantedWorker(self.running, connection, *details).put_back()
+        else:
+            connection.give_back()
 
     @property
     def _known(self) -> Membership | None:
         membership = self.membership
         return None if membership is None or membership.gone else membership
 
-    def _join(self, until: float) -> Membership:
-        membership = self._known
-        if membership is not None and not self._ended.is_set():
-            return membership
-        if not self._joining.acquire(timeout=min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)):
-            raise LoadFailed(self._name, "its broker is still being found or started")
-        try:
-            membership = self._find(elect=True, until=until)
-        finally:
-            self._joining.release()
+    def _search(self) -> Future[Membership]:
+        """Find the broker, or start one. One thread does so for all."""
+        with self._starting_search:
+            if self._searching is None or self._searching.done():
+                name = f"modelguard-host-{self.name}"
+                self._searching = waiting.start(self._join, name, self.runtime.start_thread)
+            return self._searching
+
+    def _join(self) -> Membership:
+        with self._joining:
+            membership = self._find(elect=True)
         assert membership is not None  # noqa: S101 - for the checkers
         return membership
 
-    def _find(self, *, elect: bool, until: float = math.inf) -> Membership | None:
+    def _find(self, *, elect: bool) -> Membership | None:
         self._raise_if_refusing()
         membership = self._known
         if membership is None:
             election = Election(self._options, self._source, elect=elect, paused=self._paused)
-            joined = election.join(lambda: self._ended.is_set() or time.monotonic() > until)
+            joined = election.join(self._ended.is_set)
             self.membership = None if joined is None else Membership(joined, self._hear_pause, self._begin_to_renew)
             if (membership := self.membership) is not None:
                 status.refuse_calls_at_exit()
@@ -519,9 +476,9 @@ class HostScope(Source):
 
     def _raise_if_refusing(self) -> None:
         if self._ended.is_set():
-            raise GuardClosed(self._name)
-        if _processes.current() != "owner":  # as a client it would keep its own broker alive
-            raise NotSupported(f"{self._name}() inside an isolated function", reason="a worker starts no workers")
+            raise GuardClosed(self.name)
+        if _processes.role != "owner":  # as a client it would keep its own broker alive
+            raise NotSupported(f"{self.name}() inside an isolated function", reason="a worker starts no workers")
 
     def _pass_on_pause(self, membership: Membership) -> None:
         membership.ask("pause", self._paused, limit=_ORDER)
@@ -537,10 +494,10 @@ class HostScope(Source):
         with self._pausing:
             changed, self._paused, self._unheard = self._paused is not paused, paused, unheard
         if changed:
-            telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=self._name))
+            telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=self.name))
 
     def _begin_to_renew(self) -> None:
-        start_thread(self._renew, f"modelguard-host-{self._name}")
+        start_thread(self._renew, f"modelguard-host-{self.name}")
 
     def _renew(self) -> None:
         """Have a broker and a mold again, also without a call: while none is ready, probes may keep calls away."""
@@ -550,29 +507,34 @@ class HostScope(Source):
             except GuardClosed:
                 return
             except Exception as error:  # noqa: BLE001 - the next attempt may succeed, and calls get their own errors
-                logger.warning("%s: no mold after the end of its broker: %s", self._name, error)
+                logger.warning("%s: no mold after the end of its broker: %s", self.name, error)
             else:
                 return
             if self._ended.wait(self._source.backoff.seconds(failures, random.random())):  # noqa: S311 - jitter
                 return
 
-    def _ask(self, what: Any, *details: Any, timeout: _units.Duration | None = None) -> Any:
+    def _ask(self, what: Any, *details: Any, timeout: float | None = None) -> Any:
         """Ask the broker; the one that comes next, if it ends meanwhile."""
-        started = time.monotonic()
-        until = math.inf if timeout is None else started + _units.seconds(timeout, "timeout", zero=True)
-        since: float | None = None
+        limit, since = Timeout(timeout), None
         while True:
             try:
-                return self._join(until).ask(what, *details, limit=left(until))
+                return self._joined(limit).ask(what, *details, limit=_seconds(limit.left()))
             except BrokerGone:
                 since = time.monotonic() if since is None else since
                 if time.monotonic() - since > self.wait_timeout():
-                    raise self.reloading(since) from None
+                    raise self._reloading(since) from None
                 time.sleep(_AGAIN)
-            except (BlockingIOError, LoadFailed) as error:
-                if isinstance(error, LoadFailed) and time.monotonic() < until:
-                    raise
-                raise Reloading(self._name, waited=time.monotonic() - started, command=f"the {what}") from None
+            except BlockingIOError:
+                raise Reloading(self.name, waited=limit.waited(), command=f"the {what}") from None
+
+    def _joined(self, limit: Timeout) -> Membership:
+        while (membership := self._known) is None or self.closed:
+            searching = self._search()
+            Wait(searching, limit).block()
+            if not searching.done():
+                raise BlockingIOError
+            _raise_error_of(searching)
+        return membership
 
     # Its state
 
@@ -598,15 +560,19 @@ class HostScope(Source):
         finally:
             self._joining.release()
 
-    def status(self, queued: int) -> IsolationStatus:
-        state: State = "closed" if self._ended.is_set() else "new"
-        known = IsolationStatus(name=self._name, state=state, queued=queued, paused=self._paused)
+    @property
+    def closed(self) -> bool:
+        return self._ended.is_set()
+
+    def status(self) -> IsolationStatus:
+        state: State = "closed" if self.closed else "new"
+        known = IsolationStatus(name=self.name, state=state, queued=self.queued, paused=self._paused)
         membership = self._look()
         if membership is None:
             return known
         try:
             status: IsolationStatus = membership.ask("status", limit=ANSWER)
-            return replace(status, queued=queued)
+            return replace(status, queued=self.queued)
         except BrokerGone:
             return known
         except BlockingIOError:  # what it has said last
@@ -618,31 +584,31 @@ class HostScope(Source):
 
     def rollback(self) -> NoReturn:
         fix = "Only scope='process' keeps the previous model."
-        raise NoPreviousModel(self._name, why="molds that processes share are not kept", fix=fix)
+        raise NoPreviousModel(self.name, why="molds that processes share are not kept", fix=fix)
 
-    def load(self, timeout: _units.Duration | None) -> None:
-        waiting.raise_on_event_loop(self._name, "load", "await f.aload()")
+    def load(self, timeout: float | None) -> None:
+        waiting.raise_on_event_loop(self.name, "load", "await f.aload()")
         self._ask("load", timeout=timeout)
 
-    def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
+    def reload(self, *, wait: bool, timeout: float | None) -> None:
         if wait:
-            waiting.raise_on_event_loop(self._name, "reload", "await f.areload()")
+            waiting.raise_on_event_loop(self.name, "reload", "await f.areload()")
         self._ask("reload", wait, timeout=timeout if wait or timeout is not None else _ORDER)
 
-    def unload(self, timeout: _units.Duration | None) -> None:
-        waiting.raise_on_event_loop(self._name, "unload", "await f.aunload()")
+    def unload(self, timeout: float | None) -> None:
+        waiting.raise_on_event_loop(self.name, "unload", "await f.aunload()")
         limit = Timeout(timeout)
-        if self._ended.is_set():
-            raise GuardClosed(self._name)
+        if self.closed:
+            raise GuardClosed(self.name)
         membership = self._look()
         if membership is None:  # nor is there a mold
             return
         try:
-            membership.ask("unload", limit=0.0 if (left := limit.left()) is None else max(0.001, left))
+            membership.ask("unload", limit=_seconds(limit.left()))
         except BrokerGone:  # with its mold
             return
         except BlockingIOError:
-            raise Reloading(self._name, waited=limit.waited(), command="the release") from None
+            raise Reloading(self.name, waited=limit.waited(), command="the release") from None
 
     @property
     def paused(self) -> bool:
@@ -662,17 +628,44 @@ class HostScope(Source):
             return
         except BlockingIOError:
             self._note_pause(paused=before)
-            raise LoadFailed(self._name, f"its broker has not answered within {_ORDER:g} s") from None
+            raise LoadFailed(self.name, f"its broker has not answered within {_ORDER:g} s") from None
 
     # The end
 
-    def close(self) -> None:
+    def close(self, timeout: float | None) -> None:
         """Refuse further calls, wait for those of this process, and leave. The last one ends all processes."""
-        waiting.raise_on_event_loop(self._name, "close", "await f.aclose()")
+        waiting.raise_on_event_loop(self.name, "close", "await f.aclose()")
+        self._refuse_waiting()
         self._ended.set()
-        until = time.monotonic() + self._source.swap.drain_timeout
-        while self.running and time.monotonic() < until:
+        drain_timeout = self._source.swap.drain_timeout if timeout is None else timeout
+        limit = Timeout(drain_timeout)
+        while self.running and not limit.over:
             time.sleep(_AGAIN)
+        if self.running:
+            self._report_abandoned(drain_timeout)
+            start_thread(self._leave_after_calls, f"modelguard-close-{self.name}")
+        else:
+            self._leave()
+
+    def _report_abandoned(self, drain_timeout: float) -> None:
+        now = self.status()
+        telemetry.emit(
+            telemetry.GenerationAbandoned(
+                guard=self.name,
+                generation=now.generation,
+                version=now.version,
+                in_flight=len(self.running),
+                drain_timeout=drain_timeout,
+            )
+        )
+
+    def _leave_after_calls(self) -> None:
+        while self.running:
+            time.sleep(_AGAIN)
+        if self.closed:  # and not opened again
+            self._leave()
+
+    def _leave(self) -> None:
         with self._joining:
             membership, self.membership = self.membership, None
         if membership is not None:
@@ -687,6 +680,7 @@ class HostScope(Source):
         A call of a ``__del__`` at exit must not start the next broker.
         """
         self._ended.set()
+        self._refuse_waiting()
         membership, self.membership = self.membership, None
         if membership is not None:
             membership.leave(0.0)

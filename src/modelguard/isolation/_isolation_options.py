@@ -7,13 +7,13 @@ import inspect
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pkgutil import resolve_name
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
-from modelguard import _units
+from modelguard import _public, _units
 from modelguard._function_kinds import FunctionKind, kind_of
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.facts._proc import MODEL_LIBRARIES
@@ -28,6 +28,8 @@ from modelguard.lifecycle.pool import PooledFunction
 from modelguard.lifecycle.replicas import ModelReplicas
 from modelguard.serving.breaker import Breaker
 from modelguard.telemetry import logger
+
+__all__ = ["Bounds", "Host"]
 
 # How a fresh interpreter finds the function: by its module and name, after it was made like its owner.
 #
@@ -242,30 +244,57 @@ StartMethod = Literal["fork", "spawn"]
 ScopeName = Literal["process", "host"]
 
 
-Read = Callable[[Any, str], Any]
+@dataclass(frozen=True, init=False)
+class Bounds:
+    """How much an isolated function takes at once: ``isolate(bounds=Bounds(queue=1000))``.
+
+    Args:
+        queue: How many calls may wait for a worker; more get ``QueueFull``. While a model loads, as many as there are
+            workers may wait besides. Calls that were cancelled, or whose time is over, do not count. Default 256.
+        transfer: The largest arguments or result, in bytes or as text such as ``"100 MB"``. Default 1 GB.
+
+    Raises:
+        InvalidOption: One of them is invalid.
+    """
+
+    queue: int
+    transfer: int
+
+    def __init__(self, *, queue: int = 256, transfer: int | str = "1 GB") -> None:
+        object.__setattr__(self, "queue", _units.whole_number(queue, "queue"))
+        object.__setattr__(self, "transfer", _units.size(transfer, "transfer"))
 
 
-def _one_of(known: Iterable[str], fix: str) -> Read:
-    def read(value: Any, argument: str) -> Any:
-        _units.one_of(value, argument, known, fix=fix)
-        return value
+@dataclass(frozen=True)
+class Host:
+    """All processes of this user on this host that run the same code share a mold: ``isolate(scope=Host())``.
 
-    return read
+    Args:
+        version: Text that they must have in common beside code and options, for models that are chosen by an
+            environment variable: ``Host(version="2026-10")``.
 
+    Raises:
+        InvalidOption: ``version`` is not text.
+    """
 
-def _instance(kind: type[Any], what: str, fix: str) -> Read:
-    return lambda value, argument: _units.instance(value, argument, kind, what, fix=fix)
+    version: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.version is not None:
+            _units.instance(self.version, "version", str, "text", fix="Write for example Host(version='2026-10').")
 
-def _given(read: Read, *, optional: bool = False) -> dict[str, Read]:
-    """What a field has that ``isolate`` is given: how it is read. If it is optional, None stays None."""
-    return {"read": lambda value, argument: None if optional and value is None else read(value, argument)}
+    @classmethod
+    def parse(cls, value: object) -> Host | None:
+        """Read the ``scope`` of ``isolate``; None stands for this process alone."""
+        if not isinstance(value, Host):
+            _units.one_of(value, "scope", get_args(ScopeName), fix=_SCOPE_FIX)
+        return value if isinstance(value, Host) else cls() if value == "host" else None
 
 
 _BREAKER_FIX = "Write Breaker(failures=5)."
-_VERSION_FIX = "Write for example version='2026-10'."
 _START_FIX = "Write 'spawn', or 'fork', which is right for most models."
 _SCOPE_FIX = "Write 'process', or 'host', which lets all processes of this host share one mold."
+_BOUNDS_FIX = "Write bounds=Bounds(queue=1000)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,16 +302,14 @@ class IsolationOptions:
     function: Reference
     stub: Stub | None
     kind: FunctionKind
-    name: str = field(metadata=_given(lambda value, _: _units.name(value), optional=True))
-    workers: int = field(metadata=_given(_units.whole_number))
-    timeout: float | None = field(metadata=_given(_units.seconds, optional=True))
-    start: StartMethod = field(metadata=_given(_one_of(get_args(StartMethod), _START_FIX)))
-    max_queue: int = field(metadata=_given(_units.whole_number))
-    retry: bool = field(metadata=_given(_units.flag))
-    breaker: Breaker = field(metadata=_given(_instance(Breaker, "a Breaker", _BREAKER_FIX), optional=True))
-    max_transfer: int = field(metadata=_given(_units.size))
-    scope: ScopeName = field(metadata=_given(_one_of(get_args(ScopeName), _SCOPE_FIX)))
-    version: str | None = field(metadata=_given(_instance(str, "text", _VERSION_FIX), optional=True))
+    name: str
+    workers: int
+    timeout: float | None
+    start: StartMethod
+    retry: bool
+    breaker: Breaker
+    bounds: Bounds
+    scope: Host | None
 
     @property
     def without_code(self) -> IsolationOptions:
@@ -292,20 +319,28 @@ class IsolationOptions:
 
 def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, **given: Any) -> IsolationOptions:
     """Check and parse the options."""
-    values: dict[str, Any] = {
-        one.name: one.metadata["read"](given[one.name], one.name) for one in fields(IsolationOptions) if one.metadata
-    }
-    if values["version"] is not None and values["scope"] == "process":
-        why, fix = "needs scope='host': other molds are not shared", "Leave it out, or write scope='host'."
-        raise InvalidOption("version", values["version"], why=why, fix=fix)
-    if values["scope"] == "host" and isinstance(owner_of(function), PooledFunction):
+    where, stub = (reference(function), None) if target is None else target
+    name, timeout, start = given["name"], given["timeout"], given["start"]
+    breaker, bounds, scope = given["breaker"], given["bounds"], Host.parse(given["scope"])
+    _units.one_of(start, "start", get_args(StartMethod), fix=_START_FIX)
+    if scope is not None and isinstance(owner_of(function), PooledFunction):
         why = "cannot hold the molds of a pool's keys, which its budget ends"
         raise InvalidOption("scope", "host", why=why, fix="Leave it out, or give each model a guard of its own.")
-    where, stub = (reference(function), None) if target is None else target
-    kind = kind_of(inspect.unwrap(function)) if stub is None else stub.kind
-    values["name"] = values["name"] or ".".join(reference(function))
-    values["breaker"] = values["breaker"] or Breaker()
-    return IsolationOptions(function=where, stub=stub, kind=kind, **values)
+    return IsolationOptions(
+        function=where,
+        stub=stub,
+        kind=kind_of(inspect.unwrap(function)) if stub is None else stub.kind,
+        name=".".join(reference(function)) if name is None else _units.name(name),
+        workers=_units.whole_number(given["workers"], "workers"),
+        timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
+        start=start,
+        retry=_units.flag(given["retry"], "retry"),
+        breaker=Breaker()
+        if breaker is None
+        else _units.instance(breaker, "breaker", Breaker, "a Breaker", fix=_BREAKER_FIX),
+        bounds=Bounds() if bounds is None else _units.instance(bounds, "bounds", Bounds, "Bounds", fix=_BOUNDS_FIX),
+        scope=scope,
+    )
 
 
 def check_function(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
@@ -476,7 +511,7 @@ def warn_of_other_loaders(function: Any) -> None:
     own = owner.engine.options.load if isinstance(owner, ModelGuard) else None
     needed = _libraries_in(own) | _libraries_in(inspect.unwrap(function))
     loads = [(engine.name, engine.options.load) for engine in engines()]
-    for name, load in loads if _processes.current() == "owner" else ():
+    for name, load in loads if _processes.role == "owner" else ():
         extra = _libraries_in(load) - needed if getattr(load, "__module__", None) == module else ()
         if extra and module not in _told:
             _told.add(module)
@@ -519,3 +554,6 @@ def _with_model(function: Any, kind: FunctionKind) -> Any:
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):  # no __wrapped__, which has no such parameter
         setattr(chosen, name, getattr(function, name))
     return chosen
+
+
+_public.set_module(globals(), "modelguard")

@@ -281,7 +281,7 @@ def _on_ending(action: Callable[[int, FrameType | None], None] | signal.Handlers
 #: Seconds between two looks at what policies read besides the calls themselves, such as memory.
 _LOOK = 0.05
 
-#: Characters of the text and of the traceback of an error that is larger than ``max_transfer``: enough for a person.
+#: Characters of the text and of the traceback of an error that is too large: enough for a person.
 _SHORT = 2000
 
 
@@ -294,7 +294,7 @@ class Serving:
         self._name = mold.options.name
         self._call = mold.function
         self._kind = mold.kind
-        self._max_bytes = mold.options.max_transfer
+        self._max_bytes = mold.options.bounds.transfer
         self._asks_policies = mold.guard.engine.options.reload_on is not None
         self._pid = os.getpid()
         self._look_again = 0.0
@@ -388,7 +388,9 @@ class Serving:
             return False
         size = _channel.size(content)
         if size > self._max_bytes:
-            self._refuse("result", f"{_describe(value)} takes {size:,} bytes, and max_transfer is {self._max_bytes:,}")
+            self._refuse(
+                "result", f"{_describe(value)} takes {size:,} bytes, and Bounds(transfer=) is {self._max_bytes:,}"
+            )
             return False
         self._send(content)
         return True
@@ -402,7 +404,7 @@ class Serving:
         content = _channel.dumps((int(AnswerKind.ERROR), (sent, text), self._mold.worn))
         size = _channel.size(content)
         if size > self._max_bytes:
-            why = f"; the error takes {size:,} bytes, and max_transfer is {self._max_bytes:,}"
+            why = f"; the error takes {size:,} bytes, and Bounds(transfer=) is {self._max_bytes:,}"
             short = described(error, self._name, text_of(error)[:_SHORT] + why)
             trace = None if text is None else text[-_SHORT:]
             content = _channel.dumps((int(AnswerKind.ERROR), (short, trace), self._mold.worn))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -268,17 +269,19 @@ class WorkerPlan:
 # Calls that wait for a worker, in the order in which they get one.
 
 
-class Waiter:
+class Waiter(Future["Worker | None"]):
+    """A call in line. It gets its worker, or an error; None, if it is to ask again: for the next mold, perhaps."""
+
     def __init__(self, client: Hashable = None, *, arrived: float = math.inf, admitted: bool = False) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
         self.client = client
         self.arrived = arrived
         self.admitted = admitted
-        self.worker: Worker | None = None
-        self.error: Exception | None = None
 
-    def wake(self) -> None:
-        """It has its worker, or its error. Called under the lock of the workers, so it must not block."""
-        raise NotImplementedError
+    @property
+    def is_granted(self) -> bool:
+        return self.done() and self.exception() is None and self.result() is not None
 
 
 class WaitingLine:
@@ -382,10 +385,6 @@ class MoldOrders:
 RETRY_AFTER = 1.0
 
 
-class MoldGone(Exception):
-    """The mold has ended, and with it all of its workers."""
-
-
 class Workers:
     """Hands out workers. Thread-safe."""
 
@@ -399,7 +398,8 @@ class Workers:
         self._lock = threading.RLock()
         self._workers: dict[int, Worker] = {}
         self._waiters = WaitingLine()
-        self._gone = False
+        self.gone = False
+        self._answers: list[tuple[Waiter, Worker | Exception | None]] = []
         self._events: list[Event] = []
         self._postponed: dict[int, tuple[Reason, ...]] = {}
         self._reported: set[Reason] = set()
@@ -411,27 +411,36 @@ class Workers:
         """Take a free worker, if there is one and nobody waits for it. Does not block.
 
         Raises:
-            MoldGone: Ask the next mold.
             CircuitOpen: There is no worker for this call.
         """
         with self._lock:
-            if self._gone or self._plan.troubled:
-                self._raise_if_refusing()
+            if self._plan.troubled and (refusal := self._refusal()) is not None:
+                raise refusal
             member = None if self._waiters else self._plan.take()
             return None if member is None else self._workers[member.number]
 
     def request(self, waiter: Waiter) -> Worker | None:
-        """Take a free worker, or have ``waiter`` woken when there is one. Does not block."""
+        """Take a free worker, or have ``waiter`` get one when there is one. Does not block.
+
+        In the line of a mold that is gone they wait for the next one, see :meth:`send_on`.
+        """
         with self._lock:
             worker = self.take_now()
             if worker is not None:
                 return worker
-            if len(self._waiters) >= self._max_queue and not waiter.admitted:
+            if not self.gone and len(self._waiters) >= self._max_queue and not waiter.admitted:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=RETRY_AFTER)
             self._waiters.append(waiter)
             if self._plan.presence == "ended":
                 self._call_back()
             return None
+
+    def send_on(self) -> None:
+        """New calls get another mold: have those that wait ask for it."""
+        with self._lock:
+            waiters, self._waiters = list(self._waiters), WaitingLine()
+        for waiter in waiters:
+            waiter.set_result(None)
 
     def withdraw(self, waiter: Waiter) -> bool:
         """Stop waiting; false if ``waiter`` has its worker or its error already."""
@@ -453,7 +462,7 @@ class Workers:
                 self._act(plan.settle(time.monotonic()))
             if self._waiters:
                 self._hand_over()
-        if self._events:
+        if self._events or self._answers:
             self._emit_all()
 
     def lose(self, worker: Worker, cause: WorkerEndCause, *, blame: bool = True) -> str:
@@ -508,22 +517,19 @@ class Workers:
 
     def mold_ended(self, how: str) -> None:
         with self._lock:
-            self._gone = True
-            waiters, self._waiters = list(self._waiters), WaitingLine()
+            self.gone = True
             workers = list(self._workers.values())
             for order in self._plan.close():
                 if isinstance(order, End):
                     self._workers.pop(order.number).channel.close()
-        for waiter in waiters:
-            waiter.error = MoldGone()
-            waiter.wake()
+        self.send_on()
         for worker in workers:
             worker.has_exited(how)
 
     def end_until_next_call(self) -> list[int] | None:
         """End all workers until the next call; their numbers. None, and nothing ends, if one has something to do."""
         with self._lock:
-            if self._gone or self._waiters or self._plan.presence != "present":
+            if self.gone or self._waiters or self._plan.presence != "present":
                 return None
             orders = self._plan.end_until_next_call()
             if orders is None:
@@ -539,7 +545,7 @@ class Workers:
 
     def close(self) -> None:
         with self._lock:
-            self._gone = True
+            self.gone = True
             self._act(self._plan.close())
         self._emit_all()
 
@@ -561,7 +567,7 @@ class Workers:
     @property
     def is_ready(self) -> bool:
         with self._lock:
-            return self._plan.ready and not self._gone
+            return self._plan.ready and not self.gone
 
     @property
     def presence(self) -> Presence:
@@ -618,26 +624,18 @@ class Workers:
                 )
             )
 
-    def _raise_if_refusing(self) -> None:
-        if self._gone:
-            raise MoldGone
-        left = self._plan.refusal(time.monotonic())
-        if left is not None:
-            raise CircuitOpen(self._name, failures=self._plan.circuit.failures, retry_after=left)
+    def _refusal(self) -> CircuitOpen | None:
+        left = None if self.gone else self._plan.refusal(time.monotonic())
+        return None if left is None else CircuitOpen(self._name, failures=self._plan.circuit.failures, retry_after=left)
 
     def _hand_over(self) -> None:
         while self._waiters:
-            left = self._plan.refusal(time.monotonic()) if self._plan.troubled else None
-            member = None if left is not None else self._plan.take()
-            if left is None and member is None:
-                return
-            waiter = self._waiters.popleft()
-            if left is not None:
-                waiter.error = CircuitOpen(self._name, failures=self._plan.circuit.failures, retry_after=left)
-            else:
-                assert member is not None  # noqa: S101 - for the checkers
-                waiter.worker = self._workers[member.number]
-            waiter.wake()
+            answer: Worker | Exception | None = self._refusal()
+            if answer is None:
+                if (member := self._plan.take()) is None:
+                    return
+                answer = self._workers[member.number]
+            self._answers.append((self._waiters.popleft(), answer))
 
     def _act(self, orders: Iterable[Order]) -> None:
         for order in orders:
@@ -651,7 +649,7 @@ class Workers:
     def _dismiss(self, worker: Worker) -> None:
         """Let an idle worker end: it reads the end of its channel."""
         cause: WorkerEndCause = "idle" if self._plan.presence == "ended" else "recycled"
-        if self._gone:
+        if self.gone:
             cause = "closed"
         self._workers.pop(worker.number, None)
         worker.channel.close()
@@ -691,9 +689,15 @@ class Workers:
         self._emit_all(then_settle_in=delay)
 
     def _emit_all(self, then_settle_in: float = 0.0) -> None:
-        """Emit what has happened: hooks never run while the lock is held."""
+        """Answer who waits, and emit what has happened: what that brings about never runs while the lock is held."""
         with self._lock:
+            answers, self._answers = self._answers, []
             events, self._events = self._events, []
+        for waiter, answer in answers:
+            if isinstance(answer, Exception):
+                waiter.set_exception(answer)
+            else:
+                waiter.set_result(answer)
         for event in events:
             telemetry.emit(event)
         if then_settle_in > 0:

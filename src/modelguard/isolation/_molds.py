@@ -25,7 +25,7 @@ from modelguard.isolation import _processes, _supervisor, status
 from modelguard.isolation._channel import Channel, pair, with_remote_traceback
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import MoldOrders, Worker, WorkerPlan, Workers
-from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor
+from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor, weakly
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._guard_options import GuardOptions, Loaded
 from modelguard.lifecycle._reload import Rejected
@@ -97,7 +97,7 @@ class Mold(MoldOrders):
             spare=self.SPARE,
             is_paused=owner.is_paused,
         )
-        self.workers = Workers(options.name, plan, self, generation=generation, max_queue=options.max_queue)
+        self.workers = Workers(options.name, plan, self, generation=generation, max_queue=options.bounds.queue)
         _molds.add(self)
 
     def load(self) -> None:
@@ -112,14 +112,19 @@ class Mold(MoldOrders):
         """End it and its workers: nicely, and after some seconds by force. Blocks."""
         if not self.belongs_here:
             return
-        self._ending = True
-        self.workers.close()
-        self._supervisor.call(self._ask_to_end)
+        self.begin_to_end()
         if self.pids() and not self._ended.wait(_END):
             self._kill()
             self._ended.wait(_END)
         self.workers.detach()
         self._supervisor.flush(_END)
+
+    def begin_to_end(self) -> None:
+        self._ending = True
+        if not self._loaded.done():
+            self._kill()
+        self.workers.close()
+        self._supervisor.call(self._ask_to_end)
 
     @property
     def idle(self) -> bool:
@@ -252,7 +257,7 @@ class Mold(MoldOrders):
         return worker
 
     def _check_later(self, worker: Worker, seconds: float) -> None:
-        self._supervisor.later(seconds, functools.partial(_check_started, weakref.ref(worker), weakref.ref(self)))
+        self._supervisor.later(seconds, weakly(self.end_late, worker.number))
 
     def _hear_first(self, worker: Worker) -> None:
         """A worker is ready; from now on its channel belongs to its callers. Or it has died."""
@@ -316,9 +321,10 @@ class Mold(MoldOrders):
         self._supervisor.later(1.0, lambda: _processes.reap_group(program.process.pid))
         self._die(how)
 
-    def end_late(self, worker: Worker) -> None:
+    def end_late(self, number: int) -> None:
         """End a worker that has not come up in time. If it was not even forked, the mold is what hangs."""
-        if not self.workers.is_starting(worker):
+        worker = self._running.get(number)
+        if worker is None or not self.workers.is_starting(worker):
             return
         if worker.pid:
             worker.kill()
@@ -342,12 +348,6 @@ class Mold(MoldOrders):
     def _kill(self) -> None:
         for program in list(self._programs.values()):
             _processes.kill_group(program.process.pid)
-
-
-def _check_started(worker: weakref.ref[Worker], mold: weakref.ref[Mold]) -> None:
-    one, its_mold = worker(), mold()
-    if one is not None and its_mold is not None:
-        its_mold.end_late(one)
 
 
 def _after_fork_in_child() -> None:
@@ -470,7 +470,9 @@ class MoldGuard:
             ticks=retries,
         )
         self.guard: ModelGuard[Mold] = ModelGuard(self._made_of(source), world)
-        self.guard.engine.state.set_paused(paused=paused)
+        state = self.guard.engine.state
+        state.on_retire = self._send_on
+        state.set_paused(paused=paused)
         self.guard.engine.shown_pause.show(paused=paused)
         hide(self.guard)
 
@@ -487,6 +489,12 @@ class MoldGuard:
             name=self._options.name,
             workers=_Workers(self),
         )
+
+    def _send_on(self, generation: Generation[Mold]) -> None:
+        """A mold takes no new calls: have those that wait at it go on, else its end would wait for them."""
+        workers = generation.model.workers
+        if workers.gone or not self.guard.engine.state.closed:  # who waits when the function is closed is served
+            workers.send_on()
 
     @property
     def current(self) -> Mold | None:
@@ -626,8 +634,7 @@ class MoldGuard:
         self.source = source
         self.guard.engine.follow(self._made_of(source), files)
         if self.load_timeout is not None:
-            loading = weakref.ref(mold)
-            supervisor().later(self.load_timeout, lambda: _end_late_load(loading))
+            supervisor().later(self.load_timeout, weakly(mold.end_late_load))
 
     def mold_died(self, mold: Mold) -> None:
         lived = time.monotonic() - mold.born
@@ -669,12 +676,6 @@ def _model_of(generation: Generation[Mold] | None) -> Mold | None:
     return getattr(generation, "model", None)
 
 
-def _end_late_load(loading: weakref.ref[Mold]) -> None:
-    mold = loading()
-    if mold is not None:
-        mold.end_late_load()
-
-
 def _share(pid: int) -> int:
     try:
         sums: Mapping[str, int] = _proc.memory_sums(pid)
@@ -694,11 +695,13 @@ def _end_all_at_exit() -> None:
     atexit.register(status.refuse_calls)  # which comes first: the last one to be registered
 
 
-def end_all() -> None:
-    """At the exit of this process: leave no process behind."""
+def end_all(patience: float = _END) -> None:
+    """At the exit of this process: let the molds unload their models, at most so long, and leave no process behind."""
     running = [mold for mold in molds() if mold.pids()]
     for mold in running:
-        mold.end_at_once()
-    until = time.monotonic() + _EXIT
-    for mold in running:
-        mold.wait_ended(until - time.monotonic())
+        mold.begin_to_end()
+    for seconds in (patience, _EXIT):
+        until = time.monotonic() + seconds
+        for mold in running:
+            mold.wait_ended(until - time.monotonic())
+            mold.end_at_once()

@@ -241,34 +241,19 @@ def reap_group(group: int) -> bool:
 
 Role = Literal["owner", "importing", "mold", "worker"]
 
-#: Read by each call, and only changed by :func:`enter`.
+#: Read by each call. These are only changed by :func:`enter`.
 role: Role = "owner"
 
-_target: object = None
-
-_here: Callable[..., Any] | None = None
-
-
-def current() -> Role:
-    return role
+#: In a mold or worker, the function that it isolates, below ``@isolate``; and what computes a call of it here.
+target: object = None
+here: Any = None
 
 
-def target() -> object:
-    """In a mold or worker, the function that it isolates, below ``@isolate``."""
-    return _target
-
-
-def here() -> Callable[..., Any]:
-    """In a mold or worker, what computes a call of its function here."""
-    assert _here is not None  # noqa: S101 - it has a target
-    return _here
-
-
-def enter(new: Role, isolates: object = None, here: Callable[..., Any] | None = None) -> None:
-    global role, _target, _here
+def enter(new: Role, isolates: object = None, computes: Callable[..., Any] | None = None) -> None:
+    global role, target, here
     role = new
-    _target = isolates if isolates is not None else _target
-    _here = here if here is not None else _here
+    target = isolates if isolates is not None else target
+    here = computes if computes is not None else here
 
 
 def leave(status: int) -> NoReturn:

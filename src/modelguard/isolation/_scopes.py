@@ -11,28 +11,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
-from modelguard import _units
 from modelguard.errors import GuardClosed, ModelGuardError, NotSupported, Overloaded
-from modelguard.isolation._calls import Claim, Limits, Place, Source, Taken, aside
+from modelguard.isolation._calls import Claim, Limits, Source, Taken
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
-from modelguard.isolation._mold_workers import MoldGone, Presence, Waiter, Worker
+from modelguard.isolation._mold_workers import Presence, Waiter, Worker
 from modelguard.isolation._molds import Mold, MoldGuard
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
-from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine, Lease
 from modelguard.lifecycle._load_waits import raise_outcome
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_models import afresh
-from modelguard.lifecycle._state import Generation, Outcome
+from modelguard.lifecycle._state import Generation
+from modelguard.lifecycle.runtime import Runtime
 from modelguard.lifecycle.status import Postponed, State
+from modelguard.runtime import waiting
 from modelguard.runtime.fork import WeakRegistry
-from modelguard.runtime.waiting import Timeout
+from modelguard.runtime.waiting import Steps, Timeout
 from modelguard.telemetry import Reason, WorkerEndCause
-
-#: Seconds between two looks whether a mold that calls wait at has been replaced.
-_LOOK = 0.02
 
 
 class _Loan:
@@ -73,88 +70,35 @@ class TakenWorker:
     def mold(self) -> Mold:
         return self._loan.model
 
-    def release(self, *, worn: tuple[Reason, ...]) -> None:
-        self._workers.release(self.worker, worn=worn)
+    def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
+        try:
+            self._workers.release(self.worker, worn=worn, counts=counts)
+        finally:
+            self._loan.end(failed=False)
 
     def put_back(self) -> None:
-        self._workers.release(self.worker, worn=(), counts=False)
-        self.leave()
+        self.release(worn=(), counts=False)
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        return self._workers.lose(self.worker, cause, blame=blame)
-
-    def leave(self) -> None:
-        self._loan.end(failed=False)
-
-
-class _InLine(Place, Waiter):
-    def __init__(self, scope: MoldScope, claim: Claim, loan: Loan) -> None:
-        super().__init__(claim.client, arrived=claim.limits.arrived, admitted=claim.admitted)
-        self._scope = scope
-        self._claim = claim
-        self._loan = loan
-        self._workers = loan.model.workers
-
-    @property
-    def over(self) -> bool:
-        return self._scope.has_replaced(self._loan, self._claim.key)
-
-    def leave(self) -> bool:
-        if not self._workers.withdraw(self):
-            return False
-        self._loan.end(failed=False)
-        return True
-
-    def join(self) -> bool:
-        """Take a free worker, or a place in the line; returns whether it is a place."""
-        worker = self._workers.request(self)
-        if worker is not None:
-            self._grant(worker)
-        return worker is None
-
-    def wake(self) -> None:
-        if self.worker is not None:
-            self._grant(self.worker)
-        elif isinstance(self.error, MoldGone):
-            self._scope.await_next_mold(self._claim, self._loan)
-        else:
-            aside(partial(self._fail, self.error))
-
-    def _grant(self, worker: Worker) -> None:
-        taken = TakenWorker(self._loan, worker)
-        if not self._claim.grant(taken):
-            supervisor().call(taken.put_back)  # not under the lock of the workers
-
-    def _fail(self, error: Exception | None) -> None:
-        assert error is not None  # noqa: S101 - for the checkers
-        self._loan.end(failed=False)
-        self._claim.fail(error)
-
-
-class _Stranded(Place):
-    def __init__(self, generation: Generation[Mold] | None) -> None:
-        self._generation = generation
-
-    @property
-    def over(self) -> bool:
-        return self._generation is None or self._generation.retired
+        try:
+            return self._workers.lose(self.worker, cause, blame=blame)
+        finally:
+            self._loan.end(failed=False)
 
 
 class MoldScope(Source):
-    _looking = False
-
     # Where the molds come from
 
     def _lend(self, key: Any) -> Loan | None:
         """Take a lease on the mold; None if there is none yet. Does not block."""
         raise NotImplementedError
 
-    def _wait_for_load(self, claim: Claim) -> bool:
-        """Have the claim wait for a mold, which is loaded if need be; false if there is one now. Does not block."""
+    def _until_lent(self, claim: Claim) -> Steps[Loan]:
+        """Take a lease on the mold, which is loaded if need be."""
         raise NotImplementedError
 
-    def has_replaced(self, loan: Loan, key: Any) -> bool:
-        """Whether new calls get another mold, so that those that wait at this one should leave it."""
+    @property
+    def closed(self) -> bool:
         raise NotImplementedError
 
     # Calls
@@ -170,85 +114,75 @@ class MoldScope(Source):
         worker = None
         try:
             worker = loan.model.workers.take_now()
-        except MoldGone:
-            pass
         finally:
             if worker is None:
                 loan.end(failed=False)
         return None if worker is None else TakenWorker(loan, worker)
 
-    def _go_on(self, claim: Claim) -> None:
-        """:meth:`request` anew, in a thread that must not run code of users."""
-        try:
-            self._advance(claim)
-        except Exception as error:  # noqa: BLE001 - it is the call's
-            aside(partial(claim.fail, error))
+    def until_taken(self, claim: Claim) -> Steps[Taken]:
+        taken = None
+        while taken is None:
+            loan = yield from self._until_lent(claim)
+            taken = yield from self._until_granted(claim, loan)
+            del loan  # a drained generation is released, and must not be alive then
+        return taken
 
-    def _advance(self, claim: Claim) -> None:
-        while not claim.ended:
-            loan = self._lend(claim.key)
-            if loan is not None:
-                self._line_up(claim, loan)
-                return
-            if self._wait_for_load(claim):
-                return
-
-    def _line_up(self, claim: Claim, loan: Loan) -> None:
-        place = _InLine(self, claim, loan)
-        claim.go_to(place)
+    def _until_granted(self, claim: Claim, loan: Loan) -> Steps[Taken | None]:
+        """Take a worker of this mold; None if the next one is to be asked."""
+        workers = loan.model.workers
+        waiter = Waiter(claim.client, arrived=claim.limits.arrived, admitted=claim.admitted)
         try:
-            waits = place.join()
-        except MoldGone:
-            self.await_next_mold(claim, loan)
-            return
+            worker = workers.request(waiter)
         except BaseException:
-            if not claim.ended and not place.leave():
-                loan.end(failed=False)
+            workers.withdraw(waiter)
+            loan.end(failed=False)
             raise
-        if waits:
-            claim.admitted = True
-            since = time.monotonic()
-            claim.wait(self.claims, since + self.timeout, partial(self.too_late, claim.limits.arrived))
-            self._look_soon()
+        if worker is None and workers.gone:
+            yield from self._until_replaced(claim, loan, waiter)
+            return None
+        try:
+            if worker is None and not self._is_replaced(loan):
+                claim.admitted = True
+                yield from self._await(claim, waiter, self.timeout, partial(self._too_late, claim))
+                worker = waiter.result()
+            return None if worker is None else TakenWorker(loan, worker)
+        finally:
+            if worker is None:
+                self._leave_line(loan, waiter)
 
-    def await_next_mold(self, claim: Claim, loan: Loan) -> None:
-        claim.go_to(_Stranded(loan.generation))
+    def _until_replaced(self, claim: Claim, loan: Loan, waiter: Waiter) -> Steps[None]:
+        """Wait for the mold after this one, which has died. Without a lease, or a pool could not end it for another."""
+        workers, generation, since = loan.model.workers, loan.generation, time.monotonic()
         loan.end(failed=False)
-        since = time.monotonic()
-        claim.wait(self.claims, since + self.wait_timeout(), partial(self.reloading, since))
-        self._look_soon()
+        try:
+            if generation is not None and not generation.retired:
+                yield from self._await(claim, waiter, self.wait_timeout(), partial(self._reloading, since))
+        finally:
+            workers.withdraw(waiter)
 
-    # Replaced molds
+    @staticmethod
+    def _leave_line(loan: Loan, waiter: Waiter) -> None:
+        if loan.model.workers.withdraw(waiter):
+            loan.end(failed=False)
+        else:
+            waiter.add_done_callback(partial(_return, loan))
 
-    def _look_soon(self) -> None:
-        if not self._looking:
-            self._looking = True
-            supervisor().later(_LOOK, self._look)
+    def _is_replaced(self, loan: Loan) -> bool:
+        """Whether new calls get another mold. Those that wait when the function is closed are served."""
+        generation = loan.generation
+        return generation is not None and generation.retired and not self.closed
 
-    def _look(self) -> None:
-        """Have those go on who wait at a mold that has been replaced: neither is to wait for the other."""
-        self._looking = False
-        for claim in self.claims:
-            place = claim.place
-            if place is not None and place.over and place.leave():
-                self._go_on(claim)
-        if self.claims:
-            self._look_soon()
+
+def _return(loan: Loan, waiter: Future[Worker | None]) -> None:
+    """Give back what a call in line has got that has gone meanwhile. In the thread that gives it."""
+    worker = None if waiter.exception() is not None else waiter.result()
+    if worker is None:
+        loan.end(failed=False)
+    else:
+        supervisor().call(TakenWorker(loan, worker).put_back)
 
 
 # ``scope="process"``: the mold and the workers belong to this process, and end with it.
-
-
-class _Loading(Place):
-    loading = True
-
-    def __init__(self, engine: Engine[Mold], future: Future[Outcome]) -> None:
-        self._engine = engine
-        self._future = future
-
-    def leave(self) -> bool:
-        self._engine.state.stop_waiting(self._future)
-        return True
 
 
 class ProcessScope(MoldScope):
@@ -256,9 +190,7 @@ class ProcessScope(MoldScope):
         self._molds = molds
         self._engine = molds.guard.engine
         super().__init__(options, lambda: self._engine.options.wait_timeout)
-        guard = molds.guard
-        self.reload, self.unload = guard.reload, guard.unload
-        self.close, self.reopen = guard.close, self._engine.reopen
+        self.reload, self.reopen = self._engine.reload, self._engine.reopen
         self.rollback, self.set_paused = molds.rollback, molds.set_paused
         self.end_at_once, self.abandon = molds.end_at_once, molds.abandon
 
@@ -267,30 +199,23 @@ class ProcessScope(MoldScope):
         generation = self._engine.state.enter()
         return None if generation is None else _Loan(self._engine, generation)
 
-    def _wait_for_load(self, claim: Claim) -> bool:
-        self.claims.admit(claim)
-        future = self._engine.join_load()
-        if future is None:
-            return False
-        since, patience = time.monotonic(), self._engine.load_patience
-        claim.go_to(_Loading(self._engine, future))
-        claim.wait(self.claims, math.inf if patience is None else since + patience, partial(self.reloading, since))
-        future.add_done_callback(partial(self._loaded, claim))
-        return True
-
-    def _loaded(self, claim: Claim, future: Future[Outcome]) -> None:
-        try:
+    def _until_lent(self, claim: Claim) -> Steps[Loan]:
+        while (loan := self._lend(None)) is None:
+            self._admit(claim)
+            if (future := self._engine.join_load()) is None:
+                continue
+            since, patience = time.monotonic(), self._engine.load_patience
+            seconds = math.inf if patience is None else patience
+            try:
+                yield from self._await(claim, future, seconds, partial(self._reloading, since), loading=True)
+            finally:
+                self._engine.state.stop_waiting(future)
             raise_outcome(future.result())
-        except ModelGuardError as error:
-            aside(partial(claim.fail, error))
-        else:
-            supervisor().call(partial(self._go_on, claim))
+        return loan
 
-    def has_replaced(self, loan: Loan, key: Any) -> bool:
-        """Whether new calls get another mold. Those that wait when the function is closed are served."""
-        del key
-        generation = loan.generation
-        return generation is not None and generation.retired and not self._engine.state.closed
+    @property
+    def closed(self) -> bool:
+        return self._engine.state.closed
 
     @property
     def ready(self) -> bool:
@@ -304,29 +229,38 @@ class ProcessScope(MoldScope):
     def version(self) -> str | None:
         return self._molds.guard.version
 
-    def status(self, queued: int) -> IsolationStatus:
+    def status(self) -> IsolationStatus:
         molds, mold = self._molds.guard.status(), self._molds.current
         return IsolationStatus(
             **{field: getattr(molds, field) for field in _OF_ITS_GUARD},
-            name=self._name,
+            name=self.name,
             state=_state(molds.state, mold),
             ready=self.ready,
             mold=None if mold is None or mold.died is not None else mold.pid,
             **_of_workers([] if mold is None else [mold]),
-            queued=queued,
+            queued=self.queued,
             postponed=self._molds.postponed,
         )
 
-    def load(self, timeout: _units.Duration | None) -> None:
+    def load(self, timeout: float | None) -> None:
         limit = Timeout(timeout)
-        self._molds.guard.load(timeout)
+        self._engine.load(timeout)
         self._molds.call_back_workers(limit)
+
+    def unload(self, timeout: float | None) -> None:
+        self._engine.unload(timeout)
 
     @property
     def paused(self) -> bool:
         return self._engine.state.paused
 
+    def close(self, timeout: float | None) -> None:
+        self._engine.check_closable()
+        self._refuse_waiting()
+        self._engine.shut_down(timeout)
+
     def refuse_calls(self) -> None:
+        self._refuse_waiting()
         self._engine.state.close()
 
 
@@ -371,29 +305,19 @@ def _state(of_guard: State, mold: Mold | None) -> State:
     return states[mold.workers.presence]
 
 
-class _Fetching(Place):
-    """Waits for the model of a key. If it leaves, the load goes on."""
-
-    loading = True
-
-
 class PoolScope(MoldScope):
     def __init__(self, options: IsolationOptions, source: PoolSource, *, paused: bool = False) -> None:
         super().__init__(options, lambda: source.pooled.options.wait_timeout)
         self._options = options
         self._source = source
         self._guards: WeakRegistry[MoldGuard] = WeakRegistry()
-        self._closed = False
-        self._pool = self._new_pool(paused=paused)
+        bounds = source.pooled.options._replace(name=options.name)
+        self._pool: PoolEngine[Any, Mold] = PoolEngine(self._engine_of, bounds, self.runtime)
+        self._pool.paused = paused
+        self.reopen = self._pool.reopen
 
-    def _new_pool(self, *, paused: bool) -> PoolEngine[Any, Mold]:
-        bounds = self._source.pooled.options._replace(name=self._options.name)
-        pool: PoolEngine[Any, Mold] = PoolEngine(self._engine_of, bounds, runtime.default())
-        pool.paused = paused
-        return pool
-
-    def _engine_of(self, key: Any, _world: runtime.Runtime) -> Engine[Mold]:
-        options = replace(self._options, name=f"{self._options.name}[{key!r}]")
+    def _engine_of(self, key: Any, _world: Runtime) -> Engine[Mold]:
+        options = replace(self._options, name=f"{self.name}[{key!r}]")
         molds = MoldGuard(options, self._source.options_for(key), key=key, retries=False)
         self._guards.add(molds)
         molds.follow_pause(paused=self._pool.paused)  # last, so that no pause is missed
@@ -402,65 +326,52 @@ class PoolScope(MoldScope):
     def _lend(self, key: Any) -> Loan | None:
         return self._pool.take_now(key)
 
-    def _wait_for_load(self, claim: Claim) -> bool:
-        again = isinstance(claim.place, _Fetching)
-        self.claims.admit(claim)
-        future, own = self._pool.fetch(claim.key)
-        if not again:
-            # Who begins a load waits for as long as that takes.
-            claim.until = math.inf if own else time.monotonic() + self.wait_timeout()
-        claim.go_to(_Fetching())
-        claim.wait(self.claims, claim.until, partial(self._pool.why_full, claim.key))
-        future.add_done_callback(partial(self._fetched, claim, own))
-        return True
+    def _until_lent(self, claim: Claim) -> Steps[Loan]:
+        until: float | None = None
+        while (loan := self._lend(claim.key)) is None:
+            self._admit(claim)
+            future, own = self._pool.fetch(claim.key)
+            if until is None:  # who begins a load waits for as long as that takes
+                until = math.inf if own else time.monotonic() + self.wait_timeout()
+            seconds = max(0.0, until - time.monotonic())
+            try:
+                yield from self._await(claim, future, seconds, partial(self._pool.why_full, claim.key), loading=True)
+            except BaseException:
+                if own:
+                    future.add_done_callback(_end_unwanted)
+                raise
+            error = future.exception()
+            if error is None and own:
+                return future.result()
+            late = isinstance(error, Overloaded) and (own or time.monotonic() >= until)
+            if error is not None and (late or not isinstance(error, Overloaded)):
+                raise afresh(error) if isinstance(error, ModelGuardError) else error
+        return loan
 
-    def _fetched(self, claim: Claim, own: bool, future: Future[Lease[Mold]]) -> None:  # noqa: FBT001 - by position
-        error = future.exception()
-        if own and error is None:
-            self._line_up_fetched(claim, future.result())
-        elif claim.ended:
-            return
-        elif error is None or (isinstance(error, Overloaded) and not own and time.monotonic() < claim.until):
-            self._go_on(claim)
-        else:
-            aside(partial(claim.fail, afresh(error) if isinstance(error, ModelGuardError) else error))
-
-    def _line_up_fetched(self, claim: Claim, lease: Lease[Mold]) -> None:
-        if claim.ended:
-            lease.end(failed=False)
-            return
-        try:
-            self._line_up(claim, lease)
-        except Exception as error:  # noqa: BLE001 - it is the call's
-            aside(partial(claim.fail, error))
-
-    def has_replaced(self, loan: Loan, key: Any) -> bool:
-        """Whether new calls with the key get another mold. Those that wait when the function is closed are served."""
-        generation = loan.generation
-        if generation is None or self._closed:
-            return False
-        return generation.retired or not self._pool.still_lends(key, loan.engine)
+    @property
+    def closed(self) -> bool:
+        return self._pool.closed
 
     @property
     def ready(self) -> bool:
         """Whether it takes calls: the mold of a key is made when one needs it."""
-        return not self._closed
+        return not self.closed
 
     @property
     def version(self) -> None:
         """Each key has a model of its own; the pool's status has their versions."""
         return None
 
-    def status(self, queued: int) -> IsolationStatus:
+    def status(self) -> IsolationStatus:
         pool = self._pool.status()
         molds = [mold for one in list(self._guards) if (mold := one.current) is not None]
         return IsolationStatus(
-            name=self._options.name,
-            state="closed" if self._closed else "ready" if pool.models else "idle" if pool.idle else "new",
+            name=self.name,
+            state="closed" if self.closed else "ready" if pool.models else "idle" if pool.idle else "new",
             ready=self.ready,
             **_of_workers(molds),
             in_flight=pool.in_flight,
-            queued=queued,
+            queued=self.queued,
             pool=pool,
             paused=pool.paused,
             postponed=_of_all(mold.workers.postponed for mold in molds),
@@ -468,19 +379,18 @@ class PoolScope(MoldScope):
 
     def rollback(self) -> NoReturn:
         raise NotSupported(
-            f"{self._options.name}: rollback", reason="each key of a pool has a mold of its own, and none is kept"
+            f"{self.name}: rollback", reason="each key of a pool has a mold of its own, and none is kept"
         )
 
-    def load(self, timeout: _units.Duration | None) -> None:
+    def load(self, timeout: float | None) -> None:
         """Load nothing: the mold of a key is made when one needs it."""
-        Timeout(timeout)  # which may be a mistake all the same
-        if self._closed:
-            raise GuardClosed(self._options.name)
+        del timeout
+        if self.closed:
+            raise GuardClosed(self.name)
 
-    def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
+    def reload(self, *, wait: bool, timeout: float | None) -> None:
         """Make new molds, each for the next call with its key, so there is nothing to wait for."""
-        del wait
-        Timeout(timeout)
+        del wait, timeout
         self._pool.reload(())
 
     @property
@@ -493,19 +403,16 @@ class PoolScope(MoldScope):
         for molds in list(self._guards):
             molds.follow_pause(paused=paused)
 
-    def unload(self, timeout: _units.Duration | None) -> None:
+    def unload(self, timeout: float | None) -> None:
         self._pool.unload((), Timeout(timeout))
 
-    def close(self) -> None:
-        self._closed = True
-        self._pool.close()
-
-    def reopen(self) -> None:
-        if self._closed:
-            self._closed, self._pool = False, self._new_pool(paused=self.paused)
+    def close(self, timeout: float | None) -> None:
+        waiting.raise_on_event_loop(self.name, "close", "await f.aclose()")
+        self._refuse_waiting()
+        self._pool.close(timeout)
 
     def refuse_calls(self) -> None:
-        self._closed = True
+        self._refuse_waiting()
         self._pool.refuse_calls()
 
     def end_at_once(self) -> None:
@@ -520,3 +427,8 @@ class PoolScope(MoldScope):
 def _of_all(reasons: Iterable[tuple[Reason, ...]]) -> Postponed | None:
     waiting = tuple(dict.fromkeys(reason for some in reasons for reason in some))
     return Postponed(reasons=waiting, cause="paused", seconds=None) if waiting else None
+
+
+def _end_unwanted(future: Future[Lease[Mold]]) -> None:
+    if future.exception() is None:
+        future.result().end(failed=False)

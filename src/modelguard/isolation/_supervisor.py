@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -40,7 +41,6 @@ class Supervisor:
     """Runs work in its thread: at once, later, or when a descriptor can be read."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: the garbage collector may call in, for a function that was dropped
         self._running = False
         self._selector = selectors.DefaultSelector()
@@ -123,6 +123,17 @@ class Supervisor:
         self._wake.close()
 
 
+def weakly(method: Callable[..., object], *details: Any) -> Work:
+    """Call a method of an object that lives until then."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive(*details)
+
+    return call
+
+
 _supervisor: Supervisor | None = None
 
 _making = threading.RLock()  # reentrant, as above
@@ -130,21 +141,22 @@ _making = threading.RLock()  # reentrant, as above
 
 def supervisor() -> Supervisor:
     global _supervisor
-    with _making:
-        if _supervisor is None or _supervisor.pid != os.getpid():
+    if _supervisor is None:
+        with _making:
             made = Supervisor()
-            if _supervisor is not None and _supervisor.pid == os.getpid():  # the collector has asked for one meanwhile
+            if _supervisor is None:  # nor has the collector asked for one meanwhile
+                _supervisor = made
+            else:
                 made.abandon()
-                return _supervisor
-            if _supervisor is not None:
-                _supervisor.abandon()
-            _supervisor = made
-        return _supervisor
+    return _supervisor
 
 
 def _after_fork_in_child() -> None:
-    global _making
+    global _making, _supervisor
     _making = threading.RLock()
+    if _supervisor is not None:
+        _supervisor.abandon()
+    _supervisor = None
 
 
 fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)

@@ -8,18 +8,18 @@ import inspect
 import math
 import time
 import weakref
-from asyncio import get_running_loop
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar, overload
 
 from modelguard import _public, _units
-from modelguard._entered import Entered
 from modelguard._function_kinds import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _processes, status
 from modelguard.isolation._calls import Arguments, Caller, Limits
 from modelguard.isolation._isolation_options import (
+    Bounds,
+    Host,
     IsolationOptions,
     PoolSource,
     ScopeName,
@@ -36,9 +36,11 @@ from modelguard.isolation._molds import MoldGuard
 from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _misuse
+from modelguard.lifecycle.handle import LoadingHandle
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime import waiting
-from modelguard.runtime.background import SHARED, THREADS
+from modelguard.runtime.background import SHARED
+from modelguard.runtime.waiting import Timeout, Wait
 from modelguard.serving import deadlines
 from modelguard.serving.breaker import Breaker
 
@@ -91,28 +93,36 @@ T = TypeVar("T")
 _NO_ITEM = object()
 
 
-class Isolated(Entered, Generic[P, R_co]):
+class Isolated(LoadingHandle, Generic[P, R_co]):
     """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
 
     ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future. A
     coroutine function is awaited as before, and generators are streamed. Nothing is started before the first call or
     :meth:`load`. It is a context manager, for ``with`` and ``async with``: it loads on entry and closes on exit, on the
     last one if there are several at once.
+
+    It is a handle as a guard is; what that does with a model, it does with the mold and its workers. With
+    ``scope="host"`` they are those of all processes: ``reload``, ``unload`` and ``pause`` are for all of them, any of
+    which can resume, and ``close`` leaves; the last one ends them. Over a pool they are those of all keys: ``load``
+    loads nothing, and ``reload`` has nothing to wait for.
     """
 
-    def __init__(self, function: Callable[P, R_co], options: IsolationOptions, source: Source | PoolSource) -> None:
+    _made_by = "isolate(workers=2)(function)"
+    _what = "isolated function"
+
+    def __init__(self, options: IsolationOptions, function: Callable[P, R_co], source: Source | PoolSource) -> None:
         functools.update_wrapper(self, function)
-        super().__init__()
+        super().__init__(options.name, ())
         self._options = options
         self._source = source
         self._finalizer: Any = None
-        self._refuses = False
         self._start()
         mark(self, coroutine=options.kind == "coroutine")
         status.add(self)
 
     def _start(self, *, paused: bool = False) -> None:
         self._scope = _scope_of(self._options, self._source, paused=paused)
+        self._sources = self._loadable = (self._scope,)
         source = self._source
         key_of = source.pooled.key_of if isinstance(source, PoolSource) else None
         self._caller = Caller(self._options, self._scope, key_of)
@@ -189,25 +199,25 @@ class Isolated(Entered, Generic[P, R_co]):
             self._refuse_streams()
             result = self._call_inside(arguments)
             return await result if self._options.kind == "coroutine" else result
-        waiting.require_asyncio("awaiting an isolated function")
-        return await asyncio.wrap_future(self._submit(arguments, awaited=True), loop=get_running_loop())
+        waiting.require_loop("awaiting an isolated function")
+        return await _result(self._submit(arguments, awaited=True))
 
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
-        waiting.require_asyncio("awaiting an isolated function")
+        waiting.require_loop("awaiting an isolated function")
         opening = step = self._caller.open(arguments, _limits())
         try:
-            items = await asyncio.wrap_future(opening)
+            items = await _result(opening)
             while True:
                 step = waiting.start(functools.partial(next, items, _NO_ITEM), self.name, _start_thread)
-                item = await asyncio.wrap_future(step)
+                item = await _result(step)
                 if item is _NO_ITEM:
                     return
                 yield item
-        except asyncio.CancelledError:
-            _close_after(step, opening)  # the step that a worker has begun runs to its end
+        except (Exception, GeneratorExit):  # left early, or an error was thrown in
+            await _result(_close_after(step, opening))
             raise
-        except BaseException:  # left early, or an error was thrown in
-            await asyncio.wrap_future(_close_after(step, opening))
+        except BaseException:  # cancelled: the step that a worker has begun runs to its end
+            _close_after(step, opening)
             raise
 
     def _refuse_streams(self) -> None:
@@ -218,24 +228,19 @@ class Isolated(Entered, Generic[P, R_co]):
         """In a worker: a function may call itself, and runs on the model that is already there."""
         self._check_inside()
         args, kwargs = arguments
-        return _processes.here()(*args, **kwargs)
+        return _processes.here(*args, **kwargs)
 
     def _check_inside(self) -> None:
         """Check that this is a worker of this function."""
-        if _processes.current() == "importing":
+        if _processes.role == "importing":
             why = "it is called while a mold imports the module"
             fix = "Put the calls of a script under: if __name__ == '__main__':"
             raise WouldDeadlock(self.name, why=why, fix=fix)
-        if _processes.target() is not self.isolated_function:
+        if _processes.target is not self.isolated_function:
             reason = "a worker has only the model of its own function, and starts no workers of others"
             raise NotSupported(f"{self.name}() inside an isolated function", reason=reason)
 
     # Its state
-
-    @property
-    def name(self) -> str:
-        """Its name in events and errors."""
-        return self._options.name
 
     @property
     def function_kind(self) -> FunctionKind:
@@ -252,40 +257,18 @@ class Isolated(Entered, Generic[P, R_co]):
         return self._source.for_key(key)
 
     @property
-    def ready(self) -> bool:
-        """Whether a worker can answer, or ``Idle`` has ended it or the mold and the next call starts another one.
-
-        This is what a readiness probe should report.
-        """
-        return self._scope.ready
-
-    @property
     def version(self) -> str | None:
         """The version of the model in the current mold, as its loader gave it; None if it gave none."""
         return self._scope.version
 
     def status(self) -> IsolationStatus:
         """Its state, its processes and its counts."""
-        return self._scope.status(len(self._scope.claims))
+        return self._scope.status()
 
     def __repr__(self) -> str:
         return f"<Isolated {self.name!r}>"
 
-    # Its molds
-
-    def load(self, timeout: _units.Duration | None = None) -> None:
-        """Start the mold and its workers unless they run. Blocks.
-
-        Raises:
-            LoadFailed: The mold could not load the model, or cannot be forked.
-            Reloading: ``timeout`` has passed.
-            GuardClosed: After :meth:`close`.
-        """
-        self._scope.load(timeout)
-
-    async def aload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`load` for coroutines; does not block the event loop."""
-        await self._in_thread(lambda: self.load(timeout))
+    # Its molds, beside what every handle has
 
     def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
         """Make a new mold. The old one serves until the new one and its workers are ready, and ends then.
@@ -304,56 +287,11 @@ class Isolated(Entered, Generic[P, R_co]):
             InvalidOption: ``wait`` is not a bool.
         """
         _misuse.check_wait(wait)
-        self._scope.reload(wait=wait, timeout=timeout)
+        self._scope.reload(wait=wait, timeout=Timeout(timeout).seconds)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for coroutines; does not block the event loop."""
-        await self._in_thread(lambda: self.reload(timeout=timeout))
-
-    def unload(self, timeout: _units.Duration | None = None) -> None:
-        """End the mold and its workers until the next call, which starts them again. Blocks.
-
-        It waits for the calls that run, up to the guard's ``drain_timeout``, and for a load that is under way. Does
-        nothing if there is no mold. With ``scope="host"`` it ends the mold of all processes, and over a pool those of
-        all keys.
-
-        Args:
-            timeout: How long to wait at most. Default: until the processes have ended.
-
-        Raises:
-            Reloading: ``timeout`` has passed. An end that has begun goes on.
-            GuardClosed: After :meth:`close`.
-            WouldDeadlock: On a running event loop (use :meth:`aunload`).
-        """
-        self._scope.unload(timeout)
-
-    async def aunload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`unload` for coroutines; does not block the event loop."""
-        await self._in_thread(lambda: self.unload(timeout))
-
-    def pause(self) -> None:
-        """Let policies replace no mold and no worker until :meth:`resume`, as during an incident.
-
-        What they would have done waits (``status().postponed``), and each policy that waits is reported once
-        (``ReloadPostponed``). A new mold that already loads still takes over.
-        Calls, ``timeout``, :meth:`load`, :meth:`reload`, :meth:`unload` and :meth:`close` work as usual, and workers
-        and molds that have died are replaced. Pausing twice is the same as once.
-
-        It holds in this process and in children that are forked from now on; with ``scope="host"`` in all processes
-        that share the mold, and any of them can resume. There it asks the broker, which answers at once.
-
-        Raises:
-            LoadFailed: ``scope="host"``, and the broker has not answered within five seconds.
-        """
-        self._scope.set_paused(paused=True)
-
-    def resume(self) -> None:
-        """End :meth:`pause`, however often it was called. What is due by then starts within about a second.
-
-        Raises:
-            LoadFailed: As :meth:`pause`.
-        """
-        self._scope.set_paused(paused=False)
+        await self._aside("reload", functools.partial(self.reload, timeout=timeout))
 
     def rollback(self) -> None:
         """Go back to the mold that the current one has replaced, as :meth:`ModelGuard.rollback` does, at once.
@@ -367,37 +305,8 @@ class Isolated(Entered, Generic[P, R_co]):
         """
         self._scope.rollback()
 
-    def close(self) -> None:
-        """Refuse further calls, wait for those that run up to the guard's ``drain_timeout``, end all processes.
-
-        Calls by :meth:`aio` and :meth:`submit` that wait for a worker get ``GuardClosed``.
-        """
-        self._refuses = True
-        self._scope.claims.close()
-        self._scope.close()
-
-    async def aclose(self) -> None:
-        """:meth:`close` for coroutines; does not block the event loop."""
-        await self._in_thread(self.close)
-
-    async def _in_thread(self, work: Callable[[], None]) -> None:
-        await waiting.run(work, f"modelguard-isolated-{self.name}", THREADS.start)
-
-    def _reopen(self) -> None:
-        self._refuses = False
-        self._scope.reopen()
-
-    def _open(self) -> None:
-        self._reopen()
-        self.load()
-
-    async def _aopen(self) -> None:
-        self._reopen()
-        await self.aload()
-
     def refuse_calls(self) -> None:
         """This process exits, and ends its molds: raise ``GuardClosed`` from now on. Waits for nothing."""
-        self._scope.claims.close()
         self._scope.refuse_calls()
 
     # Processes and copies
@@ -406,8 +315,9 @@ class Isolated(Entered, Generic[P, R_co]):
         """In a forked child of this process: start again, since the parent's workers answer the parent."""
         self._finalizer.detach()
         self._scope.abandon()
+        closed = self._scope.closed
         self._start(paused=self._scope.paused)
-        if self._refuses:
+        if closed:
             self.refuse_calls()
 
     # By reference, as functions are pickled and copied.
@@ -419,6 +329,20 @@ class Isolated(Entered, Generic[P, R_co]):
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
+
+
+async def _result(future: Future[T]) -> T:
+    """Await a future. Cancelling the task cancels it."""
+    try:
+        if waiting.on_event_loop():
+            return await asyncio.wrap_future(future)
+        try:
+            await Wait(future, Timeout(None)).suspend()
+        finally:
+            future.cancel()  # which does nothing to one that is done
+        return future.result()
+    finally:
+        del future  # it refers to the error, and that to this frame
 
 
 def _start_thread(work: Callable[[], None], name: str) -> None:
@@ -443,7 +367,7 @@ def _scope_of(
     if isinstance(source, PoolSource):
         return PoolScope(options, source, paused=paused)
     guard_options = source.guard.engine.options
-    if options.scope == "process":
+    if options.scope is None:
         return ProcessScope(options, MoldGuard(options, guard_options, paused=paused))
     from modelguard.isolation._host_scope import HostScope
 
@@ -451,7 +375,8 @@ def _scope_of(
 
 
 def _limits() -> Limits:
-    now, left = time.monotonic(), deadlines.left()
+    now = time.monotonic()
+    left = None if deadlines.current_scope.get() is None else deadlines.left()  # most calls have none
     return Limits(now, math.inf if left is None else now + left)
 
 
@@ -472,11 +397,9 @@ def isolate(
     start: StartMethod = "fork",
     recycle_on: Policy | None = None,
     retry: bool = False,
-    max_queue: int = 256,
-    max_transfer: int | str = "1 GB",
     breaker: Breaker | None = None,
-    scope: ScopeName = "process",
-    version: str | None = None,
+    bounds: Bounds | None = None,
+    scope: ScopeName | Host = "process",
     name: str | None = None,
 ) -> Decorator:
     """Run a guarded function in worker processes, so that no load, leak, hang or crash of its model reaches this one.
@@ -512,16 +435,13 @@ def isolate(
         recycle_on: For functions without a guard: when to replace a worker (or, for ``TTL``, ``Modified`` and
             ``Changed``, all).
         retry: Run a call once more if its worker crashed. Only for functions that may safely run twice.
-        max_queue: How many calls may wait for a worker; more get ``QueueFull``. While a model loads, as many as there
-            are workers may wait besides. Calls that were cancelled, or whose time is over, do not count.
-        max_transfer: The largest arguments or result, in bytes or as text such as ``"100 MB"``.
         breaker: When calls are refused because workers crash or exceed ``timeout`` one after the other. Default:
             ``Breaker()``. Of its options, ``ignore`` and ``reload`` do not apply here.
+        bounds: How many calls may wait, and how large their arguments and results may be. Default: ``Bounds()``, 256
+            calls and 1 GB.
         scope: ``"process"``: the mold and the workers belong to this process, and end with it. ``"host"``: all
             processes of this user on this host that run the same code share them, under any server; they end with the
-            last one.
-        version: With ``scope="host"``: text that processes must have in common to share, beside code and options. For
-            models that are chosen by an environment variable.
+            last one. :class:`Host` bounds that to those that have a ``version`` in common, too.
         name: For events, logs and errors. Default: the function's module and name.
 
     Raises:
@@ -547,15 +467,13 @@ def isolate(
             workers=workers,
             timeout=timeout,
             start=start,
-            max_queue=max_queue,
             retry=retry,
             breaker=breaker,
-            max_transfer=max_transfer,
+            bounds=bounds,
             scope=scope,
-            version=version,
             name=name,
         )
-        return Isolated(function, options, source_of(function, options.name, options.kind, recycle_on))
+        return Isolated(options, function, source_of(function, options.name, options.kind, recycle_on))
 
     return decorate
 

@@ -413,12 +413,6 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         work = partial(self.take, key, self.options.wait_timeout)
         return waiting.start(work, f"modelguard-{self.name}", self.runtime.start_thread, future), True
 
-    def still_lends(self, key: K, engine: Engine[M]) -> bool:
-        """Whether new calls with ``key`` get the model of this engine."""
-        with self._lock:
-            model = self._models.get(key)
-            return model is not None and model.engine is engine and self._lends(model)
-
     def take_now(self, key: K) -> Lease[M] | None:
         """Take a lease if the model of ``key`` is loaded; None if that needs a wait."""
         with self._lock:

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -250,6 +250,7 @@ class GuardState(Generic[M]):
         job: The load under way, if any.
         paused: Policies start nothing. What others ask for goes on.
         watched: Somebody waits for the ends of calls.
+        on_retire: Called with a generation that takes no new calls from now on, under ``lock``.
     """
 
     def __init__(self, name: str) -> None:
@@ -271,6 +272,7 @@ class GuardState(Generic[M]):
         self.epoch = 0
         self.job: LoadJob | None = None
         self.paused = self.watched = False
+        self.on_retire: Callable[[Generation[M]], object] = lambda _: None
         self.requests = 0
         self.reloads = 0
         self.failures = 0
@@ -456,6 +458,7 @@ class GuardState(Generic[M]):
         generation.alarm = 0
         self.postponed = None
         self.draining.add(generation)
+        self.on_retire(generation)
 
     def forget_current(self, generations: int) -> None:
         """Drop a current generation without a release, if it is the only one since there were ``generations``."""

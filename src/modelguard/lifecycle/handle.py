@@ -150,12 +150,19 @@ class Handle(Entered):
             source.reopen()
 
 
-class ModelHandle(Handle, Decorator[M]):
-    """A handle on one model, or on several copies of it: an engine for each."""
+class _Loadable(_Source, Protocol):
+    @property
+    def ready(self) -> bool: ...
+    def load(self, timeout: float | None) -> None: ...
+    async def aload(self, timeout: float | None) -> None: ...
+    def unload(self, timeout: float | None) -> None: ...
+    async def aunload(self, timeout: float | None) -> None: ...
 
-    def __init__(self, name: str, engines: Sequence[Engine[M]]) -> None:
-        super().__init__(name, engines)
-        self._engines = engines
+
+class LoadingHandle(Handle):
+    """A handle on one model, or on several copies of it: a source for each."""
+
+    _loadable: Sequence[_Loadable]
 
     @property
     def ready(self) -> bool:
@@ -163,7 +170,7 @@ class ModelHandle(Handle, Decorator[M]):
 
         One is loaded, or ``Idle`` has released it and the next call loads it (unless its ``ready`` is False).
         """
-        return any(engine.ready for engine in self._engines)
+        return any(engine.ready for engine in self._loadable)
 
     def load(self, timeout: _units.Duration | None = None) -> None:
         """Load the model unless it is loaded; replicas one after another. Blocks.
@@ -178,13 +185,13 @@ class ModelHandle(Handle, Decorator[M]):
             WouldDeadlock: Called on a running event loop (use :meth:`aload`) or by the loader itself.
         """
         limit = Timeout(timeout)
-        for engine in self._engines:
+        for engine in self._loadable:
             engine.load(limit.left())
 
     async def aload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`load` for a coroutine: does not block the event loop."""
         limit = Timeout(timeout)
-        for engine in self._engines:
+        for engine in self._loadable:
             await engine.aload(limit.left())
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
@@ -202,14 +209,30 @@ class ModelHandle(Handle, Decorator[M]):
             WouldDeadlock: Called inside a call, by the loader, or on a running event loop (use :meth:`aunload`).
         """
         limit = Timeout(timeout)
-        for engine in self._engines:
+        for engine in self._loadable:
             engine.unload(limit.left())
 
     async def aunload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`unload` for a coroutine: does not block the event loop."""
         limit = Timeout(timeout)
-        for engine in self._engines:
+        for engine in self._loadable:
             await engine.aunload(limit.left())
+
+    def _open(self) -> None:
+        self._reopen()
+        self.load()
+
+    async def _aopen(self) -> None:
+        self._reopen()
+        await self.aload()
+
+
+class ModelHandle(LoadingHandle, Decorator[M]):
+    """A handle on one model in this process, or on several copies of it: an engine for each."""
+
+    def __init__(self, name: str, engines: Sequence[Engine[M]]) -> None:
+        super().__init__(name, engines)
+        self._engines = self._loadable = engines
 
     def rollback(self) -> None:
         """Go back to the model that the current one has replaced. Needs ``keep_previous=True``.
@@ -225,14 +248,6 @@ class ModelHandle(Handle, Decorator[M]):
         """
         for engine in sorted(self._engines, key=_has_previous):  # one without comes first
             engine.rollback()
-
-    def _open(self) -> None:
-        self._reopen()
-        self.load()
-
-    async def _aopen(self) -> None:
-        self._reopen()
-        await self.aload()
 
 
 def _has_previous(engine: Engine[Any]) -> bool:

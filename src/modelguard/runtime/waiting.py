@@ -107,25 +107,19 @@ def start(work: Callable[[], T], name: str, start_thread: StartThread, future: F
     return future
 
 
-def require_asyncio(doing: str) -> None:
-    """Check that a coroutine that is about to wait runs on an event loop of asyncio.
-
-    Args:
-        doing: What is not possible elsewhere.
-
-    Raises:
-        NotSupported: It does not.
-    """
-    if not on_event_loop():
-        reason = "no asyncio event loop runs here. Under trio, use the plain function in a thread"
-        raise NotSupported(doing, reason=f"{reason}: await trio.to_thread.run_sync(...)")
-
-
 _INSTEAD = "Load the model before the loop starts (guard.load()), or use the plain function or method in a thread"
 
 
 def require_loop(doing: str, instead: str = _INSTEAD) -> None:
-    """:func:`require_asyncio`, and trio will do as well. ``instead``: what to write where neither runs."""
+    """Check that a coroutine that is about to wait runs on an event loop of asyncio or trio.
+
+    Args:
+        doing: What is not possible elsewhere.
+        instead: What to write where neither runs.
+
+    Raises:
+        NotSupported: It does not.
+    """
     if not on_any_loop():
         raise NotSupported(doing, reason=f"no asyncio event loop runs here, and none of trio. {instead}")
 

@@ -144,7 +144,7 @@ def test_memory_that_was_free_from_the_start_is_no_cause(seen: list[Event]) -> N
 @pytest.mark.parametrize(("role", "threads"), [("owner", 1), ("mold", 0), ("importing", 0)])
 def test_a_mold_only_forks(monkeypatch: pytest.MonkeyPatch, role: str, threads: int) -> None:
     """No thread is started in a mold, since its workers are watched; ``stop`` ends the thread."""
-    monkeypatch.setattr("modelguard.isolation._processes.current", lambda: role)
+    monkeypatch.setattr("modelguard.isolation._processes.role", role)
     with watch(every="1h"):
         assert threads == len([thread for thread in threading.enumerate() if thread.name == "modelguard-watch"])
     for thread in threading.enumerate():

@@ -73,7 +73,7 @@ def test_an_application_without_guards_shares_nothing(kind: str, monkeypatch: py
     monkeypatch.setattr(_workers, "all_guards", tuple)
     made = {
         "batched": lambda: batched(max_size=2)(sorted),
-        "isolated": lambda: isolate(max_queue=1)(len),
+        "isolated": lambda: isolate(workers=1)(len),
         "pool": lambda: pool(str, max_memory="1 GB"),
     }[kind]()
     assert () == _workers.guards_to_share()

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from modelguard import Backoff, Breaker
+from modelguard import Backoff, Bounds, Breaker
 from modelguard.isolation._broker import ClientConnection
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._mold_workers import Worker, WorkerPlan, Workers
@@ -103,19 +103,18 @@ class Loan:
 class Scope(MoldScope):
     """Lends the mold."""
 
+    closed = False
+
     def __init__(self, mold: Mold) -> None:
-        options: Any = SimpleNamespace(name="f", timeout=None, max_queue=QUEUE, workers=SIZE)
+        options: Any = SimpleNamespace(name="f", timeout=None, bounds=Bounds(queue=QUEUE), workers=SIZE)
         super().__init__(options, lambda: 1e9)
         self.mold = mold
         self.leases = 0
 
-    def _lend(self, _key: Any) -> Any:
+    def _until_lent(self, _claim: Any) -> Any:
         self.leases += 1
+        yield from ()
         return Loan(self)
-
-    def has_replaced(self, _loan: Any, _key: Any) -> bool:
-        """There is one mold."""
-        return False
 
 
 class Broker:

@@ -37,15 +37,16 @@ class Taken:
         """It has ended; nobody is to blame for a worker that was idle."""
         assert (cause, blame) == ("crashed", False)
         self._scope.lost += 1
+        self._end()
         return "SIGKILL"
 
     def release(self, *, worn: tuple[Reason, ...]) -> None:
         """It has answered."""
         assert not worn
         self._scope.released += 1
+        self._end()
 
-    def leave(self) -> None:
-        """The call has ended."""
+    def _end(self) -> None:
         self._scope.leases -= 1
         self.channel.close()
         self._theirs.close()

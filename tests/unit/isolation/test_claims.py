@@ -5,210 +5,242 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from modelguard import Bounds
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull, Reloading
-from modelguard.isolation._calls import Claim, Claims, Limits, ThreadClaim
+from modelguard.isolation._calls import Claim, Followed, Limits, Source, Withdrawn
+from modelguard.isolation._mold_workers import Waiter
+from modelguard.isolation._scopes import MoldScope
+from modelguard.runtime.waiting import Steps, Wait, promise
 
 PATIENCE = 10.0
-
-#: On the monotonic clock: later than any test runs.
-LATER = 1e9
 
 UNBOUNDED = Limits(0.0)
 
 
-class Worker:
-    """Counts how often it was put back."""
+class Scope(MoldScope):
+    """Has a line in which all calls wait, or a load."""
+
+    closed = False
 
     def __init__(self) -> None:
-        self.put_back_times = 0
+        options: Any = SimpleNamespace(name="f", timeout=60.0, bounds=Bounds(queue=1), workers=1)
+        super().__init__(options, lambda: 60.0)
+        self.line: list[Waiter] = []
+        self.load: Future[None] | None = None  # type: ignore[assignment]
+        self.seconds = math.inf
+        self.leases = 0
+        self.put_back = 0
+        self.model = SimpleNamespace(workers=self)
+        self.generation = SimpleNamespace(retired=False)
+        self.gone = False
+        self.channel = None
 
-    def put_back(self) -> None:
-        self.put_back_times += 1
+    def _lend(self, _key: Any) -> Any:
+        return None
 
+    def _until_lent(self, claim: Claim) -> Steps[Any]:
+        if self.load is not None:
+            self._admit(claim)
+            yield from self._await(claim, self.load, self.seconds, lambda: Reloading("f", waited=1.0), loading=True)
+        self.leases += 1
+        return self
 
-class Line:
-    """Where claims wait."""
+    def end(self, *, failed: bool) -> None:
+        """The lease."""
+        assert not failed
+        self.leases -= 1
 
-    over = False
+    # As the workers of the mold
 
-    def __init__(self, *, loading: bool = False) -> None:
-        self.loading = loading
-        self.left = 0
+    def request(self, waiter: Waiter) -> None:
+        self.line.append(waiter)
 
-    def leave(self) -> bool:
-        self.left += 1
+    def withdraw(self, waiter: Waiter) -> bool:
+        if waiter not in self.line:
+            return False
+        self.line.remove(waiter)
         return True
 
+    def release(self, _worker: object, *, worn: object, counts: bool) -> None:
+        assert (worn, counts) == ((), False)
+        self.put_back += 1
 
-def waiting(claims: Claims, ended: Any, *, limits: Limits = UNBOUNDED, loading: bool = False) -> Claim:
-    """A claim that waits at most until then."""
-    claim = Claim(limits, None, ended)
-    claim.place = Line(loading=loading)
-    claim.wait(claims, LATER, lambda: Reloading("f", waited=1.0))
-    return claim
+    def grant(self) -> None:
+        """Give the first in line a worker."""
+        self.line.pop(0).set_result(self)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def claims() -> Claims:
-    """The claims of one function, of which two may wait for a load."""
-    return Claims("f", most_loading=2)
+def scope() -> Scope:
+    return Scope()
+
+
+def followed(scope: Scope, ended: list[Any], limits: Limits = UNBOUNDED) -> Followed[Any]:
+    """A call that waits without a thread; with what it has ended."""
+    one = Followed(scope.until_taken(Claim(limits)), lambda taken, error: ended.append(taken or error), scope.waits)
+    one.begin()
+    return one
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 class TestEnds:
-    def test_a_claim_ends_once(self, claims: Claims) -> None:
-        """However its caller, its worker and its time race: exactly one of them ends it."""
+    def test_a_claim_ends_once(self) -> None:
+        """However its caller, its worker and its time race: exactly one of them ends it, and nothing is kept."""
         for _ in range(300):
-            ended: list[Claim] = []
-            claim, worker, together = waiting(claims, ended.append), Worker(), threading.Barrier(3)
-            granted: list[bool] = []
-            withdrawn: list[bool] = []
+            scope, ended, together = Scope(), [], threading.Barrier(3)
+            one = followed(scope, ended)
+            acts = (scope.grant, one.withdraw, lambda one=one: setattr(one, "until", 0.0) or one.expire(math.inf))
 
             def race(act: Any, together: threading.Barrier = together) -> None:
                 together.wait(PATIENCE)
-                act()
+                with suppress(IndexError):  # it has left the line already
+                    act()
 
-            acts = (
-                lambda: granted.append(claim.grant(worker)),  # type: ignore[arg-type]  # noqa: B023 - in this round
-                lambda: withdrawn.append(claim.withdraw()),  # noqa: B023 - in this round
-                lambda: claim.expire(math.inf),  # noqa: B023 - in this round
-            )
             threads = [threading.Thread(target=race, args=(act,)) for act in acts]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(PATIENCE)
-            outcomes = [*granted, *withdrawn, claim.error is not None]
-            assert (1, 0) == (outcomes.count(True), len(claims))
-            assert ([] if withdrawn[0] else [claim]) == ended
+            until(lambda: len(ended) == 1)  # noqa: B023 - in this round
+            (how,) = ended
+            if not isinstance(how, Exception):
+                how.put_back()
+            until(lambda: scope.leases == 0)  # noqa: B023 - in this round
+            assert (0, [], 0) == (scope.queued, scope.line, len(list(scope.waits)))
 
-    def test_one_that_is_withdrawn_leaves_its_place(self, claims: Claims) -> None:
-        """At once, and nobody is told."""
-        ended: list[Claim] = []
-        claim = waiting(claims, ended.append)
-        assert (True, False) == (claim.withdraw(), claim.withdraw())
-        assert (1, 0, []) == (claim.place.left, len(claims), ended)  # type: ignore[union-attr]
+    def test_one_that_is_withdrawn_leaves_its_place(self, scope: Scope) -> None:
+        """At once."""
+        ended: list[Any] = []
+        one = followed(scope, ended)
+        assert (1, 1, 1) == (scope.queued, len(scope.line), scope.leases)
+        one.withdraw()
+        one.withdraw()
+        assert (0, 0, 0, [Withdrawn]) == (scope.queued, len(scope.line), scope.leases, [type(how) for how in ended])
 
-    def test_one_that_has_ended_takes_no_place(self, claims: Claims) -> None:
+    def test_one_that_has_ended_takes_no_place(self, scope: Scope) -> None:
         """A call that was cancelled while it moved from one line to the next one is in neither."""
-        claim = waiting(claims, lambda _: None)
-        assert claim.withdraw()
-        claim.place = Line()
-        claim.wait(claims, LATER, lambda: Reloading("f", waited=0.0))
-        assert (1, 0) == (claim.place.left, len(claims))
+        ended: list[Any] = []
+        scope.load = promise()
+        one = followed(scope, ended)
+        moves = threading.Event()
+        scope._until_granted = self.held_up(scope._until_granted, moves, one)  # type: ignore[method-assign]
+        scope.load.set_result(None)
+        assert moves.wait(PATIENCE)
+        until(lambda: ended)
+        assert (0, [], 0, [Withdrawn]) == (scope.queued, scope.line, scope.leases, [type(how) for how in ended])
 
-    @pytest.mark.parametrize(
-        ("until", "now", "error"),
-        [
-            (math.inf, LATER - 1, None),
-            (math.inf, LATER, Reloading),
-            (LATER / 2, LATER / 2 - 1, None),
-            (LATER / 2, LATER / 2 + 1, DeadlineExceeded),
-        ],
-    )
-    def test_its_time_ends_it(self, claims: Claims, until: float, now: float, error: type[Exception] | None) -> None:
-        """With the line's error, or with that of the caller's own deadline, whichever comes first."""
-        claim = waiting(claims, lambda _: None, limits=Limits(0.0, until))
-        claim.expire(now)
-        assert error is (None if claim.error is None else type(claim.error))
-        assert (error is None) == (len(claims) == 1)
+    @staticmethod
+    def held_up(steps: Any, moves: threading.Event, one: Followed[Any]) -> Any:
+        def instead(*args: Any) -> Any:
+            one.withdraw()
+            moves.set()
+            return steps(*args)
+
+        return instead
+
+    def test_its_time_ends_it(self, scope: Scope) -> None:
+        """With the error of what it waits for, or with that of its caller's own deadline, whichever comes first."""
+        scope.load, scope.seconds = promise(), 0.05
+        late: list[Any] = []
+        followed(scope, late)
+        followed(scope, late, Limits(time.monotonic(), time.monotonic() + 0.001))
+        until(lambda: len(late) == 2)
+        assert [DeadlineExceeded, Reloading] == [type(how) for how in late]
+        assert (0, 0) == (scope.queued, len(list(scope.waits)))
 
     @pytest.mark.parametrize(
         "end",
         [
-            lambda claim: claim.grant(Worker()),
-            lambda claim: claim.fail(Reloading("f", waited=1.0)),
-            lambda claim: claim.refuse(GuardClosed("f")),
-            lambda claim: claim.expire(math.inf),
-            lambda claim: claim.withdraw(),
+            lambda scope, _: scope.grant(),
+            lambda scope, _: scope.line.pop().set_exception(Reloading("f", waited=1.0)),
+            lambda _, one: one.refuse(GuardClosed("f")),
+            lambda _, one: setattr(one, "until", 0.0) or one.expire(math.inf),
+            lambda _, one: one.withdraw(),
         ],
         ids=["grant", "fail", "refuse", "expire", "withdraw"],
     )
-    def test_one_that_has_ended_keeps_nothing_of_its_call(self, claims: Claims, end: Callable[[Claim], object]) -> None:
+    def test_one_that_has_ended_keeps_nothing_of_its_call(self, scope: Scope, end: Callable[..., object]) -> None:
         """However it ends: the call's future may refer to the claim for as long as somebody keeps it."""
         call = {"arguments"}
-        claim, kept = waiting(claims, lambda _, call=call: call), weakref.ref(call)
+        one = Followed(scope.until_taken(Claim(UNBOUNDED)), lambda *_, call=call: call, scope.waits)
+        one.begin()
+        kept = weakref.ref(call)
         del call
         gc.disable()
         try:
             assert kept() is not None
-            end(claim)
-            assert kept() is None
+            end(scope, one)
+            until(lambda: kept() is None)
         finally:
             gc.enable()
 
 
 class TestWaiting:
-    def test_a_thread_sleeps_until_its_claim_ends(self, claims: Claims) -> None:
+    def test_a_thread_sleeps_until_its_claim_ends(self, scope: Scope) -> None:
         """With a worker, or with an error that is raised in it."""
-        for error in (None, Reloading("f", waited=1.0)):
-            claim, worker = ThreadClaim(Limits(0.0), None), Worker()
-            claim.place = Line()
-            claim.wait(claims, math.inf, lambda: Reloading("f", waited=0.0))
-            act = claim.fail if error else claim.grant
-            thread = threading.Thread(target=act, args=(error or worker,))  # type: ignore[arg-type]
-            thread.start()
-            if error is None:
-                assert worker is claim.result()
-            else:
-                with pytest.raises(Reloading):
-                    claim.result()
-            thread.join(PATIENCE)
-            assert 0 == len(claims)
+        threading.Timer(0.01, lambda: until(lambda: scope.line) or scope.grant()).start()
+        assert scope is scope.take(UNBOUNDED).worker  # type: ignore[attr-defined]
+        answer = Reloading("f", waited=1.0)
+        threading.Timer(0.01, lambda: until(lambda: scope.line) or scope.line.pop().set_exception(answer)).start()
+        with pytest.raises(Reloading):
+            scope.take(UNBOUNDED)
+        assert (0, 1) == (scope.queued, scope.leases)
 
-    def test_an_interrupted_thread_keeps_no_worker(self, claims: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_interrupted_thread_keeps_no_worker(self, scope: Scope, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ctrl-C in the moment in which it gets one."""
-        claim, worker = ThreadClaim(Limits(0.0), None), Worker()
-        claim.place = Line()
-        claim.wait(claims, math.inf, lambda: Reloading("f", waited=0.0))
 
-        def interrupted(one: ThreadClaim) -> None:
-            assert one.grant(worker)  # type: ignore[arg-type]
+        def interrupted(_wait: Wait) -> None:
+            scope.grant()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(ThreadClaim, "_sleep", interrupted)
+        monkeypatch.setattr(Wait, "block", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            claim.result()
-        claim.abandon()
-        assert (1, 0) == (worker.put_back_times, len(claims))
+            scope.take(UNBOUNDED)
+        until(lambda: scope.leases == 0)
+        assert (1, 0) == (scope.put_back, scope.queued)
 
-    def test_a_timer_ends_those_without_a_thread(self, claims: Claims) -> None:
-        """Nobody else looks at their time."""
-        over = threading.Event()
-        claim = Claim(Limits(0.0), None, lambda _: over.set())
-        claim.place = Line()
-        claim.wait(claims, 0.0, lambda: Reloading("f", waited=0.0))  # long ago
-        assert over.wait(PATIENCE)
-        assert isinstance(claim.error, Reloading)
-
-    def test_close_refuses_those_without_a_thread(self, claims: Claims) -> None:
+    def test_close_refuses_those_without_a_thread(self, scope: Scope) -> None:
         """With GuardClosed; a thread that blocks is served yet."""
-        claim, blocking = waiting(claims, lambda _: None), ThreadClaim(Limits(0.0), None)
-        blocking.place = Line()
-        blocking.wait(claims, math.inf, lambda: Reloading("f", waited=0.0))
-        claims.close()
-        assert isinstance(claim.error, GuardClosed)
-        assert [blocking] == list(claims)
+        ended: list[Any] = []
+        followed(scope, ended)
+        blocking = threading.Thread(target=scope.take, args=(UNBOUNDED,))
+        blocking.start()
+        until(lambda: len(scope.line) == 2)
+        scope._refuse_waiting()
+        assert [GuardClosed] == [type(how) for how in ended]
+        assert 1 == scope.queued
+        scope.grant()
+        blocking.join(PATIENCE)
+        assert not blocking.is_alive()
 
-    def test_so_many_may_wait_for_a_load(self, claims: Claims) -> None:
+    def test_so_many_may_wait_for_a_load(self, scope: Scope) -> None:
         """Those that wait for a worker do not count, which the line of their mold bounds."""
-
-        def one() -> Claim:
-            return Claim(UNBOUNDED, None, lambda _: None)
-
+        ended: list[Any] = []
         for _ in range(5):
-            waiting(claims, lambda _: None)
-            claims.admit(one())
-        admitted = one()
-        claims.admit(admitted)
-        loading = [waiting(claims, lambda _: None, loading=True) for _ in range(2)]
-        claims.admit(admitted)  # once is enough
-        with pytest.raises(QueueFull):
-            claims.admit(one())
-        assert loading[0].withdraw()
-        claims.admit(one())
+            followed(scope, ended)
+        scope.load = promise()
+        loading = [followed(scope, ended) for _ in range(2)]
+        assert [] == ended
+        followed(scope, ended)
+        assert [QueueFull] == [type(how) for how in ended]
+        loading[0].withdraw()
+        followed(scope, ended)
+        assert [QueueFull, Withdrawn] == [type(how) for how in ended]
+        admitted = Claim(UNBOUNDED, admitted=True)  # once is enough
+        Source._admit(scope, admitted)

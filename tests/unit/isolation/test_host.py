@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelguard import Backoff, Breaker, guard, isolate
+from modelguard import Backoff, Bounds, Breaker, Host, guard, isolate
 from modelguard.errors import LoadFailed, NotSupported
 from modelguard.isolation import _supervisor
 from modelguard.isolation._channel import RemoteTraceback
@@ -19,26 +19,19 @@ from modelguard.isolation._isolation_options import IsolationOptions, parse
 from modelguard.isolation._mold_workers import Waiter, WaitingLine
 
 
-class Quiet(Waiter):
-    """A call that is not told."""
-
-    def wake(self) -> None:
-        """Do nothing."""
-
-
 class TestWaitingLine:
     def test_clients_take_turns(self) -> None:
         """One with many calls does not hold up one with few."""
         line = WaitingLine()
         for client in "aaaab":
-            line.append(Quiet(client))
+            line.append(Waiter(client))
         assert ["a", "b", "a", "a", "a"] == [line.popleft().client for _ in range(5)]
 
     def test_who_comes_from_another_line_keeps_its_order(self) -> None:
         """A call that was made before others of its client stands before them."""
         line = WaitingLine()
         for arrived in (2.0, 4.0, 1.0, 3.0, 4.0):
-            line.append(Quiet("a", arrived=arrived))
+            line.append(Waiter("a", arrived=arrived))
         assert [1.0, 2.0, 3.0, 4.0, 4.0] == [line.popleft().arrived for _ in range(5)]
 
     @given(st.lists(st.tuples(st.sampled_from(["add", "take", "drop"]), st.integers(0, 3)), max_size=60))
@@ -49,7 +42,7 @@ class TestWaitingLine:
         for what, client in steps:
             mine = expected.setdefault(client, deque())
             if what == "add":
-                waiter = Quiet(client)
+                waiter = Waiter(client)
                 line.append(waiter)
                 mine.append(waiter)
             elif what == "take" and len(line):
@@ -67,7 +60,7 @@ class TestWaitingLine:
         """Between two calls of one client, each other that waits gets at most one."""
         line = WaitingLine()
         for client in clients:
-            line.append(Quiet(client))
+            line.append(Waiter(client))
         order = [line.popleft().client for _ in clients]
         for start, client in enumerate(order):
             between: list[object] = []
@@ -111,12 +104,10 @@ def options(**changes: object) -> IsolationOptions:
         "workers": 2,
         "timeout": 5.0,
         "start": "fork",
-        "max_queue": 8,
+        "bounds": Bounds(queue=8, transfer=100),
         "retry": False,
         "breaker": None,
-        "max_transfer": 100,
         "scope": "host",
-        "version": None,
         "name": None,
     }
     return parse(function, None, **{**chosen, **changes})  # type: ignore[arg-type]
@@ -129,7 +120,13 @@ class TestIdentity:
         """Each option has its place in the name."""
         names = {
             prefix_of(identity_of(one, self.SOURCE))
-            for one in (options(), options(workers=3), options(version="2"), options(max_queue=9), options(name="x"))
+            for one in (
+                options(),
+                options(workers=3),
+                options(scope=Host(version="2")),
+                options(bounds=Bounds(queue=9)),
+                options(name="x"),
+            )
         }
         assert 5 == len(names)
         assert all(NAME.fullmatch(f"{name}1") for name in names)

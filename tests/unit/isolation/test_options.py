@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, Changed, Idle, Isolated, Swap, Uses, batched, guard, guard_of, isolate, pool
+from modelguard import TTL, Bounds, Changed, Host, Idle, Isolated, Swap, Uses, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._web import Web
 from modelguard.isolation import status
@@ -152,22 +152,29 @@ def test_a_function_of_a_main_module_that_runs_as_a_package_is_refused(
         {"timeout": "soon"},
         {"timeout": 0},
         {"start": "thread"},
-        {"max_queue": 0},
-        {"max_transfer": "big"},
+        {"bounds": 8},
         {"retry": 1},
         {"breaker": 5},
         {"name": " "},
         {"recycle_on": 5},
         {"scope": "cluster"},
         {"scope": None},
-        {"version": "2"},
-        {"version": 2, "scope": "host"},
     ],
 )
 def test_invalid_options_are_named(options: dict[str, Any]) -> None:
     """The error says which option, and what to write."""
     with pytest.raises(InvalidOption, match=next(iter(options))):
         isolate(**options)(plain)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(Bounds, {"queue": 0}), (Bounds, {"transfer": "big"}), (Host, {"version": 2})],
+)
+def test_invalid_bounds_are_named_where_they_are_made(make: Any, options: dict[str, Any]) -> None:
+    """The error says which option, and what to write."""
+    with pytest.raises(InvalidOption, match=next(iter(options))):
+        make(**options)
 
 
 def test_a_broker_takes_no_policy_of_the_application() -> None:

@@ -181,6 +181,8 @@ class Process:
             counts={},
             is_ready=True,
             presence="present",
+            gone=False,
+            send_on=lambda: None,
             close=lambda: None,
         )
 
