@@ -45,10 +45,10 @@ napoleon_use_ivar = True  # the attributes of a dataclass stand in its docstring
 nitpick_ignore_regex = [
     ("py:obj", r"typing\.~P"),
     ("py:class", r"(.*\.)?(IsolationOptions|PoolSource|Source)"),
-    ("py:class", r"(abc|collections\.abc|datetime|os|pathlib|pytest|spacy|torch)\..*"),
+    ("py:class", r"(abc|collections\.abc|contextlib|datetime|os|pathlib|pytest|spacy|torch)\..*"),
     ("py:(class|obj)", r"(.*\.)?[A-Z](_co)?"),  # type variables
     ("py:class", r"(.*\.)?_\w+(\..*)?"),  # of private modules, and private names
-    ("py:class", r"Duration|Size|Kind|How|Swap|SmallObjects|(.*\.)?(Model)?Handle|CallOptions"),
+    ("py:class", r"Duration|Size|Kind|How|Swap|SmallObjects|CallOptions|(.*\.)?((Model|Loading)?Handle|Forkable)"),
     (
         "py:class",
         r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|NextCheck|FileChange|ProbeAnswers|Value)",
