@@ -1,12 +1,12 @@
-"""How long ``from modelguard import guard`` takes, in addition to the core dependencies cachetools, wrapt and psutil.
+"""How long ``from modelguard import guard`` takes, in addition to the core dependencies wrapt and psutil.
 
 ``import modelguard`` alone imports nothing: names are imported when they are first used. So the figure is the import of
 what every program with a guard uses.
 
 Each import runs in a fresh interpreter with compiled bytecode and is timed inside it, so neither the interpreter's
 start nor compiling counts. The variants alternate. The target applies to the stricter of two readings: the time in an
-interpreter that has imported the three dependencies already. (modelguard imports psutil only where there is no
-``/proc``, so the other reading, modelguard alone less the three alone, is smaller.)
+interpreter that has imported the dependencies already. (modelguard imports psutil only where there is no
+``/proc``, so the other reading, modelguard alone less these alone, is smaller.)
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TARGET = 15.0
 MOST = 12
 
 TIMED = "import time; t = time.perf_counter(); {}; print((time.perf_counter() - t) * 1e3)"
-THREE = "import cachetools, wrapt, psutil"
+BOTH = "import wrapt, psutil"
 GUARD = "from modelguard import guard"
 KINDS = {
-    "the three dependencies": TIMED.format(THREE),
-    "guard after them": f"{THREE}; " + TIMED.format(GUARD),
+    "the dependencies": TIMED.format(BOTH),
+    "guard after them": f"{BOTH}; " + TIMED.format(GUARD),
     "guard alone": TIMED.format(GUARD),
     "modelguard alone": TIMED.format("import modelguard"),
 }
@@ -59,12 +59,12 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 
 def by_module() -> dict[str, float]:
-    """Own milliseconds of each module that importing ``guard`` adds after the three, by ``-X importtime``."""
+    """Own milliseconds of each module that importing ``guard`` adds after the dependencies, by ``-X importtime``."""
     best: dict[str, float] = {}
     for _ in range(5):
-        report = run(f"{THREE}; {GUARD}", "-X", "importtime").stderr.splitlines()
+        report = run(f"{BOTH}; {GUARD}", "-X", "importtime").stderr.splitlines()
         names = [line.rpartition("|")[2].strip() for line in report]
-        # A module is listed after what it imports, so everything past the last of the three is modelguard's.
+        # A module is listed after what it imports, so everything past the last of them is modelguard's.
         for line in report[names.index("psutil") + 1 :]:
             own, _, name = line.removeprefix("import time:").split("|")
             best[name.strip()] = min(best.get(name.strip(), float("inf")), float(own) / 1e3)
@@ -72,14 +72,14 @@ def by_module() -> dict[str, float]:
 
 
 def rows(found: Mapping[str, list[float]]) -> list[_common.Row]:
-    three, after, alone, package = (found[kind] for kind in KINDS)
-    less = [one - other for one, other in zip(alone, three, strict=True)]
+    both, after, alone, package = (found[kind] for kind in KINDS)
+    less = [one - other for one, other in zip(alone, both, strict=True)]
     return [
         _common.Row(f"{GUARD}, after its dependencies", after, "ms", TARGET, ours=True),
-        _common.Row(f"{GUARD}, less the three alone", less, "ms", ours=True),
+        _common.Row(f"{GUARD}, less these alone", less, "ms", ours=True),
         _common.Row(GUARD, alone, "ms", ours=True),
         _common.Row("import modelguard", package, "ms", ours=True),
-        _common.Row("import cachetools, wrapt, psutil", three, "ms"),
+        _common.Row(BOTH, both, "ms"),
     ]
 
 
@@ -100,7 +100,7 @@ def main() -> None:
             axis="milliseconds",
         )
 
-    notes = ["", f"{len(modules)} modules are imported after the three; own time of the slowest, ms:"]
+    notes = ["", f"{len(modules)} modules are imported after the dependencies; own time of the slowest, ms:"]
     notes += [f"  {cost:5.2f}  {name}" for name, cost in slowest.items()]
     benchmark.finish(lines, draw, size=(14, 4.5), notes=notes, ms=found, modules=modules)
 

@@ -214,7 +214,7 @@ _LAZY = (
     "tempfile",
 )
 #: Packages whose modules are imported within milliseconds.
-_SHORT = sys.stdlib_module_names | {"cachetools", "modelguard", "psutil", "wrapt"}
+_SHORT = sys.stdlib_module_names | {"modelguard", "psutil", "wrapt"}
 
 
 def finish_imports() -> None:

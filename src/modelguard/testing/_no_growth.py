@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
-from cachetools import Cache
-
 from modelguard import _units
 from modelguard.environment import _allocator
 from modelguard.errors import InvalidOption, ModelGuardWarning, NotSupported
@@ -45,13 +43,14 @@ class Fill(NamedTuple):
 
 def bounded_caches() -> dict[int, Fill]:
     found = {}
+    cachetools = sys.modules.get("cachetools")
     for candidate in gc.get_objects():
         if type(candidate) is _LRU:
             info = candidate.cache_info()
             if info.maxsize is not None:
                 name = getattr(candidate, "__qualname__", "a function")
                 found[id(candidate)] = Fill(f"the lru_cache of {name}()", info.currsize, info.maxsize)
-        elif isinstance(candidate, Cache):
+        elif cachetools is not None and isinstance(candidate, cachetools.Cache):
             found[id(candidate)] = Fill(f"a {type(candidate).__qualname__}", candidate.currsize, candidate.maxsize)
     return found
 

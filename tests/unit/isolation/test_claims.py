@@ -93,10 +93,10 @@ def followed(scope: Scope, ended: list[Any], limits: Limits = UNBOUNDED) -> Foll
 
 
 def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
+    end, pause = time.monotonic() + PATIENCE, threading.Event()
     while not condition():
         assert time.monotonic() < end
-        time.sleep(0.001)
+        pause.wait(0.001)
 
 
 class TestEnds:
