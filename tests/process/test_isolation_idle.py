@@ -115,7 +115,8 @@ class TestAKeptMold:
             wait_until(lambda: of(telemetry.WorkersReleased, seen), "the end of the workers")
             assert mold == function.status().mold
             wait_until(lambda: not family(), "the end of the mold")
-            assert ("idle", None) == (function.status().state, function.status().mold)
+            wait_until(lambda: "idle" == function.status().state, "the end of its release")
+            assert function.status().mold is None
             assert mold != function()
 
     def test_new_weights_make_a_new_mold_all_the_same(self) -> None:
