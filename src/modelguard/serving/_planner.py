@@ -609,8 +609,10 @@ class Planner:
             if best >= needed or len(found) >= self._ceiling:
                 break
             until = by_deadline[skipped - 1]
-            after = bisect_right(deadlines, until) if ascending else 0
-            rest = waiting[after:] if ascending else [one for one in waiting if one.deadline > until]
+            if ascending:
+                rest = waiting[bisect_right(deadlines, until) :]
+            else:
+                rest = [one for one in waiting if one.deadline > until]
             room = self._fill(rest, curve, now, ascending=ascending)
             room = self._planned(waiting, room, curve, now, lines) if room else room
             lost = sum(one.deadline <= until for one in first)
