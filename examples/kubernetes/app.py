@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from modelguard import TTL, MemoryLimit, Swap, guard
+from modelguard import TTL, Loading, MemoryLimit, Swap, guard
 from modelguard.frameworks.asgi import ModelGuardMiddleware
 
 
@@ -23,7 +23,7 @@ class Model:
 words = guard(
     Model,
     reload_on=TTL("12h") | MemoryLimit("80%"),  # of the container's limit, which deployment.yaml sets
-    load_timeout="60s",  # the longest load: probes and the grace period in deployment.yaml allow for it
+    loading=Loading("60s"),  # the longest load: probes and the grace period in deployment.yaml allow for it
     swap=Swap(drain_timeout="30s"),
     name="words",
 )

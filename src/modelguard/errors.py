@@ -10,7 +10,7 @@
     ├── GuardClosed (RuntimeError)        used after close()
     ├── WouldDeadlock (RuntimeError)      the call would wait for itself
     ├── LoadFailed (RuntimeError)         no model could be loaded
-    │   ├── LoadTimeout (TimeoutError)    the loader took longer than load_timeout
+    │   ├── LoadTimeout (TimeoutError)    the loader took longer than its timeout
     │   └── ModelRejected                 the loader returned None, or validate or replay rejected the model
     ├── CudaAfterFork (RuntimeError)      the model needs CUDA in a process that was forked too late for it
     ├── NoPreviousModel (RuntimeError)    rollback() was called, and no previous model is kept
@@ -320,7 +320,7 @@ class LoadFailed(ModelGuardError, RuntimeError):
 
 
 class LoadTimeout(LoadFailed, TimeoutError):
-    """The loader took longer than ``load_timeout``, and was abandoned."""
+    """The loader took longer than the ``timeout`` of its ``Loading``, and was abandoned."""
 
 
 class ModelRejected(LoadFailed):

@@ -18,7 +18,7 @@ from functools import partial
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
-from modelguard import TTL, Backoff, Idle, Swap, guard, pool, replicas
+from modelguard import TTL, Backoff, Idle, Loading, Swap, guard, pool, replicas
 from modelguard.errors import GuardClosed
 
 if TYPE_CHECKING:
@@ -419,16 +419,16 @@ IN_PROCESS: dict[str, type[Handle]] = {one.kind: one for one in (GuardHandle, Re
 
 def make_in_process(kind: str, variant: Variant, load: Callable[..., Any], times: Times, **options: Any) -> Any:
     """The public object of a handle whose models live in this process."""
-    name = "handle"
+    name, loading = "handle", Loading(backoff=times.backoff)
     if kind == "pool":
-        bounds = {"due": {"ttl": times.due}, "idle": {"idle": times.idle}}.get(variant, {})
-        return pool(load, max_memory="1 GB", backoff=times.backoff, name=name, **bounds, **options)
+        policies = {"due": TTL(times.due), "idle": Idle(times.idle)}
+        return pool(load, max_memory="1 GB", reload_on=policies.get(variant), loading=loading, name=name, **options)
     policies = {"due": TTL(times.due, jitter=0), "idle": Idle(times.idle), "kept": TTL(times.due, jitter=0)}
     made = guard(
         load,
         reload_on=policies.get(variant),
         swap=Swap(defer=0, keep_previous=variant == "kept"),
-        backoff=times.backoff,
+        loading=loading,
         name=name,
         **options,
     )

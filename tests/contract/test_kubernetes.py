@@ -121,7 +121,7 @@ class TestTheService:
 
     def test_no_probe_ends_a_load(self, app: Any, container: Manifest) -> None:
         """A pod is not killed because its model loads, even if the loader holds the GIL."""
-        longest = app.words.engine.options.load_timeout
+        longest = app.words.engine.options.loading.timeout
         assert seconds(container["startupProbe"]) > longest
         assert seconds(container["livenessProbe"]) > longest
 
@@ -131,7 +131,9 @@ class TestTheService:
         """A pod that is told to end is not killed before its calls are answered."""
         options = app.words.engine.options
         pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert pod["terminationGracePeriodSeconds"] >= pause + options.load_timeout + options.swap.drain_timeout + GRACE
+        assert (
+            pod["terminationGracePeriodSeconds"] >= pause + options.loading.timeout + options.swap.drain_timeout + GRACE
+        )
 
     def test_memory_has_a_limit_for_the_policy(self, app: Any, container: Manifest) -> None:
         """``MemoryLimit("80%")`` is of the container's limit, and the scheduler reserves all of it."""

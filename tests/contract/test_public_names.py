@@ -42,6 +42,7 @@ PUBLIC = [
     "Idle",
     "Isolated",
     "Loaded",
+    "Loading",
     "MemoryGrowth",
     "MemoryLimit",
     "ModelGuard",

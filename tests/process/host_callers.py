@@ -19,7 +19,7 @@ from tests.process.harness import wait_until
 APP = """
     import json, logging, os, time
     from pathlib import Path
-    from modelguard import Backoff, Bounds, Host, Idle, guard, isolate
+    from modelguard import Backoff, Bounds, Host, Idle, Loading, guard, isolate
 
     HERE = Path(__file__).parent
 
@@ -30,7 +30,7 @@ APP = """
             log.write(f"{os.getpid()}\\n")
         return [f"word {n}" for n in range(200_000)]
 
-    model = guard(load, reload_on=None, backoff=Backoff(0.05, 0.2), wait_timeout="40s", name="words")
+    model = guard(load, reload_on=None, loading=Loading(backoff=Backoff(0.05, 0.2)), wait_timeout="40s", name="words")
 
     @isolate(workers=2, timeout="20s", scope="host")
     @model

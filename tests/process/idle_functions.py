@@ -15,7 +15,7 @@ CACHE = 20_000_000
 
 
 @isolate(workers=2, timeout="10s")
-@guard(load, reload_on=Idle("300ms", keep="mold"), backoff=QUICK)
+@guard(load, reload_on=Idle("300ms", keep="mold"), loading=QUICK)
 def kept(model: Model, seconds: float = 0.0) -> tuple[int, int]:
     """Tell the mold's and the worker's process id, and take memory."""
     if not model.leak:
@@ -25,28 +25,28 @@ def kept(model: Model, seconds: float = 0.0) -> tuple[int, int]:
 
 
 @isolate(workers=1, timeout="10s")
-@guard(load, reload_on=Idle("300ms", keep="mold") | Idle("2s"), backoff=QUICK)
+@guard(load, reload_on=Idle("300ms", keep="mold") | Idle("2s"), loading=QUICK)
 def in_two_steps(model: Model) -> int:
     """Tell the mold's process id."""
     return model.pid
 
 
 @isolate(workers=1, timeout="10s")
-@guard(load, reload_on=Idle("300ms", keep="mold", ready=False), backoff=QUICK)
+@guard(load, reload_on=Idle("300ms", keep="mold", ready=False), loading=QUICK)
 def unready(model: Model) -> int:
     """Tell the mold's process id."""
     return model.pid
 
 
 @isolate(workers=1, timeout="10s")
-@guard(load, reload_on=Idle("300ms", keep="mold") | Modified(WEIGHTS) | Uses(3), backoff=QUICK)
+@guard(load, reload_on=Idle("300ms", keep="mold") | Modified(WEIGHTS) | Uses(3), loading=QUICK)
 def renewed(model: Model) -> int:
     """Tell the mold's process id."""
     return model.pid
 
 
 @isolate(workers=2, timeout="10s", breaker=Breaker(failures=100))
-@guard(load, reload_on=Idle("50ms", keep="mold"), backoff=QUICK)
+@guard(load, reload_on=Idle("50ms", keep="mold"), loading=QUICK)
 def often(_: Model, number: int, crash: bool = False) -> int:  # noqa: FBT001, FBT002 - as a user would write it
     """Answer, or crash."""
     if crash:
@@ -55,7 +55,7 @@ def often(_: Model, number: int, crash: bool = False) -> int:  # noqa: FBT001, F
 
 
 @isolate(workers=1, timeout="10s")
-@guard(load, reload_on=Idle("300ms", keep="mold"), backoff=QUICK)
+@guard(load, reload_on=Idle("300ms", keep="mold"), loading=QUICK)
 def steps(model: Model, count: int) -> Iterator[int]:
     """The mold's process id, some times."""
     for _ in range(count):
@@ -75,7 +75,7 @@ def voice(key: str) -> Model:
     return model
 
 
-voices = pool(voice, max_memory="2 GB", idle="500ms", backoff=QUICK)
+voices = pool(voice, max_memory="2 GB", reload_on=Idle("500ms"), loading=QUICK)
 
 
 @isolate(workers=1, timeout="10s")

@@ -24,6 +24,7 @@ from modelguard import (
     Errors,
     Idle,
     Loaded,
+    Loading,
     MemoryGrowth,
     Modified,
     Swap,
@@ -64,9 +65,9 @@ def load() -> Model:
     return Model()
 
 
-QUICK = Backoff(0.05, 0.2)
+QUICK = Loading(backoff=Backoff(0.05, 0.2))
 
-model = guard(load, reload_on=None, warmup=lambda _: None, name="model", backoff=QUICK)
+model = guard(load, reload_on=None, warmup=lambda _: None, name="model", loading=QUICK)
 
 
 @isolate(workers=2, timeout="5s")
@@ -78,7 +79,7 @@ def where(loaded: Model, delay: float = 0.0) -> tuple[int, int]:
 
 
 @isolate(workers=2, timeout="1s", breaker=Breaker(failures=100))
-@guard(load, reload_on=None, backoff=QUICK)
+@guard(load, reload_on=None, loading=QUICK)
 def ends(_: Model, how: str) -> str:
     """End the worker, or not."""
     if how == "exit":
@@ -99,7 +100,7 @@ def ends(_: Model, how: str) -> str:
 
 
 @isolate(workers=3, timeout="5s", breaker=Breaker(failures=100))
-@guard(load, reload_on=None, backoff=QUICK)
+@guard(load, reload_on=None, loading=QUICK)
 def notes(_: Model, path: str, number: int) -> int:
     """Write down that the call has run."""
     with Path(path).open("ab", buffering=0) as file:
@@ -108,7 +109,7 @@ def notes(_: Model, path: str, number: int) -> int:
 
 
 @isolate(workers=3, timeout="1s", breaker=Breaker(failures=100))
-@guard(load, reload_on=MemoryGrowth("60 MB"), backoff=QUICK)
+@guard(load, reload_on=MemoryGrowth("60 MB"), loading=QUICK)
 def storm(loaded: Model, how: str, token: str) -> tuple[str, str]:
     """End the worker, hang, take memory, or only answer."""
     if how in {"exit", "segfault", "hang"} or how.startswith("SIG"):
@@ -123,7 +124,7 @@ def storm(loaded: Model, how: str, token: str) -> tuple[str, str]:
 
 
 @isolate(workers=1, retry=True)
-@guard(load, reload_on=None, backoff=QUICK)
+@guard(load, reload_on=None, loading=QUICK)
 def crashes_once(_: Model, marker: str) -> int:
     """Crash at the first call with this marker."""
     path = Path(marker)
@@ -134,7 +135,7 @@ def crashes_once(_: Model, marker: str) -> int:
 
 
 @isolate(workers=1, timeout="1s", breaker=Breaker(failures=2, cooldown=0.5))
-@guard(load, reload_on=None, backoff=QUICK)
+@guard(load, reload_on=None, loading=QUICK)
 def breaks(_: Model, how: str) -> str:
     """Crash if asked to."""
     if how == "crash":
@@ -174,7 +175,7 @@ def failing(_: Model, fail: bool) -> int:  # noqa: FBT001 - as a user would writ
 
 
 @isolate(workers=1)
-@guard(load, reload_on=Modified(WEIGHTS, atomic=True), backoff=QUICK)
+@guard(load, reload_on=Modified(WEIGHTS, atomic=True), loading=QUICK)
 def watching(loaded: Model) -> int:
     """Be replaced when the switch changes."""
     return loaded.pid
@@ -197,28 +198,28 @@ def load_revision() -> Loaded[Model]:
 
 
 @isolate(workers=1)
-@guard(load_revision, reload_on=Changed(revision, every="100ms"), backoff=QUICK)
+@guard(load_revision, reload_on=Changed(revision, every="100ms"), loading=QUICK)
 def revised(loaded: Model) -> int:
     """Be replaced when the weights have another revision."""
     return loaded.pid
 
 
 @isolate(workers=1)
-@guard(load_revision, reload_on=Changed(revision, every="100ms"), swap=Swap(keep_previous=True), backoff=QUICK)
+@guard(load_revision, reload_on=Changed(revision, every="100ms"), swap=Swap(keep_previous=True), loading=QUICK)
 def undoable(loaded: Model) -> int:
     """The same, with the previous mold kept."""
     return loaded.pid
 
 
 @isolate(workers=1, start="spawn")
-@guard(load_revision, reload_on=Changed(revision, every="100ms"), backoff=QUICK)
+@guard(load_revision, reload_on=Changed(revision, every="100ms"), loading=QUICK)
 def revised_by_spawn(loaded: Model) -> int:
     """The same in fresh interpreters."""
     return loaded.pid
 
 
 @isolate(workers=1)
-@guard(load, reload_on=None, load_timeout="1s", backoff=QUICK)
+@guard(load, reload_on=None, loading=Loading("1s", backoff=QUICK.backoff))
 def impatient(loaded: Model) -> int:
     """Load in time or not at all."""
     return loaded.pid
@@ -321,7 +322,7 @@ async def coroutine(_: Model, value: int, delay: float = 0.0) -> int:
 
 
 @isolate(workers=1, timeout="2s")
-@guard(load, reload_on=None, backoff=QUICK)
+@guard(load, reload_on=None, loading=QUICK)
 def items(_: Model, count: int, end: str = "") -> Iterator[int]:
     """Yield some numbers."""
     yield from range(count)
@@ -368,7 +369,7 @@ async def acounted_up(_: Model, numbers: list[int]) -> AsyncIterator[list[int]]:
 
 
 @isolate(workers=2, timeout="2s", start="spawn")
-@guard(load, reload_on=Uses(20), backoff=QUICK)
+@guard(load, reload_on=Uses(20), loading=QUICK)
 def spawned(loaded: Model, how: str = "") -> tuple[int, int]:
     """Run in a process that has loaded for itself."""
     if how == "crash":
@@ -396,7 +397,7 @@ class Voice(Model):
         self.name = name
 
 
-voices = pool(Voice, max_memory="2 GB", max_models=2, backoff=QUICK, unload=lambda _: note_unload())
+voices = pool(Voice, max_memory="2 GB", max_models=2, loading=QUICK, unload=lambda _: note_unload())
 
 
 @isolate(workers=2, timeout="5s", recycle_on=Uses(30))
@@ -423,14 +424,14 @@ def until_there(path: str) -> str:
 
 
 @isolate(workers=1, timeout="60s", bounds=Bounds(queue=10))
-@guard(load, reload_on=None, backoff=QUICK)
+@guard(load, reload_on=None, loading=QUICK)
 def held(_: Model, path: str = "") -> str:
     """Keep the only worker until the file is there."""
     return until_there(path)
 
 
 @isolate(workers=1, timeout="60s", bounds=Bounds(queue=10), scope="host")
-@guard(load, reload_on=None, backoff=QUICK)
+@guard(load, reload_on=None, loading=QUICK)
 def shared_held(_: Model, path: str = "") -> str:
     """The same, for the host."""
     return until_there(path)
@@ -444,7 +445,7 @@ async def _ticks(_: Model, count: int, path: str = "") -> AsyncIterator[int]:
 
 
 @isolate(workers=2, timeout=None)
-@guard(load, reload_on=None, backoff=QUICK)
+@guard(load, reload_on=None, loading=QUICK)
 async def ticks(loaded: Model, count: int, path: str = "") -> AsyncIterator[int]:
     """Yield numbers, each when the file is there."""
     async for number in _ticks(loaded, count, path):
@@ -452,7 +453,7 @@ async def ticks(loaded: Model, count: int, path: str = "") -> AsyncIterator[int]
 
 
 @isolate(workers=2, timeout=None, scope="host")
-@guard(load, reload_on=None, backoff=QUICK)
+@guard(load, reload_on=None, loading=QUICK)
 async def shared_ticks(loaded: Model, count: int, path: str = "") -> AsyncIterator[int]:
     """The same, for the host."""
     async for number in _ticks(loaded, count, path):
@@ -474,14 +475,14 @@ SIGNALS: dict[str, Callable[[], BaseException]] = {
 
 
 @isolate(workers=1, timeout="20s")
-@guard(load, reload_on=None, backoff=QUICK)
+@guard(load, reload_on=None, loading=QUICK)
 def signalling(_: Model, which: str) -> None:
     """Raise what ``next()`` on an empty iterator raises, or the like."""
     error = SIGNALS[which]()
     raise error
 
 
-patient_voices = pool(until_there, max_memory="2 GB", backoff=QUICK)
+patient_voices = pool(until_there, max_memory="2 GB", loading=QUICK)
 
 
 @isolate(workers=1, timeout="60s", bounds=Bounds(queue=50))
@@ -493,27 +494,27 @@ def loads_when_there(loaded: str, path: str) -> str:
 
 
 @isolate(workers=1, timeout="60s")
-@guard(lambda: until_there(os.environ.get("ISOLATION_LOADS_AT", "")), reload_on=None, backoff=QUICK)
+@guard(lambda: until_there(os.environ.get("ISOLATION_LOADS_AT", "")), reload_on=None, loading=QUICK)
 def loads_late(_: str) -> str:
     """Have a model that loads when the file is there."""
     return "answer"
 
 
 @isolate(workers=1, timeout="60s", scope="host")
-@guard(lambda: until_there(os.environ.get("ISOLATION_LOADS_AT", "")), reload_on=None, backoff=QUICK)
+@guard(lambda: until_there(os.environ.get("ISOLATION_LOADS_AT", "")), reload_on=None, loading=QUICK)
 def shared_loads_late(_: str) -> str:
     """The same, for the host."""
     return "answer"
 
 
 @isolate(workers=1)
-@guard(load, reload_on=None, backoff=QUICK, warmup=lambda _: os._exit(7))
+@guard(load, reload_on=None, loading=QUICK, warmup=lambda _: os._exit(7))
 def dies_warming(_: Model) -> None:
     """Never be called."""
 
 
 @isolate(workers=1, timeout="100ms", breaker=Breaker(failures=2))
-@guard(load, reload_on=None, backoff=QUICK)
+@guard(load, reload_on=None, loading=QUICK)
 def hopeless(_: Model) -> None:
     """Take longer than the timeout."""
     time.sleep(1.0)
@@ -534,7 +535,7 @@ def load_with_few_forks() -> Model:
 
 
 @isolate(workers=1)
-@guard(load_with_few_forks, reload_on=None, backoff=QUICK)
+@guard(load_with_few_forks, reload_on=None, loading=QUICK)
 def forks(loaded: Model) -> int:
     """Tell the mold."""
     return loaded.pid

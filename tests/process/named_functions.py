@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from modelguard import TTL, Changed, Modified, Uses, guard, isolate, pool
+from modelguard import TTL, Changed, Loading, Modified, Uses, guard, isolate, pool
 
 #: Watched by a policy.
 WEIGHTS = Path(os.environ.get("NAMED_WEIGHTS", "/dev/null"))
@@ -62,7 +62,7 @@ def wearing(model: dict[str, int]) -> int:
     return os.getpid()
 
 
-@guard(load_slowly, reload_on=None, load_timeout="1s")
+@guard(load_slowly, reload_on=None, loading=Loading("1s"))
 def never(model: dict[str, int]) -> int:
     """Use a model that comes too late."""
     return model["pid"]

@@ -157,7 +157,7 @@ RENEWED = {
     "TTL": ("process", "guard(load, reload_on=TTL('1h'))"),
     "Modified": ("process", "guard(load, reload_on=Modified(__file__))"),
     "Changed": ("process", "guard(load, reload_on=Changed(lambda: 'one', every='1h'))"),
-    "a pool's ttl": ("process", "pool(load, max_memory='2 GB', ttl='1h')(key='key')"),
+    "a pool's ttl": ("process", "pool(load, max_memory='2 GB', reload_on=TTL('1h'))(key='key')"),
     "TTL for the host": ("host", "guard(load, reload_on=TTL('1h'))"),
 }
 

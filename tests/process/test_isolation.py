@@ -542,7 +542,7 @@ class TestReloads:
         functions.ends.close()
 
     def test_a_load_that_never_ends_is_ended(self, switch: Callable[[str], None]) -> None:
-        """load_timeout kills the mold, which a thread could not be."""
+        """The timeout of a load kills the mold, which a thread could not be."""
         switch("hang")
         with pytest.raises(LoadTimeout), functions.impatient:
             pass

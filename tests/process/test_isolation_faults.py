@@ -35,13 +35,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 SIZED = """
 import os
 from pathlib import Path
-from modelguard import Backoff, guard, isolate
+from modelguard import Backoff, Loading, guard, isolate
 
 def load():
     return bytearray(b"x") * int(Path(__file__).with_name("size").read_text())
 
 @isolate(workers=2, timeout="30s")
-@guard(load, reload_on=None, swap="load_first", backoff=Backoff(60, 60))
+@guard(load, reload_on=None, swap="load_first", loading=Loading(backoff=Backoff(60, 60)))
 def size(model):
     return len(model), os.getpid()
 """

@@ -17,10 +17,10 @@ from modelguard.errors import CircuitOpen, DeadlineExceeded, LoadFailed
 pytestmark = pytest.mark.timeout(120)
 
 APP = """
-from modelguard import Backoff, guard, isolate
+from modelguard import Backoff, Loading, guard, isolate
 
 @isolate(workers=2, timeout="30s")
-@guard(dict, reload_on=None, backoff=Backoff(0.05, 0.2))
+@guard(dict, reload_on=None, loading=Loading(backoff=Backoff(0.05, 0.2)))
 def echo(model, value):
     return value
 """
@@ -56,20 +56,20 @@ def test_large_content_without_room_for_shared_memory(tmp_path: Path) -> None:
 
 
 FUNCTIONS = """
-from modelguard import Backoff, guard, isolate, pool
+from modelguard import Backoff, Loading, guard, isolate, pool
 
-QUICK = Backoff(0.05, 0.2)
-loaded = guard(dict, reload_on=None, backoff=QUICK)
-voices = pool(lambda key: [key], max_memory="1 GB", backoff=QUICK)
+QUICK = Loading(backoff=Backoff(0.05, 0.2))
+loaded = guard(dict, reload_on=None, loading=QUICK)
+voices = pool(lambda key: [key], max_memory="1 GB", loading=QUICK)
 
 def answer(model, key="a"):
     return key
 
-guarded = guard(dict, reload_on=None, backoff=QUICK)(answer)
+guarded = guard(dict, reload_on=None, loading=QUICK)(answer)
 pooled = voices(key="key")(answer)
 
 @isolate(workers=2)
-@guard(dict, reload_on=None, backoff=QUICK)
+@guard(dict, reload_on=None, loading=QUICK)
 def process(model, key="a"):
     return key
 
@@ -79,12 +79,12 @@ def of_pool(model, key="a"):
     return key
 
 @isolate(workers=1, start="spawn")
-@guard(dict, reload_on=None, backoff=QUICK)
+@guard(dict, reload_on=None, loading=QUICK)
 def spawned(model, key="a"):
     return key
 
 @isolate(workers=1, scope="host")
-@guard(dict, reload_on=None, backoff=QUICK)
+@guard(dict, reload_on=None, loading=QUICK)
 def host(model, key="a"):
     return key
 """

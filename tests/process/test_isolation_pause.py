@@ -130,8 +130,8 @@ class TestUnload:
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A folder with the app, whose workers are worn after three calls; nothing that met there is left afterwards."""
     code = APP.replace("Idle, guard", "Uses, guard").replace(
-        'reload_on=None, backoff=Backoff(0.05, 0.2), wait_timeout="40s"',
-        'reload_on=Uses(3), backoff=Backoff(0.05, 0.2), wait_timeout="40s"',
+        'reload_on=None, loading=Loading(backoff=Backoff(0.05, 0.2)), wait_timeout="40s"',
+        'reload_on=Uses(3), loading=Loading(backoff=Backoff(0.05, 0.2)), wait_timeout="40s"',
     )
     assert "Uses(3)" in code
     write(tmp_path, code)

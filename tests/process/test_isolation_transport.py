@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(240)
 
 APP = """
     import asyncio, os, sys, time
-    from modelguard import Backoff, Bounds, Breaker, guard, isolate
+    from modelguard import Backoff, Bounds, Breaker, Loading, guard, isolate
 
     class BadInput(Exception):
         def __init__(self, text, data):
@@ -31,7 +31,7 @@ APP = """
             raise ValueError("bad weights", numpy.zeros(int(os.environ["FAIL"])))
         return {}
 
-    model = guard(load, reload_on=None, backoff=Backoff(0.05, 0.2), name="model")
+    model = guard(load, reload_on=None, loading=Loading(backoff=Backoff(0.05, 0.2)), name="model")
     options = {"scope": os.environ["SCOPE"], "timeout": "20s", "breaker": Breaker(failures=1000)}
 
     @isolate(workers=1, **{**options, "timeout": "1s"})

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from modelguard import Backoff, Swap, Uses, guard, telemetry
+from modelguard import Backoff, Loading, Swap, Uses, guard, telemetry
 from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
 from modelguard.lifecycle._engine import Lease
 from modelguard.lifecycle.guard import ModelGuard
@@ -102,7 +102,7 @@ class LifecycleMachine(RuleBasedStateMachine):
                 validate=self.validate,
                 unload=self.unload,
                 wait_timeout=0,
-                backoff=Backoff(10, 10),
+                loading=Loading(backoff=Backoff(10, 10)),
                 name="machine",
             )
         self.call = self.guard(Model.predict)

@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from modelguard import Backoff, Changed, Loaded, ModelGuard, Replay, Swap, batched, guard, telemetry
+from modelguard import Backoff, Changed, Loaded, Loading, ModelGuard, Replay, Swap, batched, guard, telemetry
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -146,7 +146,7 @@ def service(url: str) -> ModelGuard[Model]:
         load,
         reload_on=Changed(etag, every="100ms", timeout="20s"),
         swap=Swap(replay=Replay(30, max_slowdown=20, timeout="1m"), keep_previous=True, defer=0),
-        backoff=Backoff("50ms", "200ms"),
+        loading=Loading(backoff=Backoff("50ms", "200ms")),
         unload=Model.unload,
         name="canary",
     )

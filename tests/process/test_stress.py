@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from tests.process.harness import run_python
 
-from modelguard import Backoff, Swap, Uses, guard, pool, telemetry
+from modelguard import TTL, Backoff, Loading, Swap, Uses, guard, pool, telemetry
 from modelguard.errors import LoadFailed, Overloaded
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.runtime import Runtime, use
@@ -146,7 +146,7 @@ def test_no_call_is_lost_and_nothing_left_alive(swap: str, reloads: int) -> None
             reload_on=Uses(50),
             swap=Swap(swap, defer=0, drain_timeout=20),  # type: ignore[arg-type]
             unload=Model.close,
-            backoff=Backoff(0.001, 0.002),
+            loading=Loading(backoff=Backoff(0.001, 0.002)),
             wait_timeout=20,
             name="stress",
         )
@@ -194,7 +194,7 @@ def test_a_pool_keeps_its_budget_and_its_leases_under_16_threads() -> None:
             Voice,
             max_memory="1 GB",
             max_models=4,
-            ttl="50ms",
+            reload_on=TTL("50ms"),
             unload=Voice.close,
             wait_timeout=20,
             name="voices",

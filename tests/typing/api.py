@@ -323,7 +323,7 @@ def load_voice(language: str) -> Model:
     return Model(language)
 
 
-voices = pool(load_voice, max_memory="2 GB", max_models=5, ttl="1h", idle="10m")
+voices = pool(load_voice, max_memory="2 GB", max_models=5, reload_on=TTL("1h") | Idle("10m"))
 assert_type(voices.unload("ja", timeout="5s"), None)
 assert_type(voices.reload("ja", "en"), None)
 assert_type(voices.status().idle, tuple[str, ...])

@@ -142,7 +142,7 @@ class Molds:
             warmup=None,
             validate=None,
             unload=None,
-            load_timeout=None,  # the mold has one for each guard
+            loading=replace(context.options.loading, timeout=None),  # the mold has one for each guard
         )
         guard.engine.runtime = replace(context.runtime, private=partial(self._bytes, guard))
 
@@ -250,7 +250,7 @@ class Molds:
             if now < self._not_before:
                 return
             self._deaths += 1
-            self._not_before = now + self._own[0][0].backoff.seconds(self._deaths, 0.5)
+            self._not_before = now + self._own[0][0].loading.backoff.seconds(self._deaths, 0.5)
         elif mold.configuration is self._server.cfg:
             return
         mold.configuration = self._server.cfg

@@ -510,7 +510,7 @@ class HostScope(Source):
                 logger.warning("%s: no mold after the end of its broker: %s", self.name, error)
             else:
                 return
-            if self._ended.wait(self._source.backoff.seconds(failures, random.random())):  # noqa: S311 - jitter
+            if self._ended.wait(self._source.loading.backoff.seconds(failures, random.random())):  # noqa: S311 - jitter
                 return
 
     def _ask(self, what: Any, *details: Any, timeout: float | None = None) -> Any:

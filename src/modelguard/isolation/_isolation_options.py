@@ -390,7 +390,7 @@ def check_source(function: Any, owner: object, recycle_on: Policy | None, start:
         raise InvalidOption("recycle_on", recycle_on, why=why, fix="Write for example Uses(10_000).")
     if owner is not None and subset(recycle_on, renews=True, unloads=True) is not None:
         why = "would renew or unload a pool's models, which the pool does"
-        fix = "Give the pool a ttl or idle, and leave TTL, Modified, Changed and Idle out."
+        fix = "Give TTL, Changed or Idle to the pool, as its reload_on, and leave them and Modified out here."
         raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
     world = runtime.default()
     check_policy(recycle_on, world.limit, world.gpu)

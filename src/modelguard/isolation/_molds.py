@@ -93,7 +93,7 @@ class Mold(MoldOrders):
         plan = WorkerPlan(
             options.workers,
             breaker=options.breaker,
-            backoff=owner.source.backoff,
+            backoff=owner.source.loading.backoff,
             spare=self.SPARE,
             is_paused=owner.is_paused,
         )
@@ -295,7 +295,7 @@ class Mold(MoldOrders):
 
     def end_late_load(self) -> None:
         if not self._loaded.done():
-            self._fail(TimeoutError("the load did not end within load_timeout"))
+            self._fail(TimeoutError("the load did not end within the timeout of its Loading"))
 
     def _heed_worker(self, control: Channel, what: str, number: int, *details: Any) -> None:
         worker = self._running[number]
@@ -432,7 +432,7 @@ class SpawnedWorkers(Mold):
 #: Seconds. A mold that has lived this long was no part of a series of failures.
 _SOUND = 60.0
 
-#: Seconds after ``load_timeout`` at which the mold itself is ended; the guard reports the timeout before.
+#: Seconds after the timeout of a load at which the mold itself is ended; the guard reports the timeout before.
 _MARGIN = 0.5
 
 #: Seconds that the exit of this process waits for its molds to end, after they were killed.
@@ -613,7 +613,7 @@ class MoldGuard:
     @property
     def load_timeout(self) -> float | None:
         """After how many seconds a mold that still loads is ended."""
-        limit = self.source.load_timeout
+        limit = self.source.loading.timeout
         return None if limit is None else limit + _MARGIN
 
     def _headroom(self) -> int | None:
@@ -639,7 +639,7 @@ class MoldGuard:
     def mold_died(self, mold: Mold) -> None:
         lived = time.monotonic() - mold.born
         self._deaths = 1 if lived > _SOUND else self._deaths + 1
-        wait = 0.0 if self._deaths == 1 else self.source.backoff.seconds(self._deaths - 1, 0.5)
+        wait = 0.0 if self._deaths == 1 else self.source.loading.backoff.seconds(self._deaths - 1, 0.5)
         dead = weakref.ref(mold)
         supervisor().later(wait, lambda: self._replace(dead))
 
@@ -650,7 +650,7 @@ class MoldGuard:
         if engine.loading:
             # If that load fails, and the guard is paused, it does not try again: it takes the dead mold for one that
             # serves.
-            supervisor().later(self.source.backoff.seconds(1, 0.5), lambda: self._replace(dead))
+            supervisor().later(self.source.loading.backoff.seconds(1, 0.5), lambda: self._replace(dead))
             return
         with suppress(GuardClosed):
             self.guard.reload(wait=False)

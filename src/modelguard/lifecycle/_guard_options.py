@@ -36,6 +36,7 @@ from modelguard.telemetry.reasons import Reason
 
 __all__ = [
     "Loaded",
+    "Loading",
     "Replay",
     "Swap",
 ]
@@ -69,7 +70,7 @@ class Replay:
         max_memory: How much memory the arguments may take, pickled: bytes, or text such as ``"500 kB"``. The oldest go
             first, and a call that needs more alone is not kept. Default 16 MB.
         timeout: How long the calls on both models may take together; those that have ended by then count. A plain
-            function is not interrupted: set the guard's ``load_timeout`` against one that hangs. Default ten seconds.
+            function is not interrupted: ``Loading(timeout)`` bounds one that hangs. Default ten seconds.
 
     Raises:
         InvalidOption: One of them is invalid.
@@ -214,6 +215,30 @@ class Swap:
         return value if isinstance(value, Swap) else cls(value)  # type: ignore[arg-type] # which is checked there
 
 
+@dataclass(frozen=True, init=False)
+class Loading:
+    """How long a load may take, and when one that failed is tried again: ``guard(..., loading=Loading("2m"))``.
+
+    Args:
+        timeout: Limit for load, validation and warm-up together: seconds, a ``timedelta`` or text such as ``"2m"``.
+            After that the load has failed with ``LoadTimeout``. A thread cannot be stopped, so the loader is left
+            behind; if it ends after all, its model is unloaded and dropped. Default: none. Set it if the loader uses
+            the network.
+        backoff: How long the next load waits after one that failed. Default: ``Backoff("1s", "1m")``.
+
+    Raises:
+        InvalidOption: One of them is invalid.
+    """
+
+    timeout: float | None
+    backoff: Backoff
+
+    def __init__(self, timeout: _units.Duration | None = None, *, backoff: Backoff = Backoff()) -> None:  # noqa: B008 - a value
+        object.__setattr__(self, "timeout", None if timeout is None else _units.seconds(timeout, "timeout"))
+        fix = "Write Backoff('1s', '1m')."
+        object.__setattr__(self, "backoff", _units.instance(backoff, "backoff", Backoff, "a Backoff", fix=fix))
+
+
 # As code objects spell it, with links unresolved; the separator excludes a neighbour with a longer name.
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 
@@ -281,9 +306,8 @@ class GuardOptions(Generic[M]):
     warmup: Callable[[M], object] | None
     validate: Callable[..., object] | None
     unload: Callable[[M], object] | None
-    load_timeout: float | None
+    loading: Loading
     wait_timeout: float
-    backoff: Backoff
     prefork: bool
     name: str
     retry: bool = False
@@ -298,7 +322,7 @@ class GuardOptions(Generic[M]):
             given = getattr(self, argument)
             if given is not None and not (argument == "validate" and takes_old_model(given)):
                 check_callable(argument, given, arguments=1, fix=_FIXES[argument])
-        _units.instance(self.backoff, "backoff", Backoff, "a Backoff", fix="Write Backoff('1s', '1m').")
+        _units.instance(self.loading, "loading", Loading, "a Loading", fix="Write loading=Loading('2m').")
         for argument in ("prefork", "retry"):
             _units.flag(getattr(self, argument), argument)
         object.__setattr__(self, "name", _units.name(self.name))
@@ -325,26 +349,36 @@ class PoolOptions(NamedTuple):
     name: str
     max_memory: int
     max_models: float
-    ttl: float
     wait_timeout: float
+    ttl: TTL | None
     idle: float
-    reload_on: Changed | None = None
+    source: Changed | None
 
 
-def check_pool_policy(policy: object) -> None:
-    """Check the policy of a pool.
+def policies_of_keys(given: Policy | None) -> tuple[TTL | None, Idle | None, Changed | None]:
+    """The policies of a pool, which go for each key by itself.
 
     Raises:
-        InvalidOption: It is neither None nor a ``Changed`` whose probe takes the key.
+        InvalidOption: It has others, two of one kind, or a part that says nothing of one key.
     """
-    if policy is None:
-        return
-    fix = (
-        "Of the policies a pool takes Changed, with a probe of the key; ttl= bounds the age of its models, and "
-        "idle= releases those that nobody uses."
-    )
-    probe = _units.instance(policy, "reload_on", Changed, "Changed(probe) or None", fix=fix).probe
-    check_callable("probe", probe, arguments=1, fix="It gets the key: Changed(lambda key: etag(key)).")
+    fix = "A pool takes TTL, Idle and Changed, each once: reload_on=TTL('6h') | Idle('10m') | Changed(probe)."
+    found: dict[type[Policy], Any] = {}
+    for member in alternatives(given):
+        if not isinstance(member, TTL | Idle | Changed):
+            why = f"must be TTL, Idle, Changed or None, not {_units.kind_of(member)}"
+            raise InvalidOption("reload_on", member, why=why, fix=fix)
+        if (kind := type(member)) in found:
+            raise InvalidOption("reload_on", given, why=f"has {kind.__name__} twice", fix=fix)
+        if isinstance(member, Idle) and (member.keep is not None or not member.ready):
+            why = "has keep or ready, and a pool counts as ready, and keeps nothing of an idle key"
+            raise InvalidOption(
+                "reload_on", member, why=why, fix=f"Write Idle({_units.format_seconds(member.after)!r})."
+            )
+        found[kind] = member
+    if (source := found.get(Changed)) is not None:
+        fix = "It gets the key: Changed(lambda key: etag(key))."
+        check_callable("probe", source.probe, arguments=1, fix=fix)
+    return found.get(TTL), found.get(Idle), source
 
 
 _HOW = ("a function without arguments", "a function of one argument")

@@ -54,9 +54,6 @@ _REMEMBERED = 256
 #: How often a pool looks for models that nobody uses, in the time after which they are released.
 _LOOKS = 10
 
-#: Of a model's age, at random, so that not all end at once.
-_JITTER = 0.1
-
 _pool_engines: WeakRegistry[PoolEngine[Any, Any]] = WeakRegistry()
 
 
@@ -124,7 +121,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         return [model.engine for model in self._models.values() if model.engine is not None]
 
     def _known_of(self, key: K) -> Known[M]:
-        known = self._known.pop(key, None) or Known(self.name, key, self.options.reload_on)
+        known = self._known.pop(key, None) or Known(self.name, key, self.options.source)
         self._known[key] = known
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
@@ -239,7 +236,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             probe.poll(self.runtime)
 
     def check_interval(self) -> float:
-        source = self.options.reload_on
+        source = self.options.source
         return min(self.options.idle / _LOOKS, math.inf if source is None else min(1.0, source.every))
 
     def _has_to_look(self) -> bool:
@@ -640,7 +637,9 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                 self._evict(key)
                 model.loading = False  # those who wait for it look again
                 return False
-            model.admit(self.runtime.clock(), self.options.ttl * (1 - _JITTER * self.runtime.random()))
+            ttl = self.options.ttl
+            age = math.inf if ttl is None else ttl.seconds * (1 - ttl.jitter * self.runtime.random())
+            model.admit(self.runtime.clock(), age)
             self._loads += 1
             engine.state.watch(watched=bool(self._watchers))
         self.line.serve()

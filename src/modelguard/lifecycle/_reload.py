@@ -57,7 +57,7 @@ Discard = Callable[[Generation[M], "DiscardCause"], None]
 
 
 def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Generation[M]:
-    """Load, validate and warm up a model within ``load_timeout``.
+    """Load, validate and warm up a model within the timeout of the load.
 
     Args:
         guard: Whose model.
@@ -65,7 +65,7 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Generatio
         discard: Called with a generation that was rejected, or came too late.
 
     Raises:
-        Late: ``load_timeout`` has passed. The loader's thread is left behind.
+        Late: That has passed. The loader's thread is left behind.
         Rejected: The loader returned no model, or ``validate`` rejected it.
         BaseException: Whatever the loader or the warm-up raised.
     """
@@ -80,7 +80,7 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Generatio
 
     with guard.runtime.returning():  # ends here with the wait for a loader that does not end
         return _within(
-            guard.options.load_timeout,
+            guard.options.loading.timeout,
             work,
             start_thread=guard.runtime.start_thread,
             name=f"modelguard-loader-{guard.name}",
@@ -461,7 +461,7 @@ class Reload(Generic[M]):
             return
         state, runtime = self._guard.state, self._guard.runtime
         attempt = state.failures + 1
-        wait = self._guard.options.backoff.seconds(attempt, runtime.random())
+        wait = self._guard.options.loading.backoff.seconds(attempt, runtime.random())
         current = state.number
         failure = kind(self._guard.name, reason, attempt=attempt, retry_after=wait, current=current)
         failure.__cause__ = cause
@@ -644,8 +644,10 @@ class Reload(Generic[M]):
         try:
             return make(guard, self._job, self._discard)
         except Late:
-            late = f"the loader did not end within load_timeout={guard.options.load_timeout:g} s and was abandoned"
-            self.fail(LoadTimeout, late, None)
+            timeout = guard.options.loading.timeout
+            self.fail(
+                LoadTimeout, f"the loader did not end within Loading(timeout={timeout:g}) and was abandoned", None
+            )
         except Rejected as rejection:
             free_after(guard.runtime.gpu, rejection.__cause__ or rejection)
             self.fail(ModelRejected, str(rejection), rejection.__cause__)

@@ -12,11 +12,11 @@ from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine, Lease
 from modelguard.lifecycle._wrappers import decorate, owner_of
 from modelguard.lifecycle.handle import ModelHandle
-from modelguard.lifecycle.policies import Backoff, Policy
+from modelguard.lifecycle.policies import Policy
 from modelguard.runtime.fork import WeakRegistry
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._guard_options import GuardOptions, Loaded, Swap, SwapMode
+    from modelguard.lifecycle._guard_options import GuardOptions, Loaded, Loading, Swap, SwapMode
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import Status
     from modelguard.telemetry.reasons import Reason
@@ -196,9 +196,8 @@ if TYPE_CHECKING:
 
         warmup: Callable[[M], object] | None
         unload: Callable[[M], object] | None
-        load_timeout: _units.Duration | None
+        loading: Loading | None
         wait_timeout: _units.Duration
-        backoff: Backoff | None
         name: str | None
 
     class _Options(OptionsOfAll[M], total=False):
@@ -225,9 +224,8 @@ def guard(
     warmup: Callable[[Any], object] | None = None,
     validate: Callable[..., object] | None = None,
     unload: Callable[[Any], object] | None = None,
-    load_timeout: _units.Duration | None = None,
+    loading: Loading | None = None,
     wait_timeout: _units.Duration = 30.0,
-    backoff: Backoff | None = None,
     retry: bool = False,
     prefork: bool = False,
     name: str | None = None,
@@ -260,12 +258,10 @@ def guard(
             loaded and never used, and at interpreter exit: close its files and threads here. If it raises, the release
             continues, and ``GenerationReleased.error`` reports the error. May be ``async``. A forked process does not
             unload the model of its parent at its exit; and no exit handler runs in a process that a signal ends.
-        load_timeout: Limit for load, validation and warm-up together. After that the load has failed with
-            ``LoadTimeout``. A thread cannot be stopped, so the loader is left behind; if it ends after all, its model
-            is unloaded and dropped. Default: none. Set it if the loader uses the network.
+        loading: How long a load may take, and how failed loads are retried: ``Loading("2m", backoff=Backoff("5s"))``.
+            Default: no limit, and ``Backoff("1s", "1m")``.
         wait_timeout: How long a call waits while the model is being replaced and no generation takes calls, before
             ``Reloading``. The first load has no such limit; the ``timeout`` of :meth:`ModelGuard.lease` limits both.
-        backoff: How failed loads are retried. Default: ``Backoff("1s", "1m")``.
         retry: Run a call once more if it ran out of GPU memory. Only for functions that may safely run twice. With or
             without it, the local variables of the calls in the error's traceback are cleared, torch's cache is emptied
             (``GpuOutOfMemory``), and if much stays allocated, the model is replaced. Generators, ``lease()`` blocks
@@ -298,9 +294,8 @@ def guard(
         warmup=warmup,
         validate=validate,
         unload=unload,
-        load_timeout=None if load_timeout is None else _units.seconds(load_timeout, "load_timeout"),
+        loading=_guard_options.Loading() if loading is None else loading,
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
-        backoff=Backoff() if backoff is None else backoff,
         retry=retry,
         prefork=prefork,
         name=_guard_options.loader_name(load) if name is None else name,

@@ -17,14 +17,14 @@ from modelguard.lifecycle._misuse import call_parameters, plain_function
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._wrappers import check_function, wrap
 from modelguard.lifecycle.handle import Decorator, Handle
-from modelguard.lifecycle.policies import Backoff, Changed
+from modelguard.lifecycle.policies import Policy
 from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Timeout
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from modelguard.lifecycle._guard_options import GuardOptions, Loaded
+    from modelguard.lifecycle._guard_options import GuardOptions, Loaded, Loading
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
 
@@ -156,9 +156,7 @@ if TYPE_CHECKING:
     class _Options(OptionsOfAll[M], total=False):
         max_memory: Required[int | str]
         max_models: int | None
-        ttl: _units.Duration | None
-        idle: _units.Duration | None
-        reload_on: Changed | None
+        reload_on: Policy | None
         validate: Callable[[M], object] | None
 
 
@@ -171,15 +169,12 @@ def pool(
     *others: Never,
     max_memory: int | str = _misuse.REQUIRED,
     max_models: int | None = None,
-    ttl: _units.Duration | None = None,
-    idle: _units.Duration | None = None,
-    reload_on: Changed | None = None,
+    reload_on: Policy | None = None,
     wait_timeout: _units.Duration = 30.0,
     warmup: Callable[[Any], object] | None = None,
     validate: Callable[[Any], object] | None = None,
     unload: Callable[[Any], object] | None = None,
-    load_timeout: _units.Duration | None = None,
-    backoff: Backoff | None = None,
+    loading: Loading | None = None,
     name: str | None = None,
 ) -> ModelPool[Any, Any]:
     """Keep many models within one memory budget: load each on its first use, evict the least recently used for room.
@@ -192,20 +187,18 @@ def pool(
         others: None; every option is passed by keyword.
         max_memory: Budget for all models together: bytes, ``"2 GB"``, or a percentage of the memory limit, ``"60%"``.
         max_models: How many models at most. Default: as many as the budget holds.
-        ttl: A model older than this (less up to a tenth, at random) takes no new leases: it is released when its last
-            lease ends, and loaded anew. Default: no bound.
-        idle: A model that no call has used for this long is released, and the next call for its key loads it again. The
-            pool looks for such models ten times in that time, and at most once a second, so the release comes up to a
-            tenth of it late. Default: a model stays until its room is needed.
-        reload_on: ``Changed(probe)``, whose probe takes the key: a model whose source has changed is treated as one
-            that is older than ``ttl``. Probes are asked while their model is loaded. Default: none.
+        reload_on: ``TTL``, ``Idle`` and ``Changed``, each once, joined by ``|``; for each model by itself. One that is
+            older than its ``TTL`` takes no new leases: it is released when its last lease ends, and loaded anew. So is
+            one whose source has changed: the probe of ``Changed`` takes the key, and is asked while its model is
+            loaded. A model that no call has used for as long as ``Idle`` says is released, and the next call for its
+            key loads it again. Default: a model stays until its room is needed.
         wait_timeout: How long a lease waits for room, before ``Overloaded``.
         warmup: Called with each new model before it takes calls.
         validate: Called with each new model before the warm-up. If it raises or returns something false, the model is
             rejected.
         unload: Called with each model before it is dropped, and at interpreter exit.
-        load_timeout: Bound on load, validation and warm-up together; a loader past it is left behind. Default: none.
-        backoff: How long a key waits after a failed load. Default: ``Backoff("1s", "1m")``.
+        loading: How long a load may take, and how long a key waits after a failed one: ``Loading("2m",
+            backoff=Backoff("5s"))``. Default: no limit, and ``Backoff("1s", "1m")``.
         name: For events, logs and errors. Default: the loader's name.
 
     Raises:
@@ -218,7 +211,7 @@ def pool(
 
     _guard_options.check_loader(load, arguments=1)
     _misuse.check_keyword("max_memory", max_memory, others, fix='Write pool(load, max_memory="2 GB").')
-    _guard_options.check_pool_policy(reload_on)
+    ttl, idle, source = _guard_options.policies_of_keys(reload_on)
     if max_models is not None:
         _units.whole_number(max_models, "max_models")
     title = _guard_options.loader_name(load) if name is None else name
@@ -230,9 +223,8 @@ def pool(
         warmup=warmup,
         validate=validate,
         unload=unload,
-        load_timeout=None if load_timeout is None else _units.seconds(load_timeout, "load_timeout"),
+        loading=_guard_options.Loading() if loading is None else loading,
         wait_timeout=30.0,
-        backoff=Backoff() if backoff is None else backoff,
         prefork=False,
         name=title,
         # Without a hook nothing is closed, and two keys may well have one model.
@@ -251,10 +243,10 @@ def pool(
         name=common.name,
         max_memory=_guard_options.memory_bound("max_memory", max_memory, world.limit),
         max_models=math.inf if max_models is None else max_models,
-        ttl=math.inf if ttl is None else _units.seconds(ttl, "ttl"),
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
-        idle=math.inf if idle is None else _units.seconds(idle, "idle"),
-        reload_on=reload_on,
+        ttl=ttl,
+        idle=math.inf if idle is None else idle.after,
+        source=source,
     )
     return ModelPool(PoolEngine(make, options, world), options_for)
 

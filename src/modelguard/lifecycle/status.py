@@ -100,11 +100,11 @@ class PoolStatus(Generic[K]):
         used: Bytes of the budget in use.
         max_memory: The budget in bytes.
         loads: Loads that have succeeded.
-        evictions: Models released to make room, because of their ``ttl`` or because their source has changed.
+        evictions: Models released to make room, because of their ``TTL`` or because their source has changed.
         versions: Version of each loaded model whose loader gave one.
-        unloads: Models released until their next use, because nobody used them for ``idle`` or on request.
+        unloads: Models released until their next use, because of ``Idle`` or on request.
         idle: The keys of those that were not loaded again, the latest 256.
-        paused: Whether ``pause()`` holds back ``ttl``, ``reload_on`` and ``idle``.
+        paused: Whether ``pause()`` holds back ``reload_on``.
     """
 
     name: str

@@ -20,7 +20,7 @@ from modelguard.runtime import fork
 if sys.platform != "win32":
     import fcntl
 
-#: Seconds after which others no longer wait for a holder, such as a hung loader without ``load_timeout``.
+#: Seconds after which others no longer wait for a holder, such as a hung loader without a timeout.
 MAX_WAIT = 300.0
 _POLL = 0.05
 

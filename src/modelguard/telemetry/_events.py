@@ -72,7 +72,7 @@ Swap = Literal["first", "load_first", "drain_first"]
 #: held the lock too long; ``"cancelled"``: none, because the guard was closed; ``"none"``: none, as for first loads.
 HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 
-#: Why a loaded model was not used: the guard was closed, the load took longer than ``load_timeout``, ``validate``,
+#: Why a loaded model was not used: the guard was closed, the load took longer than its timeout, ``validate``,
 #: the warm-up or ``replay`` failed, ``rollback()`` was called, or a newer reload request replaced it.
 DiscardCause = Literal["closed", "late", "rejected", "rolled_back", "stale"]
 
@@ -337,7 +337,7 @@ class LoadDiscarded(Event):
     def _sentence(self) -> str:
         why = {
             "closed": "the guard was closed",
-            "late": "it was ready only after load_timeout",
+            "late": "it was ready only after the timeout of its load",
             "rejected": "validate, warmup or replay failed",
             "rolled_back": "rollback() was called during its load",
             "stale": "a newer reload request replaced it",

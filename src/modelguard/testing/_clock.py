@@ -69,9 +69,9 @@ class Clock(OfTest):
     its one GPU. Random jitter is always 0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes its shortest
     wait, which is half.
 
-    Policies, ``defer``, backoffs, ``memory.trim_every`` and the ``ttl`` and ``idle`` of pools use this clock. Timeouts
-    of callers stay in real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``
-    and the timeouts of leases. For everything in ``batched`` real time goes on, and :meth:`advance` adds to it.
+    Policies, ``defer``, backoffs, and ``memory.trim_every`` use this clock. Timeouts of callers stay in real time,
+    because threads actually wait: ``wait_timeout``, the timeout of ``Loading``, ``drain_timeout`` and the timeouts of
+    leases. For everything in ``batched`` real time goes on, and :meth:`advance` adds to it.
     """
 
     def __init__(self, test: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelguard import Backoff, Bounds, Breaker, Host, guard, isolate
+from modelguard import Backoff, Bounds, Breaker, Host, Loading, guard, isolate
 from modelguard.errors import LoadFailed, NotSupported
 from modelguard.isolation import _supervisor
 from modelguard.isolation._channel import RemoteTraceback
@@ -139,7 +139,7 @@ class TestIdentity:
 
     def test_the_guards_options_count(self) -> None:
         """The broker replaces molds by them."""
-        other = guard(dict, reload_on=None, backoff=Backoff(5, 10)).engine.options
+        other = guard(dict, reload_on=None, loading=Loading(backoff=Backoff(5, 10))).engine.options
         assert identity_of(options(), self.SOURCE) != identity_of(options(), other)
 
 

@@ -12,14 +12,16 @@ import pytest
 from tests.unit.isolation.test_pause import Process, Supervisor, answer
 from tests.unit.lifecycle.world import until
 
-from modelguard import Backoff, Idle, Isolated, guard, isolate, telemetry
+from modelguard import Backoff, Idle, Isolated, Loading, guard, isolate, telemetry
 from modelguard.errors import Reloading
 from modelguard.isolation import _molds
 from modelguard.telemetry import Reason, WorkersReleased
 
 WHY = (Reason("idle", "Idle('1h', keep='mold')"),)
 
-kept = guard(dict, reload_on=Idle("1h", keep="mold"), backoff=Backoff(0.01, 0.02), name="model")(answer)
+kept = guard(dict, reload_on=Idle("1h", keep="mold"), loading=Loading(backoff=Backoff(0.01, 0.02)), name="model")(
+    answer
+)
 
 
 class Mold(Process):

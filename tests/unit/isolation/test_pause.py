@@ -14,7 +14,7 @@ from tests.unit.isolation.test_mold_workers import FakeMold
 from tests.unit.isolation.test_worker_plan import numbers
 from tests.unit.lifecycle.world import until
 
-from modelguard import TTL, Backoff, Breaker, Isolated, guard, isolate, pool, telemetry
+from modelguard import TTL, Backoff, Breaker, Isolated, Loading, guard, isolate, pool, telemetry
 from modelguard.errors import GuardClosed, InvalidOption, NotSupported
 from modelguard.isolation import _molds
 from modelguard.isolation._mold_workers import End, Start, Waiter, Worker, WorkerPlan, Workers
@@ -231,9 +231,9 @@ def answer(_: object, text: str) -> str:
     return text
 
 
-guarded = guard(dict, reload_on=TTL("1h", jitter=0), backoff=Backoff(0.01, 0.02), swap="load_first", name="model")(
-    answer
-)
+guarded = guard(
+    dict, reload_on=TTL("1h", jitter=0), loading=Loading(backoff=Backoff(0.01, 0.02)), swap="load_first", name="model"
+)(answer)
 voices = pool(lambda name: {"name": name}, max_memory="1 GB", name="voices")
 
 

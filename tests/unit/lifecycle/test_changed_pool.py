@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.unit.lifecycle.world import outcome
 
-from modelguard import TTL, Changed, telemetry
+from modelguard import TTL, Changed, Uses, telemetry
 from modelguard.errors import InvalidOption, Overloaded
 
 if TYPE_CHECKING:
@@ -119,8 +119,9 @@ def test_a_child_asks_the_probe_of_a_model_that_was_evicted(world: World) -> Non
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        (TTL("1h"), r"reload_on=TTL\('1h'\): must be Changed\(probe\) or None, not a TTL.*ttl="),
-        (Changed(lambda key: key) | TTL("1h"), r"must be Changed\(probe\) or None"),
+        (Uses(5), r"reload_on=Uses\(5\): must be TTL, Idle, Changed or None, not a Uses.*each once"),
+        (Changed(lambda key: key) | Uses(5), r"must be TTL, Idle, Changed or None"),
+        (TTL("1h") | TTL("2h"), r"has TTL twice"),
         (Changed(lambda: 1), r"probe=.*: is called as a function of one argument.*It gets the key"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number
 
-from modelguard import ModelGuard
+from modelguard import Loading, ModelGuard
 from modelguard.errors import LoadFailed, Overloaded, WouldDeadlock
 from modelguard.lifecycle import _load_waits
 
@@ -25,7 +25,7 @@ def causes(error: BaseException | None) -> list[type[BaseException]]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"load_timeout": "1h"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"loading": Loading("1h")}], ids=str)
 @pytest.mark.parametrize("use", ["lease", "load", "reload"])
 def test_a_loader_that_uses_its_own_guard_is_told(world: World, use: str, options: dict[str, Any]) -> None:
     """A loader that waits for its own model fails with what to do instead, whichever way it asks."""

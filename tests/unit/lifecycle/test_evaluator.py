@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, World, outcome, until
 
-from modelguard import TTL, Backoff, Errors, ModelGuard, Policy, Snapshot, Uses
+from modelguard import TTL, Backoff, Errors, Loading, ModelGuard, Policy, Snapshot, Uses
 from modelguard.errors import LoadFailed
 from modelguard.telemetry import ReloadDue
 
@@ -143,7 +143,7 @@ def test_a_guard_without_a_policy_needs_no_keeping(world: World) -> None:
 @pytest.mark.parametrize("swap", ["load_first", "drain_first"])
 def test_a_failed_guard_is_asked_when_its_retry_is_due(world: World, swap: str) -> None:
     """After a failure the ticker checks again when the backoff has passed, whether a generation serves or not."""
-    guard = world.guard(swap=swap, backoff=Backoff("8s"))
+    guard = world.guard(swap=swap, loading=Loading(backoff=Backoff("8s")))
     guard.load()
     world.loader.fails = True
     with pytest.raises(LoadFailed):
@@ -155,7 +155,7 @@ def test_a_failed_guard_is_asked_when_its_retry_is_due(world: World, swap: str) 
 
 def test_the_end_of_a_call_retries_as_well(world: World) -> None:
     """A degraded guard with traffic does not depend on the ticker: the end of a call may begin the retry."""
-    guard = world.guard(reload_on=Uses(2), backoff=Backoff("8s"))
+    guard = world.guard(reload_on=Uses(2), loading=Loading(backoff=Backoff("8s")))
     guard.load()
     world.loader.fails = True
     use(guard, 2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import World, number, outcome, until
 
-from modelguard import Backoff, ModelGuard, Uses
+from modelguard import Backoff, Loading, ModelGuard, Uses
 from modelguard.errors import LoadFailed, ModelRejected
 from modelguard.telemetry import GenerationReleased, LoadErrored, LoadFinished, LoadStarted
 from modelguard.telemetry.reasons import Reason
@@ -54,7 +54,7 @@ class TestOneFlight:
 class TestAFailedLoad:
     def test_is_told_at_once_until_the_backoff_has_passed(self, world: World) -> None:
         """Later callers get ``LoadFailed`` without another load, with the time of the next attempt."""
-        guard = world.guard(backoff=Backoff("8s"))
+        guard = world.guard(loading=Loading(backoff=Backoff("8s")))
         world.loader.fails = True
         for left in (4.0, 3.0, 1.0):  # a draw of 0 halves the backoff
             world.now = 1004.0 - left
@@ -67,7 +67,7 @@ class TestAFailedLoad:
 
     def test_is_retried_when_the_backoff_has_passed(self, world: World) -> None:
         """The first caller after the backoff begins the next load; each failure makes the wait longer."""
-        guard = world.guard(backoff=Backoff("8s"))
+        guard = world.guard(loading=Loading(backoff=Backoff("8s")))
         world.loader.fails = True
         for attempt, wait in [(1, 4.0), (2, 8.0), (3, 16.0)]:
             with pytest.raises(LoadFailed) as failure:
@@ -85,7 +85,7 @@ class TestAFailedLoad:
 
     def test_is_retried_in_the_background(self, world: World) -> None:
         """Once the backoff has passed the ticker retries, without waiting for a call."""
-        guard = world.guard(backoff=Backoff("8s"))
+        guard = world.guard(loading=Loading(backoff=Backoff("8s")))
         world.loader.fails = True
         with pytest.raises(LoadFailed):
             guard.load()
@@ -98,7 +98,7 @@ class TestAFailedLoad:
 
     def test_is_an_event(self, world: World) -> None:
         """The event says how often it failed, why, when the next attempt is due, and that none serves."""
-        guard = world.guard(backoff=Backoff("8s"))
+        guard = world.guard(loading=Loading(backoff=Backoff("8s")))
         world.loader.fails = True
         with pytest.raises(LoadFailed):
             guard.load()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from modelguard import Loading
 from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
 from modelguard.telemetry import LoadDiscarded
 
@@ -82,10 +83,10 @@ class TestARejectedModel:
 
 class TestLoadTimeout:
     def test_a_hanging_loader_is_left_behind(self, world: World) -> None:
-        """A loader that hangs past ``load_timeout`` fails for all waiting callers."""
-        guard = world.guard(load_timeout="10ms")
+        """A loader that hangs past its timeout fails for all waiting callers."""
+        guard = world.guard(loading=Loading("10ms"))
         world.loader.hold()
-        with pytest.raises(LoadTimeout, match=r"did not end within load_timeout=0.01 s and was abandoned") as failure:
+        with pytest.raises(LoadTimeout, match=r"did not end within Loading\(timeout=0.01\) and was") as failure:
             guard.load()
         assert isinstance(failure.value, TimeoutError)
         assert "failed" == guard.status().state
@@ -93,7 +94,7 @@ class TestLoadTimeout:
     def test_a_model_that_comes_late_is_released(self, world: World) -> None:
         """If the loader returns after all, its model is unloaded, dropped, and reported as discarded."""
         unloaded: list[int] = []
-        guard = world.guard(load_timeout="10ms", unload=lambda model: unloaded.append(model.number))
+        guard = world.guard(loading=Loading("10ms"), unload=lambda model: unloaded.append(model.number))
         world.loader.hold()
         with pytest.raises(LoadTimeout):
             guard.load()
@@ -104,7 +105,7 @@ class TestLoadTimeout:
 
     def test_a_loader_in_time_is_not_disturbed(self, world: World) -> None:
         """Within the bound a loader returns or fails as it does without one."""
-        guard = world.guard(load_timeout="1h")
+        guard = world.guard(loading=Loading("1h"))
         guard.load()
         world.loader.fails = True
         with pytest.raises(LoadFailed, match="OSError: no weights"):
@@ -112,13 +113,13 @@ class TestLoadTimeout:
         assert 1 == guard.status().generation
 
     def test_a_timeout_of_the_loader_s_own_is_its_failure(self, world: World) -> None:
-        """A ``TimeoutError`` raised by the loader, for example by a download, is not taken for ``load_timeout``."""
+        """A ``TimeoutError`` raised by the loader, for example by a download, is not taken for that of the load."""
 
         def load() -> object:
             raise TimeoutError("the mirror does not answer")
 
         with pytest.raises(LoadFailed, match="the mirror does not answer") as failure:
-            world.guard(load, load_timeout="1h").load()
+            world.guard(load, loading=Loading("1h")).load()
         assert LoadFailed is type(failure.value)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number, outcome, until
 
-from modelguard import Backoff, ModelGuard
+from modelguard import Backoff, Loading, ModelGuard
 from modelguard.errors import LoadFailed, WouldDeadlock
 from modelguard.runtime.host_lock import HostLock
 from modelguard.telemetry import LoadDiscarded, LoadErrored, LoadFinished, SwapChosen
@@ -21,7 +21,7 @@ from modelguard.telemetry import LoadDiscarded, LoadErrored, LoadFinished, SwapC
 @pytest.fixture
 def guard(world: World) -> ModelGuard[Any]:
     """A guard whose first generation serves."""
-    made = world.guard(backoff=Backoff("8s"))
+    made = world.guard(loading=Loading(backoff=Backoff("8s")))
     made.load()
     return made
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.lifecycle.world import MB, World
 
 import modelguard
-from modelguard import TTL, Backoff, MemoryGrowth, MemoryLimit, ModelGuard, Modified, Uses, guard, pool
+from modelguard import TTL, Backoff, Loading, MemoryGrowth, MemoryLimit, ModelGuard, Modified, Uses, guard, pool
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle.runtime import use
@@ -46,13 +46,11 @@ class CallableModel:
         ("validate", lambda _new, _old, _strict: None),
         ("keep_previous", 1),
         ("unload", 3),
-        ("load_timeout", 0),
-        ("load_timeout", "-5s"),
+        ("loading", "2m"),
         ("wait_timeout", "soon"),
         ("drain_timeout", -1),
         ("defer", "5 parsecs"),
         ("defer", None),
-        ("backoff", 3),
         ("name", ""),
         ("name", 7),
         ("name", " "),
@@ -119,9 +117,9 @@ def test_a_lambda_is_named_by_its_place() -> None:
 
 def test_durations_are_read_as_people_write_them(world: World) -> None:
     """Durations are seconds, timedelta or text; no time at all is allowed where it makes sense."""
-    settings = world.guard(load_timeout="1m30s", wait_timeout=0, drain_timeout="500ms", defer="0s").engine.options
+    settings = world.guard(loading=Loading("1m30s"), wait_timeout=0, drain_timeout="500ms", defer="0s").engine.options
     assert (90, 0, 0.5, 0) == (
-        settings.load_timeout,
+        settings.loading.timeout,
         settings.wait_timeout,
         settings.swap.drain_timeout,
         settings.swap.defer,
@@ -133,11 +131,11 @@ def test_the_defaults_are_bounded() -> None:
     settings = guard(load, reload_on=None).engine.options
     assert ("auto", None, 30, 30, 5, Backoff("1s", "1m")) == (
         settings.swap.mode,
-        settings.load_timeout,
+        settings.loading.timeout,
         settings.wait_timeout,
         settings.swap.drain_timeout,
         settings.swap.defer,
-        settings.backoff,
+        settings.loading.backoff,
     )
 
 
@@ -236,13 +234,13 @@ class CallableModel:
         ("max_models", 0),
         ("max_models", True),
         ("max_models", 2.5),
-        ("ttl", 0),
+        ("reload_on", Uses(5)),
+        ("reload_on", TTL("1h") & TTL("2h")),
         ("wait_timeout", "-1s"),
         ("warmup", 3),
         ("validate", lambda: True),
         ("unload", "x"),
-        ("load_timeout", -1),
-        ("backoff", "1s"),
+        ("loading", "1s"),
     ],
 )
 def test_a_pool_s_options_are_checked_where_they_are_written(option: str, value: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
 from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World, outcome, until
 
-from modelguard import Backoff
+from modelguard import TTL, Backoff, Loading
 from modelguard.errors import LoadFailed, ModelTooLarge, Overloaded
 from modelguard.telemetry import GenerationReleased, LoadFinished
 
@@ -76,7 +76,7 @@ class TestRoom:
     def test_is_not_made_where_there_is_enough(self, world: World) -> None:
         """A model that turns out a little larger than before evicts no model that fits beside it."""
         sizes = Sizes(world, idle=40, grows=30)
-        pool = world.pool(sizes, ttl="1h")
+        pool = world.pool(sizes, reload_on=TTL("1h"))
         use(pool, "grows")
         world.tick(3000)
         use(pool, "idle")
@@ -183,7 +183,7 @@ class TestNoRoom:
                 begun.set()
                 assert go_on.wait(TIMEOUT)
 
-        pool = world.pool(sizes, validate=hold, ttl="1h", wait_timeout=0)
+        pool = world.pool(sizes, validate=hold, reload_on=TTL("1h"), wait_timeout=0)
         use(pool, "grows")
         world.tick(3000)
         use(pool, "a")
@@ -232,7 +232,7 @@ class TestAModelTooLarge:
 class TestAFailedLoad:
     def test_is_told_at_once_until_its_backoff_has_passed(self, world: World) -> None:
         """A key whose load failed fails at once until its backoff has passed; then it is tried again."""
-        pool = world.pool(backoff=Backoff("8s"))
+        pool = world.pool(loading=Loading(backoff=Backoff("8s")))
         world.loader.fails = True
         for attempt in (1, 1, 1):
             with pytest.raises(LoadFailed, match="no weights") as failure:

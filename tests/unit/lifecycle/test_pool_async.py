@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import MB, TIMEOUT, World
 
-from modelguard import ModelPool
+from modelguard import Loading, ModelPool
 from modelguard.errors import LoadFailed, LoadTimeout, Overloaded
 
 TASKS = 50
@@ -63,7 +63,7 @@ def test_the_end_of_the_time_is_told(world: World) -> None:
 def test_a_failed_load_fails_for_all_that_wait(world: World, kind: type[LoadFailed]) -> None:
     """One load and one thread, and an error object of its own for each task: tracebacks do not mix."""
     world.loader.fails = kind is LoadFailed
-    pool = world.pool(load_timeout="500ms" if kind is LoadTimeout else None)
+    pool = world.pool(loading=Loading("500ms") if kind is LoadTimeout else None)
     world.loader.hold()
     threads: list[str] = []
     start = world.start

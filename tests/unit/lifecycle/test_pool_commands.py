@@ -9,7 +9,7 @@ from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
 from tests.unit.lifecycle.test_pool_idle import pass_time
 from tests.unit.lifecycle.world import MB, World, outcome, until
 
-from modelguard import Changed
+from modelguard import TTL, Changed, Idle
 from modelguard.errors import WouldDeadlock
 from modelguard.telemetry import GenerationReleased, GuardPaused, GuardResumed, LoadStarted, UnloadStarted
 
@@ -132,7 +132,7 @@ class TestPause:
     def test_holds_back_age_sources_and_idleness(self, world: World) -> None:
         """What is due happens after ``resume()``."""
         value = [1]
-        pool = world.pool(ttl="20s", idle="10s", reload_on=Changed(lambda key: value[0]))
+        pool = world.pool(reload_on=TTL("20s") | Idle("10s") | Changed(lambda key: value[0]))
         use(pool, "a", "b")
         pool.pause()
         value[0] = 2
@@ -145,7 +145,7 @@ class TestPause:
 
     def test_room_is_made_all_the_same(self, world: World) -> None:
         """A call asks for it, and no policy; also where steady traffic is on a model whose age is over."""
-        pool = world.pool(Sizes(world, a=60, b=60), ttl="5s")
+        pool = world.pool(Sizes(world, a=60, b=60), reload_on=TTL("5s"))
         use(pool, "a")
         pool.pause()
         world.tick(100)

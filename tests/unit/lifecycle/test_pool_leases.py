@@ -9,6 +9,7 @@ import pytest
 from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
 from tests.unit.lifecycle.world import MB, TIMEOUT, World, outcome, until
 
+from modelguard import TTL
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Overloaded, UnhashableKey, WouldDeadlock
 from modelguard.lifecycle._pool_models import PooledModel
 
@@ -16,7 +17,7 @@ from modelguard.lifecycle._pool_models import PooledModel
 class TestTTL:
     def test_an_old_model_is_loaded_anew(self, world: World) -> None:
         """A model older than ``ttl`` is released and loaded again when it is next asked for."""
-        pool = world.pool(ttl="1h")
+        pool = world.pool(reload_on=TTL("1h"))
         use(pool, "a")
         world.tick(3599)
         use(pool, "a")
@@ -27,7 +28,7 @@ class TestTTL:
 
     def test_an_old_model_in_use_is_not_lent_again(self, world: World) -> None:
         """While it is in use others wait for it to end, up to their deadline."""
-        pool = world.pool(ttl="1h", wait_timeout=0)
+        pool = world.pool(reload_on=TTL("1h"), wait_timeout=0)
         with in_use(world, pool, "a"):
             world.tick(3600)
             with pytest.raises(Overloaded, match="the model of key 'a' is still being replaced"):
@@ -36,7 +37,7 @@ class TestTTL:
 
     def test_an_old_model_is_lent_to_those_inside(self, world: World) -> None:
         """A call that is on an old model already may use it again: it would wait for itself otherwise."""
-        pool = world.pool(ttl="1h", wait_timeout=0)
+        pool = world.pool(reload_on=TTL("1h"), wait_timeout=0)
         with pool.lease("a") as outer:
             world.tick(3600)
             with pool.lease("a") as inner:
@@ -47,7 +48,7 @@ class TestTTL:
     def test_is_jittered(self, world: World, draw: float, lives: float) -> None:
         """Each model's time is shortened by up to a tenth, at random, so that workers do not reload together."""
         world.draw = draw
-        pool = world.pool(ttl="100s")
+        pool = world.pool(reload_on=TTL("100s"))
         use(pool, "a")
         world.tick(lives)
         use(pool, "a")

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.lifecycle.pools import Sizes, loaded, use
 from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World, outcome, own_context
 
-from modelguard import batched, replicas
+from modelguard import TTL, batched, replicas
 from modelguard.errors import GuardClosed, LoadFailed, Overloaded
 
 COROUTINES = 1000
@@ -118,7 +118,7 @@ class TestALoaderWithACache:
 
     @pytest.mark.parametrize(
         ("options", "keys"),
-        [({"max_models": 1}, ["a", "b"]), ({"ttl": "1h"}, ["a"]), ({}, ["a"])],
+        [({"max_models": 1}, ["a", "b"]), ({"reload_on": TTL("1h")}, ["a"]), ({}, ["a"])],
         ids=["evicted", "too old", "closed"],
     )
     def test_is_refused_when_it_returns_a_model_that_was_closed(
@@ -260,7 +260,7 @@ class TestWarmups:
 
 def test_a_loop_over_a_pooled_generator_whose_time_is_over_may_call_its_pool(world: World) -> None:
     """The calls between two steps run on the generator's model: neither waits for the other."""
-    pool = world.pool(ttl=10, wait_timeout=TIMEOUT)
+    pool = world.pool(reload_on=TTL(10), wait_timeout=TIMEOUT)
 
     @pool(key="key")
     def numbers(model: Any, key: str) -> Iterator[int]:
@@ -284,7 +284,7 @@ def test_a_loop_over_a_pooled_generator_whose_time_is_over_may_call_its_pool(wor
 
 def test_overlapping_streams_do_not_keep_a_model_whose_time_is_over(world: World) -> None:
     """Another thread waits for the new model, and after half of ``wait_timeout`` the stream's thread does too."""
-    pool = world.pool(ttl=10, wait_timeout=0.1)
+    pool = world.pool(reload_on=TTL(10), wait_timeout=0.1)
 
     @pool(key="key")
     def numbers(model: Any, key: str) -> Iterator[int]:
@@ -339,7 +339,7 @@ class TestReopening:
 
 def test_a_coroutine_inside_a_lease_gets_its_model_although_its_time_is_over(world: World) -> None:
     """A nested lease goes to the model that the outer one uses; a fresh one would wait for the outer lease's end."""
-    pool = world.pool(ttl="1h")
+    pool = world.pool(reload_on=TTL("1h"))
 
     async def main() -> tuple[Any, Any, int]:
         async with pool.lease("a") as outer:

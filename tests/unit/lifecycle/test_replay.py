@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import MB, TIMEOUT, World, outcome, run, until
 
-from modelguard import Idle, ModelGuard, Replay, Uses, batched, guard_of, replicas, telemetry
+from modelguard import Idle, Loading, ModelGuard, Replay, Uses, batched, guard_of, replicas, telemetry
 from modelguard.errors import LoadTimeout, ModelRejected
 
 Answering = Callable[[Any], Any]
@@ -679,9 +679,9 @@ def test_a_coroutine_that_hangs_is_left_behind(world: World) -> None:
     assert (0, True) == (event.compared, event.accepted)
 
 
-def test_a_call_that_hangs_ends_with_load_timeout(world: World) -> None:
+def test_a_call_that_hangs_ends_with_the_timeout_of_the_load(world: World) -> None:
     """The current model goes on, and is released in the end."""
-    guard = world.guard(Models(same), replay=100, load_timeout=0.05)
+    guard = world.guard(Models(same), replay=100, loading=Loading(0.05))
     hangs, going_on, over = threading.Event(), threading.Event(), threading.Event()
     going_on.set()
 

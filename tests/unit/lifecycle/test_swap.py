@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import MB, TIMEOUT, Loader, World, number, outcome, until
 
-from modelguard import Backoff
+from modelguard import Backoff, Loading
 from modelguard.errors import LoadFailed, Reloading
 from modelguard.telemetry import (
     Event,
@@ -119,7 +119,7 @@ class TestDrainFirst:
 
     def test_a_failed_load_leaves_none_to_serve(self, world: World) -> None:
         """If the new model cannot be loaded then none serves; calls fail at once, until a retry succeeds."""
-        guard = world.guard(swap="drain_first", backoff=Backoff("8s"))
+        guard = world.guard(swap="drain_first", loading=Loading(backoff=Backoff("8s")))
         guard.load()
         world.loader.fails = True
         with pytest.raises(LoadFailed):

@@ -227,7 +227,7 @@ LINES: list[tuple[Event, str, str]] = [
     (
         LoadDiscarded(guard="nlp", cause="late"),
         "INFO",
-        "a loaded model was discarded: it was ready only after load_timeout",
+        "a loaded model was discarded: it was ready only after the timeout of its load",
     ),
     (released(), "INFO", "generation 3 released, 500 MB returned to the system"),
     (released(alive=None), "INFO", "generation 3 released, 500 MB returned to the system"),

@@ -21,6 +21,7 @@ from modelguard import (
     Execution,
     GpuMemoryGrowth,
     Idle,
+    Loading,
     MemoryGrowth,
     MemoryLimit,
     ModelGuard,
@@ -196,7 +197,9 @@ def test_own_and_composed_policies_are_driven(modelguard_clock: Clock, modelguar
 
 def test_a_failed_reload_is_retried_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """The old model still serves after a failure, and the retry comes after its backoff."""
-    nlp = guard(modelguard_loader, reload_on=TTL("1h"), backoff=Backoff("10s", "10s"), swap=Swap(defer=0))
+    nlp = guard(
+        modelguard_loader, reload_on=TTL("1h"), loading=Loading(backoff=Backoff("10s", "10s")), swap=Swap(defer=0)
+    )
     nlp.load()
     modelguard_loader.fail(1)
     modelguard_clock.advance("1h")
@@ -220,7 +223,7 @@ def test_a_first_load_that_failed_waits_for_its_backoff(modelguard_clock: Clock,
 
 def test_a_pool_s_idle_keys_go_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """As nobody uses them."""
-    voices = pool(modelguard_loader, max_memory="1 GB", idle="10m")
+    voices = pool(modelguard_loader, max_memory="1 GB", reload_on=Idle("10m"))
     with voices.lease("ja"):
         modelguard_clock.advance("1h")
         assert () == voices.status().idle
@@ -230,7 +233,7 @@ def test_a_pool_s_idle_keys_go_by_the_clock(modelguard_clock: Clock, modelguard_
 
 def test_a_pool_ages_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """A pool's models expire by the clock, and its loader gets the key."""
-    voices = pool(modelguard_loader, max_memory="1 GB", ttl="1h")
+    voices = pool(modelguard_loader, max_memory="1 GB", reload_on=TTL("1h"))
     with voices.lease("anna") as voice:
         assert (1, "anna") == (voice.number, voice.key)
     modelguard_clock.advance("1h")
