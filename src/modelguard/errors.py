@@ -350,7 +350,7 @@ class NoPreviousModel(ModelGuardError, RuntimeError):
         why: Why none is kept.
     """
 
-    def __init__(self, guard: str, *, why: str, fix: str) -> None:
+    def __init__(self, guard: str, *, why: str, fix: str = "Call reload() to load a model.") -> None:
         super().__init__(f"guard {guard!r} has no previous model: {why}. {fix}")
         self.guard = guard
         self.why = why

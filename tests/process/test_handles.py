@@ -47,7 +47,7 @@ from tests.process.conftest import ROOT
 from tests.process.handle_functions import make_any
 from tests.process.harness import alive, in_child, run_python
 
-from modelguard.errors import GuardClosed, NoPreviousModel, NotSupported
+from modelguard.errors import GuardClosed, NoPreviousModel
 
 __all__ = [
     "TestALoadThatFails",
@@ -158,7 +158,7 @@ class KeysHandle(_Isolated):
     kind = "keys"
     has = frozenset({"ready", "close timeout", "unload at exit", "closes at once"})
     lacks: ClassVar[Lacking] = {
-        "rollback": (NotSupported, "each key of a pool has a mold of its own"),
+        "rollback": (NoPreviousModel, "each key of a pool has a mold of its own"),
     }
 
     def load(self) -> int:

@@ -16,11 +16,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard.errors import (
     DeadlineExceeded,
     GuardClosed,
+    NoPreviousModel,
     QueueFull,
     Reloading,
     RemoteError,
@@ -245,6 +246,9 @@ class Source:
     For its handle it is a source of models, too: see :mod:`modelguard.lifecycle.handle`.
     """
 
+    #: Why there is no mold to go back to.
+    keeps_none: ClassVar[str]
+
     def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
         self.name = options.name
         self.runtime = runtime.default()
@@ -253,6 +257,9 @@ class Source:
         self.waits = Waits()
         self._waiting: dict[Claim, None] = {}
         self._most_loading = options.bounds.queue + options.workers
+
+    def rollback(self) -> None:
+        raise NoPreviousModel(self.name, why=self.keeps_none)
 
     # Calls
 

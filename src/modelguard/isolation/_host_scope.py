@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from modelguard import telemetry
-from modelguard.errors import GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
+from modelguard.errors import GuardClosed, LoadFailed, NotSupported, Reloading
 from modelguard.isolation import _processes, _supervisor, status
 from modelguard.isolation._calls import Claim, Followed, Source, Taken, Waits
 from modelguard.isolation._channel import Channel, Unreadable
@@ -357,6 +357,8 @@ _END = 15.0
 
 
 class HostScope(Source):
+    keeps_none = "molds that processes share are not kept"
+
     def __init__(self, options: IsolationOptions, source: GuardOptions[Any], *, paused: bool = False) -> None:
         check_shareable(source)
         identity_of(options, source)  # now, as in all processes that import the module
@@ -581,10 +583,6 @@ class HostScope(Source):
             return replace(known, state=state, ready=ready, broker=membership.pid, version=membership.version)
 
     # Its molds
-
-    def rollback(self) -> NoReturn:
-        fix = "Only scope='process' keeps the previous model."
-        raise NoPreviousModel(self.name, why="molds that processes share are not kept", fix=fix)
 
     def load(self, timeout: float | None) -> None:
         waiting.raise_on_event_loop(self.name, "load", "await f.aload()")

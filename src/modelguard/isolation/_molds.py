@@ -583,8 +583,7 @@ class MoldGuard:
 
     def rollback(self) -> None:
         if self.previous is not None and self.previous.died is not None:
-            fix = "Call reload() to load a model."
-            raise NoPreviousModel(self._options.name, why="the processes of the one that was kept have ended", fix=fix)
+            raise NoPreviousModel(self._options.name, why="the processes of the one that was kept have ended")
         self.guard.rollback()
 
     # What the guard calls

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
-from modelguard.errors import GuardClosed, ModelGuardError, NotSupported, Overloaded
+from modelguard.errors import GuardClosed, ModelGuardError, Overloaded
 from modelguard.isolation._calls import Claim, Limits, Source, Taken
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
@@ -191,8 +191,11 @@ class ProcessScope(MoldScope):
         self._engine = molds.guard.engine
         super().__init__(options, lambda: self._engine.options.wait_timeout)
         self.reload, self.reopen = self._engine.reload, self._engine.reopen
-        self.rollback, self.set_paused = molds.rollback, molds.set_paused
+        self.set_paused = molds.set_paused
         self.end_at_once, self.abandon = molds.end_at_once, molds.abandon
+
+    def rollback(self) -> None:
+        self._molds.rollback()
 
     def _lend(self, key: Any) -> Loan | None:
         del key
@@ -306,6 +309,8 @@ def _state(of_guard: State, mold: Mold | None) -> State:
 
 
 class PoolScope(MoldScope):
+    keeps_none = "each key of a pool has a mold of its own, and none is kept"
+
     def __init__(self, options: IsolationOptions, source: PoolSource, *, paused: bool = False) -> None:
         super().__init__(options, lambda: source.pooled.options.wait_timeout)
         self._options = options
@@ -375,11 +380,6 @@ class PoolScope(MoldScope):
             pool=pool,
             paused=pool.paused,
             postponed=_of_all(mold.workers.postponed for mold in molds),
-        )
-
-    def rollback(self) -> NoReturn:
-        raise NotSupported(
-            f"{self.name}: rollback", reason="each key of a pool has a mold of its own, and none is kept"
         )
 
     def load(self, timeout: float | None) -> None:

@@ -299,9 +299,8 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
         Needs a guard with ``keep_previous=True``: the previous mold and its workers stay alive, and take their memory.
 
         Raises:
-            NoPreviousModel: None is kept, or its processes have ended.
+            NoPreviousModel: None is kept, as of a pool or a host, or its processes have ended.
             GuardClosed: After :meth:`close`.
-            NotSupported: The function's model is one of a pool.
         """
         self._scope.rollback()
 

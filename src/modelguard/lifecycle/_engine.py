@@ -412,13 +412,11 @@ class Engine(GuardContext[M], fork.Forkable):
         """
         swapped = self.state.roll_back(LoadFailed(self.name, "rollback() was called during the load"))
         if swapped is None:
-            why, fix = "the guard keeps none", "Make it with guard(..., swap=Swap(keep_previous=True))."
-            if self.options.swap.keep_previous:
-                why = (
-                    "no reload has kept one since the first load, the last rollback, a release or a shortage of memory"
-                )
-                fix = "Call reload() to load a model."
-            raise NoPreviousModel(self.name, why=why, fix=fix)
+            if not self.options.swap.keep_previous:
+                fix = "Make it with guard(..., swap=Swap(keep_previous=True))."
+                raise NoPreviousModel(self.name, why="the guard keeps none", fix=fix)
+            why = "no reload has kept one since the first load, the last rollback, a release or a shortage of memory"
+            raise NoPreviousModel(self.name, why=why)
         back, old = swapped
         self.shown.show(back.version)
         telemetry.emit(

@@ -15,7 +15,7 @@ from tests.unit.isolation.test_worker_plan import numbers
 from tests.unit.lifecycle.world import until
 
 from modelguard import TTL, Backoff, Breaker, Isolated, Loading, guard, isolate, pool, telemetry
-from modelguard.errors import GuardClosed, InvalidOption, NotSupported
+from modelguard.errors import GuardClosed, InvalidOption, NoPreviousModel
 from modelguard.isolation import _molds
 from modelguard.isolation._mold_workers import End, Start, Waiter, Worker, WorkerPlan, Workers
 from modelguard.lifecycle.status import Postponed
@@ -363,7 +363,7 @@ class TestMolds:
 
     def test_over_a_pool_there_is_no_way_back(self) -> None:
         """The error names the function and what it cannot do: no key's mold is kept."""
-        with pytest.raises(NotSupported, match=r"voiced: rollback is not supported here: each key of a pool"):
+        with pytest.raises(NoPreviousModel, match=r"'voiced' has no previous model: each key of a pool"):
             isolate()(voiced).rollback()
 
     def test_a_pause_over_a_pool(self, seen: list[telemetry.Event]) -> None:
