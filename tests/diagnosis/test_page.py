@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from modelguard.diagnosis import Cause, GrowthReport, Measured, Spread, Trial, Trials, _growth_page
-from modelguard.diagnosis._holders import Held
+from modelguard.facts._holders import Held
 
 pytestmark = pytest.mark.timeout(120)
 

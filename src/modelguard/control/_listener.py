@@ -337,10 +337,11 @@ def _inspected(connected: socket.socket) -> None:
 
     By the script that is put into a process without modelguard: importing the package would take 10 MB here.
     """
-    folder = Path(__file__).parents[1] / "diagnosis"
+    package = Path(__file__).parents[1]
+    file = package / "diagnosis/_inside.py"
     script: dict[str, Any] = {"__name__": "modelguard.diagnosis._inside"}
-    exec(compile((folder / "_inside.py").read_bytes(), folder / "_inside.py", "exec"), script)  # noqa: S102 - our own
-    sources = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in script["SCRIPTS"]}
+    exec(compile(file.read_bytes(), file, "exec"), script)  # noqa: S102 - our own
+    sources = {name: (package / path).read_text(encoding="utf-8") for name, path in script["SCRIPTS"].items()}
     connected.settimeout(_PATIENCE)
     _client.send(connected, {"pid": os.getpid(), "version": _client.version()})
     connected.settimeout(None)

@@ -28,11 +28,11 @@ from modelguard.diagnosis._growth_causes import (
     attribute,
     notes_on,
 )
-from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._target import Progress, Said, command, follow
 from modelguard.environment import _allocator, _allocator_files, _launcher, _presets
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 from modelguard.facts._growth_judge import FEWEST, LEAST, Judgement, judge
+from modelguard.facts._holders import Held
 
 #: Seconds that a function is driven and tested, unless told otherwise.
 SECONDS = 30.0

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelguard import memory
-from modelguard.diagnosis import _census, _holders, _target
+from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._counts import Counts, Exhausted, compiled, kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
 from modelguard.environment import _allocator, _allocator_problems
 from modelguard.errors import ModelGuardError
-from modelguard.facts import _memory, _proc
+from modelguard.facts import _holders, _memory, _proc
 from modelguard.facts._growth_judge import Verdict, judge
 from modelguard.lifecycle._guard_options import Swap
 from modelguard.lifecycle._wrappers import owner_of

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, TextIO, TypeVar
 
 from modelguard.control import _client
-from modelguard.diagnosis import _redact
+from modelguard.diagnosis import _inside, _redact
 from modelguard.diagnosis._counts import compiled_in
 from modelguard.diagnosis._facts import (
     Facts,
@@ -341,8 +341,6 @@ def _words(pid: int, root: Path) -> tuple[str, ...]:
 _FIRST = (3, 14)
 #: Seconds until the process has to run the script, and until it has to answer.
 _PATIENCE, _ANSWER = 10.0, 30.0
-#: What is put into the process: the first starts it.
-_SCRIPTS = ("_inside", "_census", "_holders")
 
 
 class Connection:
@@ -440,8 +438,9 @@ def _talk(pid: int, connection: socket.socket) -> Iterator[Connection]:
 
 
 def _script(address: str) -> str:
-    here = Path(__file__)
-    sources = {name: here.with_name(f"{name}.py").read_text(encoding="utf-8") for name in _SCRIPTS}
+    package = Path(__file__).parents[1]
+    files = {"_inside": "diagnosis/_inside.py", **_inside.SCRIPTS}  # the first starts the others
+    sources = {name: (package / file).read_text(encoding="utf-8") for name, file in files.items()}
     return (
         f"sources = {sources!r}\nnames = {{'__name__': 'modelguard.diagnosis._inside'}}\n"
         f"exec(sources['_inside'], names)\nnames['begin']({address!r}, sources)\n"

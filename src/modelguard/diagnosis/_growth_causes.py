@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 from modelguard import _units
 from modelguard._units import format_bytes
 from modelguard.diagnosis._counts import Growing
-from modelguard.diagnosis._holders import Held
 from modelguard.facts._growth_judge import LEAST, Judgement, Verdict, judge
+from modelguard.facts._holders import Held
 
 CauseName = Literal[
     "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",

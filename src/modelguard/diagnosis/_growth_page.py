@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from modelguard._units import format_bytes, printable
 from modelguard.diagnosis._growth_causes import GrowthReport, Measured, Spread, Trial, Trials
-from modelguard.diagnosis._holders import Held
 from modelguard.facts._growth_judge import Judgement
+from modelguard.facts._holders import Held
 
 # A growth report as text for a terminal, and the sentences that its page has too.
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # Questions that come over a socket.
 
 
-#: What it needs, beside itself.
-SCRIPTS = ("_census", "_holders")
+#: What it needs, beside itself: the files, from the package on.
+SCRIPTS = {"_census": "diagnosis/_census.py", "_holders": "facts/_holders.py"}
 
 
 def begin(address: str, sources: dict[str, str]) -> None:

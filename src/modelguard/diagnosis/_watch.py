@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Self
 
 from modelguard import _units, telemetry
-from modelguard.diagnosis import _census, _counts, _holders
+from modelguard.diagnosis import _census, _counts
 from modelguard.diagnosis._census import Moment
 from modelguard.diagnosis._counts import Counts, Growing, compiled
 from modelguard.diagnosis._diagnose import within_a_day
@@ -26,12 +26,12 @@ from modelguard.diagnosis._facts_process import (
     require_proc,
 )
 from modelguard.diagnosis._growth_causes import Cause, GrowthReport, Measured, Unit, attribute, notes_on
-from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._target import Progress
 from modelguard.environment import _allocator
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
-from modelguard.facts import _memory, _proc
+from modelguard.facts import _holders, _memory, _proc
 from modelguard.facts._growth_judge import FEWEST, Verdict, judge
+from modelguard.facts._holders import Held
 from modelguard.isolation import _processes
 from modelguard.lifecycle import runtime
 from modelguard.runtime import fork

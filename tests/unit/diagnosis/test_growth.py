@@ -6,7 +6,7 @@ import pytest
 
 from modelguard.diagnosis import _growth_page
 from modelguard.diagnosis._growth_causes import Cause, GrowthReport, Measured, attribute, notes_on
-from modelguard.diagnosis._holders import Held
+from modelguard.facts._holders import Held
 
 MB = 10**6
 

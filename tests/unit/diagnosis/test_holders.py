@@ -13,7 +13,8 @@ from unittest import mock
 
 import pytest
 
-from modelguard.diagnosis import _census, _holders
+from modelguard.diagnosis import _census
+from modelguard.facts import _holders
 
 CODE = """
 import asyncio, collections, concurrent.futures, functools, io, logging, mmap, socket, sqlite3, threading
@@ -446,6 +447,9 @@ def test_a_variable_of_a_running_call_is_named() -> None:
     kept: list[int] = []
     assert _holders.path(kept).startswith("kept of the running call")
     assert _holders.path(kept).endswith("test_a_variable_of_a_running_call_is_named")
+    named = {"key": [1]}
+    found = _holders.path(named["key"])
+    assert found.startswith("named[...] of the running call")
 
 
 def test_what_only_changes_is_not_named(app: types.ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Who holds what grows: what it is, and the way to it from a module, a class, a call or a thread.
+"""Who holds a model that should be gone, or what grows: the way to it from a module, a class, a call or a thread.
 
 Only the standard library is used, because a process that is looked at may have no modelguard. And no code of the
 objects runs: a proxy that is asked for its class may open a connection, or raise.
@@ -33,8 +33,9 @@ _TABLE = 10_000
 _PENDING = "?"
 #: References from a root to a container: so many at most, and so many objects at each distance.
 _LONGEST, _WIDEST = 12, 8
-#: What is looked at by the diagnosis itself.
-_OWN = ("modelguard.diagnosis.", "the closure of modelguard.", "the thread 'modelguard-")
+#: What holds it because it is looked at, and calls that do nothing else.
+_LOOKING = ("modelguard.diagnosis.", "modelguard.facts.", "modelguard.lifecycle._release", "modelguard_")
+_OWN = (*_LOOKING, "the closure of modelguard.", "the thread 'modelguard-")
 #: Seconds of CPU time after which a look ends, whatever is missing.
 _PATIENCE = 8.0
 
@@ -148,6 +149,52 @@ def _held(way: str, one: Any, more: int, weight: _Weight, link: Any = None) -> H
 
 def name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+# Who refers to an object that should be gone
+
+#: How many are named, and seconds of CPU time after which no further way is looked for.
+MOST, _BRIEFLY = 5, 0.5
+_SUSPENDED = (
+    (types.GeneratorType, "gi_code", "gi_frame"),
+    (types.CoroutineType, "cr_code", "cr_frame"),
+    (types.AsyncGeneratorType, "ag_code", "ag_frame"),
+)
+
+
+def of(watch: weakref.ref[Any]) -> tuple[str, ...]:
+    """Who refers to an object: the way to each from a root, and its type; five of them at most."""
+    target, end = watch(), time.thread_time() + _BRIEFLY
+    if target is None:
+        return ()
+    found: dict[str, None] = {}
+    # A plain loop: a comprehension or generator would itself hold `target`, and be found.
+    referrers = gc.get_referrers(target)
+    for referrer in referrers:
+        way = _call(referrer) or path(target, {id(referrers)}, end=end, by=referrer)
+        found[way or _kind(referrer)] = None
+        if len(found) == MOST:
+            break
+    return tuple(found)
+
+
+def _kind(one: Any) -> str:
+    kind = f"a {name(type(one))}"
+    return f"{kind} of {len(one)}" if type(one) in {list, tuple, set, dict} else kind
+
+
+def _call(referrer: Any) -> str:
+    """What it is if it is a call that has ended or waits, or a method; empty if it is something else."""
+    if _is(referrer, types.FrameType):  # the garbage collector does not track the frames of running calls
+        return f"a traceback, through an ended call of {_line(referrer.f_code, referrer)}"
+    for kind, code, frame in _SUSPENDED:
+        if _is(referrer, kind):
+            return f"a suspended call of {_line(getattr(referrer, code), getattr(referrer, frame))}"
+    return f"the bound method {referrer.__qualname__}" if _is(referrer, types.MethodType) else ""
+
+
+def _line(code: types.CodeType, frame: types.FrameType | None) -> str:
+    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno if frame is None else frame.f_lineno})"
 
 
 # What entries weigh
@@ -392,14 +439,27 @@ class _Node(NamedTuple):
     key: str = ""
 
 
-def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf) -> str:
-    """The shortest way to an object from a module, a class, a call or a thread; empty if none is found."""
+def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf, by: Any = None) -> str:
+    """The shortest way to an object from a module, a class, a call or a thread; empty if none is found.
+
+    Args:
+        target: The object.
+        hidden: What is on no way, by id.
+        end: When to give up, in this thread's CPU time.
+        by: The last place on the way; None for any.
+    """
     modules = {id(_attributes(module)): label for label, module in list(sys.modules.items())}
+    start = _Node(target, "")
+    first = start if by is None else _before(by, [start], modules)
+    return first if isinstance(first, str) else _search(first, modules, {id(target), id(first.one), *hidden}, end)
+
+
+def _search(start: _Node, modules: dict[int, str], seen: set[int], end: float) -> str:
     calls = dict(_variables())
-    level, seen, running = [_Node(target, "")], {id(target), *hidden}, ""
+    level, running = [start], ""
     for _ in range(_LONGEST):
         known = ((*calls[id(node.one)], node.way) for node in level if id(node.one) in calls)
-        running = running or next((f"{variable}{way} {where}" for variable, where, way in known), "")
+        running = running or next((f"{variable}{_unnamed(way)} {where}" for variable, where, way in known), "")
         children = [node.one for node in level]
         found: list[_Node] = []
         seen |= {id(level), id(children), id(found), *map(id, level)}
@@ -411,17 +471,23 @@ def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf) -> s
         for parent in parents[:_WIDEST]:
             if _is(parent, (types.FrameType, _Node)):
                 continue
-            node = next((each for each in level if _refers(parent, each.one)), level[0])
-            node = node._replace(way=_resolved(parent, node), key="")
-            if id(parent) in modules:
-                return f"{modules[id(parent)]}{_dotted(_key(parent, node.one))}{node.way}"
-            if (root := _root(parent, node)) is not None:
-                return root
-            found.append(_step(parent, node))
+            before = _before(parent, level, modules)
+            if isinstance(before, str):
+                return before
+            found.append(before)
         if not found:
             break
         level = found
     return running  # whatever else refers to it is there longer than a call
+
+
+def _before(parent: Any, level: list[_Node], modules: dict[int, str]) -> str | _Node:
+    """What comes before some of these places on the way; the whole way if it is a root."""
+    node = next((each for each in level if _refers(parent, each.one)), level[0])
+    node = node._replace(way=_resolved(parent, node), key="")
+    if id(parent) in modules:
+        return f"{modules[id(parent)]}{_dotted(_key(parent, node.one))}{node.way}"
+    return _root(parent, node) or _step(parent, node)
 
 
 def _resolved(parent: Any, node: _Node) -> str:
@@ -429,7 +495,11 @@ def _resolved(parent: Any, node: _Node) -> str:
     if not _is(node.one, dict) or not node.way.startswith(_PENDING):
         return node.way
     own = node.one is _attributes(parent) or (_is(parent, type) and dict.__contains__(node.one, "__module__"))
-    return (_dotted(node.key) if own and node.key else "[...]") + node.way.removeprefix(_PENDING)
+    return _dotted(node.key) + node.way.removeprefix(_PENDING) if own and node.key else _unnamed(node.way)
+
+
+def _unnamed(way: str) -> str:
+    return f"[...]{way.removeprefix(_PENDING)}" if way.startswith(_PENDING) else way
 
 
 def _variables() -> Iterator[tuple[int, tuple[str, str]]]:
@@ -438,7 +508,7 @@ def _variables() -> Iterator[tuple[int, tuple[str, str]]]:
         running: types.FrameType | None = frame
         while running is not None:
             code = running.f_code
-            own = _module(running.f_globals).startswith(("modelguard.diagnosis.", "modelguard_"))
+            own = _module(running.f_globals).startswith(_LOOKING)
             if not own and code.co_name != "<module>":
                 where = f"of the running call {running.f_globals.get('__name__', '?')}.{code.co_qualname}"
                 yield from ((id(value), (variable, where)) for variable, value in list(running.f_locals.items()))
