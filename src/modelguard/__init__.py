@@ -12,7 +12,8 @@ if typing.TYPE_CHECKING:
     from modelguard import allocator, control, errors, memory, prefork, presets, serving, sharing, telemetry, weights
     from modelguard.isolation._isolation_options import Bounds, Host
     from modelguard.isolation.isolate import Isolated, isolate
-    from modelguard.lifecycle._guard_options import Loaded, Loading, Replay, Swap
+    from modelguard.lifecycle._guard_options import Loading, Replay, Swap
+    from modelguard.lifecycle._models import Loaded
     from modelguard.lifecycle.cron import Cron
     from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
     from modelguard.lifecycle.policies import (
@@ -92,7 +93,8 @@ __all__ = [
 _NAMES = {
     "isolation._isolation_options": "Bounds Host",
     "isolation.isolate": "Isolated isolate",
-    "lifecycle._guard_options": "Loaded Loading Replay Swap",
+    "lifecycle._guard_options": "Loading Replay Swap",
+    "lifecycle._models": "Loaded",
     "lifecycle.cron": "Cron",
     "lifecycle.guard": "ModelGuard guard guard_of",
     "lifecycle.policies": "Backoff TTL Between Changed Errors GpuMemoryGrowth GpuMemoryLimit Idle MemoryGrowth"

@@ -150,7 +150,7 @@ def test_what_another_thread_is_importing_is_known() -> None:
 WAITING_AT_A_FORK = """
     import os, threading, time
     from modelguard import guard
-    from modelguard.lifecycle import _load_waits
+    from modelguard.lifecycle import _engine
 
     begun, over = threading.Event(), threading.Event()
 
@@ -163,11 +163,11 @@ WAITING_AT_A_FORK = """
     waiting = threading.Thread(target=model.load)
     waiting.start()
     begun.wait(30)
-    while not _load_waits._waiting:
+    while not _engine._waiting:
         time.sleep(0.01)
     pid = os.fork()
     if pid == 0:
-        os._exit(len(_load_waits._waiting))
+        os._exit(len(_engine._waiting))
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     over.set()
     waiting.join()

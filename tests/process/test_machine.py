@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from modelguard import Backoff, Loading, Swap, Uses, guard, telemetry
 from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
-from modelguard.lifecycle._engine import Lease
+from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.runtime.host_lock import HostLock

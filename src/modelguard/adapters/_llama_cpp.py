@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from modelguard.lifecycle._adapters import PlainAdapter
+from modelguard.lifecycle._models import PlainAdapter
 
 
 class LlamaAdapter(PlainAdapter):

@@ -26,8 +26,8 @@ from weakref import WeakKeyDictionary
 
 from modelguard import _extras, _units
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported, Overloaded
-from modelguard.lifecycle._adapters import PlainAdapter
 from modelguard.lifecycle._misuse import plain_function
+from modelguard.lifecycle._models import PlainAdapter
 from modelguard.lifecycle._wrappers import Guarded, is_lazy
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.policies import NextCheck, Policy, Snapshot
@@ -36,7 +36,7 @@ from modelguard.runtime.waiting import Steps, Timeout, Wait
 from modelguard.telemetry.reasons import ReasonKind
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._engine import Lease
+    from modelguard.lifecycle._lease import Lease
 
 try:
     from spacy.language import Language

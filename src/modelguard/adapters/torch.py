@@ -17,8 +17,8 @@ import wrapt
 
 from modelguard import _extras, _units
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle._adapters import PlainAdapter
 from modelguard.lifecycle._misuse import plain_function
+from modelguard.lifecycle._models import PlainAdapter
 
 try:
     import torch

@@ -19,7 +19,7 @@ from modelguard import memory
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._counts import Counts, Exhausted, compiled, kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
-from modelguard.environment import _allocator, _allocator_problems
+from modelguard.environment import _allocator, _linker
 from modelguard.errors import ModelGuardError
 from modelguard.facts import _holders, _memory, _proc
 from modelguard.facts._growth_judge import Verdict, judge
@@ -296,7 +296,7 @@ def _fallen(act: Callable[[], object]) -> int:
 
 def _in_use() -> dict[str, int]:
     """What Python has given out in small objects, and malloc in blocks; without what is not known."""
-    found = {"small": _allocator_problems.in_use()}
+    found = {"small": _linker.python_in_use()}
     with suppress(ModelGuardError):
         found["given_out"] = _allocator.stats().allocated
     return {name: size for name, size in found.items() if size is not None}

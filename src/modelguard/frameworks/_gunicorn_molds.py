@@ -31,7 +31,7 @@ from modelguard.frameworks._workers import MetricFiles, PreforkOptions, log_repo
 from modelguard.isolation import _processes
 from modelguard.isolation._channel import Channel, Unreadable, load_failure, pair, with_remote_traceback
 from modelguard.isolation._processes import flush_output, leave
-from modelguard.lifecycle._guard_options import Loaded
+from modelguard.lifecycle._models import Loaded
 from modelguard.lifecycle._reload import Rejected
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.runtime.background import TICKER

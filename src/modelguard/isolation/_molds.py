@@ -27,7 +27,8 @@ from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import MoldOrders, Worker, WorkerPlan, Workers
 from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor, weakly
 from modelguard.lifecycle import runtime
-from modelguard.lifecycle._guard_options import GuardOptions, Loaded
+from modelguard.lifecycle._guard_options import GuardOptions
+from modelguard.lifecycle._models import Loaded
 from modelguard.lifecycle._reload import Rejected
 from modelguard.lifecycle._state import Generation
 from modelguard.lifecycle.guard import ModelGuard, hide

@@ -19,8 +19,8 @@ from modelguard.isolation._mold_workers import Presence, Waiter, Worker
 from modelguard.isolation._molds import Mold, MoldGuard
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
-from modelguard.lifecycle._engine import Engine, Lease
-from modelguard.lifecycle._load_waits import raise_outcome
+from modelguard.lifecycle._engine import Engine, raise_outcome
+from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle._state import Generation

@@ -35,8 +35,7 @@ from modelguard.isolation._isolation_options import (
 from modelguard.isolation._molds import MoldGuard
 from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle import _misuse
-from modelguard.lifecycle.handle import LoadingHandle
+from modelguard.lifecycle.handle import WAIT_FIX, LoadingHandle
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime import waiting
 from modelguard.runtime.background import SHARED
@@ -286,7 +285,7 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
             GuardClosed: After :meth:`close`.
             InvalidOption: ``wait`` is not a bool.
         """
-        _misuse.check_wait(wait)
+        _units.instance(wait, "wait", bool, "True or False", fix=WAIT_FIX)
         self._scope.reload(wait=wait, timeout=Timeout(timeout).seconds)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:

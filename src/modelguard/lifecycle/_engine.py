@@ -1,4 +1,4 @@
-"""The engine of one guard, which lends its model to calls, answers commands and closes; and a lease as an object.
+"""The engine of one guard, which lends its model to calls, answers commands and closes; and how calls wait for a load.
 
 Leases, decorated functions, ``ModelGuard`` and the pool all stand on this. A call goes one way: enter, run, leave. So
 does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, install, drain, release), finish.
@@ -6,37 +6,36 @@ does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, insta
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
-from contextvars import Token
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard import _units, telemetry
-from modelguard.errors import InvalidOption, LoadFailed, NoPreviousModel, WouldDeadlock
-from modelguard.lifecycle import _load_waits, _misuse, _reload
+from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, NoPreviousModel, Reloading, WouldDeadlock
+from modelguard.lifecycle import _misuse, _reload
 from modelguard.lifecycle._checks import Checks
-from modelguard.lifecycle._load_waits import until_ended, until_loaded
 from modelguard.lifecycle._release import drain_and_release, release_and_report, unload
 from modelguard.lifecycle._reload import Reload, free, named
-from modelguard.lifecycle._state import Enclosing, Generation, GuardContext, GuardState, LoadJob, Outcome
+from modelguard.lifecycle._state import Generation, GuardContext, GuardState, LoadJob, Outcome
 from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.runtime import Fingerprint
 from modelguard.runtime import fork, own_thread, waiting
 from modelguard.runtime.background import TICKER
 from modelguard.runtime.fork import WeakRegistry
-from modelguard.runtime.waiting import Steps, Timeout, resolve
+from modelguard.runtime.waiting import Steps, Timeout, Wait, resolve
 from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from modelguard.lifecycle._guard_options import GuardOptions
     from modelguard.lifecycle.runtime import Runtime
 
@@ -96,7 +95,8 @@ class Engine(GuardContext[M], fork.Forkable):
 
     def _check_keep(self) -> None:
         """Refuse to load a model in a process where ``keep="mold"`` has no meaning. Before, nobody can know."""
-        if self.options.keeps_mold and self.options.workers is None and not self.runtime.in_mold:
+        policy = self.options.reload_on
+        if policy is not None and policy.ends_workers and self.options.workers is None and not self.runtime.in_mold:
             why = f"is for the workers of an isolated function, and guard {self.name!r} loads its model in this process"
             fix = "Put @isolate() above the guard's decorator, or leave keep out to release the model."
             raise InvalidOption("keep", "mold", why=why, fix=fix)
@@ -366,7 +366,7 @@ class Engine(GuardContext[M], fork.Forkable):
         if wait:
             waiting.raise_on_event_loop(self.name, "reload", "await guard.areload()")
             self.raise_inside_call("reload")
-            with _load_waits.waiting_for(self.state):
+            with waiting_for(self.state):
                 pass  # a loader that asks for its own reload is refused before the request makes its load stale
             waiting.block(self._until_reloaded(limit))
         else:
@@ -393,7 +393,7 @@ class Engine(GuardContext[M], fork.Forkable):
         if _reload.active():
             _reload.unload(self)
             return
-        with _load_waits.waiting_for(self.state):
+        with waiting_for(self.state):
             yield from until_ended(self.state, self.state.job, limit)  # a load that has nothing to replace counts too
             job = None
             while self.state.current is not None and job is None:
@@ -531,225 +531,153 @@ class Engine(GuardContext[M], fork.Forkable):
             self.recorded.after_fork_in_child()
 
 
-T = TypeVar("T")
+# How callers wait for a load: for how long at most, and how the wait ends.
+
+# Loads that wait for themselves, directly or through others: found before anybody waits.
 
 
-class Lease(Generic[M]):
-    """One use of a guard's model: ``with guard.lease() as model:`` or ``async with guard.lease() as model:``.
+#: For each thread that waits for loads: whose loads. The tasks of one event loop may wait for several.
+_waiting: dict[int, list[GuardState[Any]]] = {}
+fork.at_fork(fork.Rank.LOCKS, in_child=_waiting.clear)  # the parent's threads do not exist there
 
-    The model stays loaded until the block ends. A lease can be used once. Guarded functions that are called inside the
-    block run on the same generation.
+
+@contextmanager
+def waiting_for(state: GuardState[Any]) -> Iterator[None]:
+    """Wait for a load of the guard with this ``state`` inside the block.
+
+    Raises:
+        WouldDeadlock: That load waits for this thread: its loader waits here, or for a load whose loader does.
     """
+    me = threading.get_ident()
+    mine = _waiting.setdefault(me, [])
+    mine.append(state)  # recorded first: if two threads close a circle at once, the second one sees it
+    try:
+        _raise_on_circle(state, me)
+        yield
+    finally:
+        mine.remove(state)
+        if not mine:
+            _waiting.pop(me, None)
 
-    __slots__ = (
-        "__weakref__",
-        "_enclosing",
-        "_engine",
-        "_entered",
-        "_epoch",
-        "_generation",
-        "_thread",
-        "_timeout",
-        "_token",
-    )
 
-    def __init__(self, engine: Engine[M], timeout: float | None = None) -> None:
-        self._engine = engine
-        self._timeout = timeout
-        self._generation: Generation[M] | None = None
-        self._token: Token[Enclosing | None] | None = None
-        self._enclosing: Enclosing = []
-        self._entered = False
+def search(states: Iterable[GuardState[Any]]) -> None:
+    """Check that no load under way waits for work that this thread does for it.
 
-    @classmethod
-    def of(cls, engine: Engine[M], generation: Generation[M]) -> Lease[M]:
-        """Make an object of a lease that was taken on ``generation``."""
-        lease = cls(engine)
-        lease._hold(generation)
-        return lease
+    A warm-up that calls the guarded function by way of an executor waits for a thread that waits for the new model.
+    Which thread that is can be read off the stacks only, so this is for those who have waited for some time.
 
-    @classmethod
-    def take(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
-        return cls.of(engine, engine.enter(timeout))
-
-    @classmethod
-    def take_now(cls, engine: Engine[M]) -> Lease[M] | None:
-        """Take a lease if that needs no waiting; None if it does."""
-        generation = engine.state.enter()
-        return None if generation is None else cls.of(engine, generation)
-
-    @classmethod
-    async def atake(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
-        return cls.of(engine, await engine.aenter(timeout))
-
-    if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"a lease has no attribute {name!r}: it is not the model. Write: with guard.lease() as model: "
-                f"model.{name}"
+    Raises:
+        WouldDeadlock: One of them does.
+    """
+    loads = [(state.name, list(job.threads)) for state in states if (job := state.job) is not None]
+    frames = sys._current_frames() if loads else {}  # noqa: SLF001 - there is no public way to the stacks
+    for name, threads in loads:
+        if any(_is_done_here(frame) for thread in threads for frame in _stack(frames.get(thread))):
+            raise WouldDeadlock(
+                name,
+                why="the warm-up of its new model waits for this thread, which waits for that model",
+                fix="Call the function in the warm-up itself, or submit contextvars.copy_context().run(...).",
             )
 
-    def __enter__(self) -> M:
-        if self._entered:
-            self._raise_on_second_use()
-        return self._begin(self._engine.enter(self._timeout))
 
-    async def __aenter__(self) -> M:
-        if self._entered:
-            self._raise_on_second_use()
-        return self._begin(await self._engine.aenter(self._timeout))
+def _is_done_here(frame: FrameType) -> bool:
+    """Whether a frame waits for a future of an executor that this thread computes, or for this thread's end.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end_with(error)
+    An event loop waits for the futures that it has a callback on, as ``loop.run_in_executor`` leaves one.
+    """
+    waits_for = frame.f_locals.get("self") if frame.f_code in _WAITS else None
+    if waits_for is None:
+        return False
+    if isinstance(waits_for, threading.Thread):
+        return waits_for.ident == threading.get_ident()
+    own = [future for item in _own_work() if (future := getattr(item, "future", None)) is not None]
+    if frame.f_code is _RUN_LOOP:
+        return any(_calls_back(future, waits_for) for future in own)
+    return any(future is waits_for for future in own)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end_with(error)
 
-    def __del__(self) -> None:
-        # The last resort: a generator, coroutine or lazy result that was dropped without being closed.
-        if getattr(self, "_generation", None) is not None:
-            self.drop()
+def _own_work() -> Iterator[object]:
+    """What executors have given this thread to compute."""
+    for frame in _stack(sys._getframe()):  # noqa: SLF001 - as above
+        if frame.f_code.co_qualname == "_WorkItem.run":
+            yield frame.f_locals.get("self")
 
-    def enter_taken(self) -> M:
-        assert self._generation is not None  # noqa: S101 - it was taken and has not ended
-        return self._begin(self._generation)
 
-    @property
-    def model(self) -> M:
-        """The model, while the lease lasts.
+def _calls_back(future: object, loop: object) -> bool:
+    callbacks = tuple(getattr(future, "_done_callbacks", ()))
+    cells = (cell for callback in callbacks for cell in getattr(callback, "__closure__", None) or ())
+    with suppress(ValueError):  # a cell is empty
+        return any(cell.cell_contents is loop for cell in cells)
+    return False
 
-        Raises:
-            RuntimeError: The lease has not begun, or has ended.
-        """
-        if self._generation is None:
-            raise RuntimeError(
-                f"a lease of guard {self._engine.name!r} has a model only inside its block. Write: with guard.lease() "
-                "as model: ..."
-            )
-        return self._generation.model
 
-    @property
-    def engine(self) -> Engine[M]:
-        return self._engine
+_RUN_LOOP = asyncio.BaseEventLoop.run_forever.__code__
+_WAITS = {Future.result.__code__, Future.exception.__code__, threading.Thread.join.__code__, _RUN_LOOP}
 
-    @property
-    def generation(self) -> Generation[M] | None:
-        """The generation that it lends; None before and after its use."""
-        return self._generation
 
-    def step(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run one step of lazy work; guarded functions that it calls run on this lease's generation."""
-        generation = self._generation
-        if generation is None:
-            return work(*args, **kwargs)
-        state = self._engine.state
-        self._thread = threading.get_ident()
-        enclosing = state.nest(generation)
-        token = state.enclosing.set(enclosing)
-        try:
-            return work(*args, **kwargs)
-        finally:
-            enclosing.clear()
-            state.enclosing.reset(token)
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
-    async def astep(self, work: Awaitable[T]) -> T:
-        """Await one step of lazy work."""
-        generation = self._generation
-        if generation is None:
-            return await work
-        state = self._engine.state
-        enclosing = state.nest(generation)
-        token = state.enclosing.set(enclosing)
-        try:
-            return await work
-        finally:
-            enclosing.clear()
-            with suppress(ValueError):  # dropped half way, and finalized in another context
-                state.enclosing.reset(token)
 
-    def end_with(self, error: BaseException | None) -> None:
-        if isinstance(error, GeneratorExit):  # of a generator that may have been dropped
-            self.drop()
-        elif isinstance(error, Exception):
-            try:
-                self.repair(error)
-            finally:
-                self.end(failed=True)
-        else:
-            self.end(failed=False)
+def _raise_on_circle(state: GuardState[Any], me: int) -> None:
+    pending, seen = [state], {state}
+    while pending:
+        job = pending.pop().job
+        for thread in list(job.threads) if job is not None else ():
+            if thread == me:
+                raise WouldDeadlock(
+                    state.name,
+                    why="its loader waits for the very model that it is loading",
+                    fix="Use the model itself inside the loader, or move the call to warmup: it runs on the new model.",
+                )
+            following = [other for other in _waiting.get(thread, ()) if other not in seen]
+            seen.update(following)
+            pending.extend(following)
 
-    def repair(self, error: Exception) -> bool:
-        """Do what a failed call needs; whether it may run again on this lease. It must be ended in any case.
 
-        Raises:
-            CudaAfterFork: CUDA cannot be used in this process.
-        """
-        return self._generation is not None and self._engine.repair(self._generation, error)
+def until_loaded(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> Steps[None]:
+    """Wait until there is a current generation.
 
-    def end(self, *, failed: bool) -> None:
-        generation = self._give_up()
-        if generation is not None:
-            self._engine.leave(generation, failed=failed)
+    Raises:
+        LoadFailed, GuardClosed: The wait ended without one.
+        Reloading: ``timeout`` has passed.
+        WouldDeadlock: The load waits for this thread.
+    """
+    try:
+        with waiting_for(state):
+            yield Wait(future, timeout, search=partial(search, [state]))
+    finally:
+        state.stop_waiting(future)
+    if not future.done():
+        raise Reloading(state.name, waited=timeout.waited(), current=state.number)
+    raise_outcome(future.result())
 
-    def drop(self) -> None:
-        """Return the lease where the garbage collector may be at work: in any thread, which may hold any lock."""
-        generation = self._give_up()
-        if generation is not None:
-            self._engine.leave_dropped(generation)
 
-    def _give_up(self) -> Generation[M] | None:
-        """Hold the generation no longer; returns it if the lease counts in this process."""
-        generation, self._generation = self._generation, None
-        if generation is None:
-            return None
-        own = bool(self._enclosing)
-        self._enclosing.clear()
-        token, self._token = self._token, None
-        state = self._engine.state
-        if token is not None:
-            try:
-                state.enclosing.reset(token)
-            except ValueError:  # ended in another context than it began in, as dependency injectors do
-                own = False
-        # After a fork only the leases of the forking thread have been carried over.
-        counts = self._epoch == state.epoch or (own and self._thread == threading.get_ident())
-        return generation if counts else None
+def until_ended(state: GuardState[Any], job: LoadJob | None, timeout: Timeout) -> Steps[None]:
+    """Wait until a job has ended, if there is one.
 
-    def detach(self) -> None:
-        """Let it outlive the context that it was taken in: a child that is forked meanwhile takes it again."""
-        self._engine.state.held_leases.add(self)
+    Raises:
+        Reloading: ``timeout`` has passed.
+        GuardClosed: The guard was closed meanwhile.
+    """
+    if job is not None:
+        yield Wait(job.ended, timeout)
+        if not job.ended.done():
+            command = "the load or release under way"
+            raise Reloading(state.name, waited=timeout.waited(), command=command, current=state.number)
+    state.raise_if_closed()
 
-    def held_here(self) -> Generation[M] | None:
-        """Its generation, if this thread last used it; None otherwise and after its end."""
-        return self._generation if self._thread == threading.get_ident() else None
 
-    def survives_fork(self) -> bool:
-        """Whether a child that was just forked still uses it: the forking thread holds it, outside of any context."""
-        return self._generation is not None and not self._enclosing and self._thread == threading.get_ident()
+def raise_outcome(outcome: Outcome) -> None:
+    """Raise what a wait has ended with, unless that is a model.
 
-    def retake_in_child(self) -> None:
-        if self._generation is not None:
-            self._epoch = self._engine.state.epoch
-            self._generation.leases.append(None)
-
-    def _begin(self, generation: Generation[M]) -> M:
-        state = self._hold(generation)
-        self._enclosing = enclosing = state.nest(generation)
-        self._token = state.enclosing.set(enclosing)
-        return generation.model
-
-    def _hold(self, generation: Generation[M]) -> GuardState[M]:
-        state = self._engine.state
-        self._entered = True
-        self._thread = threading.get_ident()
-        self._epoch = state.epoch
-        self._generation = generation
-        return state
-
-    def _raise_on_second_use(self) -> Never:
-        raise RuntimeError(f"a lease of guard {self._engine.name!r} can be used once; call lease() again for another")
+    Raises:
+        LoadFailed, GuardClosed: There is none.
+    """
+    # A new object for each caller: an exception that is raised in several threads mixes up their tracebacks.
+    if isinstance(outcome, LoadFailed):
+        raise outcome.again(outcome.retry_after, outcome.current) from outcome.__cause__
+    if outcome is not None:
+        raise GuardClosed(outcome.guard)

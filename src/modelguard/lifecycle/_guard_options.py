@@ -6,20 +6,19 @@ import operator
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, PolicyNeverFires
 from modelguard.facts._gpu import Gpu
-from modelguard.lifecycle import _adapters, policies, runtime
+from modelguard.lifecycle import policies, runtime
 from modelguard.lifecycle._misuse import misfit
+from modelguard.lifecycle._models import KnownModels, is_model
 from modelguard.lifecycle.policies import (
     TTL,
     Backoff,
@@ -35,7 +34,6 @@ from modelguard.lifecycle.policies import (
 from modelguard.telemetry.reasons import Reason
 
 __all__ = [
-    "Loaded",
     "Loading",
     "Replay",
     "Swap",
@@ -243,41 +241,6 @@ class Loading:
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 
 
-# Models that several guards have loaded: those of a pool, or copies of one model. No two may be the same object.
-
-
-_VALUES = (str, bytes, int, float, complex, tuple, frozenset, type, FunctionType, BuiltinFunctionType, ModuleType)
-
-
-def is_plain_value(model: object) -> bool:
-    """Whether two loads may well return this same object: it holds nothing that a release could free."""
-    return isinstance(model, _VALUES)
-
-
-class KnownModels:
-    def __init__(self) -> None:
-        self._models: dict[int, weakref.KeyedRef[int, object]] = {}
-
-    def add(self, model: object) -> bool:
-        """Note a model; false if it is known already. What has no weak references does not count.
-
-        Two guards may load at once, so there is one step that decides, and no lock that a fork could break.
-        """
-        try:
-            mine = weakref.KeyedRef(model, self._forget, id(model))
-        except TypeError:  # dict, list, ...
-            return True
-        while (found := self._models.setdefault(id(model), mine)) is not mine:
-            if found() is model:
-                return False
-            self._forget(found)  # of a model that is gone, whose identity this one has got
-        return True
-
-    def _forget(self, reference: weakref.KeyedRef[int, object]) -> None:
-        if self._models.get(reference.key) is reference:
-            self._models.pop(reference.key, None)
-
-
 class ModelWorkers(Protocol):
     """The worker processes of a model that is a mold."""
 
@@ -331,10 +294,6 @@ class GuardOptions(Generic[M]):
     def validates_both(self) -> bool:
         """Whether ``validate`` takes the old model too."""
         return self.validate is not None and takes_old_model(self.validate)
-
-    @property
-    def keeps_mold(self) -> bool:
-        return self.reload_on is not None and any(part.ends_workers for part in self.reload_on.parts())
 
     @property
     def ready_when_idle(self) -> bool:
@@ -415,7 +374,7 @@ def check_loader(load: object, *, arguments: int = 0) -> None:
     Raises:
         InvalidOption: It cannot, or it is a model itself.
     """
-    if _adapters.is_model(load):
+    if is_model(load):
         why = "is a model itself; the guard needs a function that makes one, to be able to replace it"
         raise InvalidOption("load", load, why=why, fix="Write for example load=lambda: make_model().")
     if arguments:
@@ -545,62 +504,6 @@ def outside() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
     return level
-
-
-# ``Loaded``: a model together with its version, as a loader may return it.
-
-
-#: Characters. A version becomes a label of a metric and a part of log lines; a SHA-512 digest in hexadecimal has 128.
-LONGEST = 128
-
-
-class Loaded(Generic[M]):
-    """What a loader may return instead of the model alone: the model and its version.
-
-    Calls, ``validate``, ``warmup`` and ``unload`` get the model. The version shows in ``status()``, events, metrics,
-    log lines, ``/readyz`` and ``modelguard top``::
-
-        def load() -> Loaded[Model]:
-            return Loaded(read_model("model/"), version="2026-11-20")
-
-    Args:
-        model: The model.
-        version: Text of 1 to 128 printable characters, such as a date, a revision or the version of a registry.
-
-    Raises:
-        InvalidOption: ``version`` is not such a text, or ``model`` is a ``Loaded`` itself.
-    """
-
-    __slots__ = ("model", "version")
-
-    def __init__(self, model: M, *, version: str) -> None:
-        if isinstance(model, Loaded):
-            why = "is a Loaded itself, with a version of its own"
-            raise InvalidOption("model", model, why=why, fix="Return it as it is, or pass its attribute model.")
-        self.model = model
-        self.version = _checked(version)
-
-    def __repr__(self) -> str:
-        return f"Loaded({type(self.model).__name__}, version={self.version!r})"
-
-
-def _checked(version: object) -> str:
-    if not isinstance(version, str):
-        why = f"must be text, not {_units.kind_of(version)}"
-        fix = "Leave Loaded out if there is no version." if version is None else f"Write version={str(version)!r}."
-    elif not version.strip():
-        why, fix = "must be text that is not empty", "Return the model alone if it has no version."
-    elif len(version) > LONGEST or not version.isprintable():
-        why = f"must have at most {LONGEST} characters, all of them printable"
-        fix = "Give a short name, such as a date or a revision."
-    else:
-        return version
-    raise InvalidOption("version", version, why=why, fix=fix)
-
-
-def unpacked(returned: Any) -> tuple[Any, str | None]:
-    """What a loader returned: the model, and its version if it has one."""
-    return (returned.model, returned.version) if isinstance(returned, Loaded) else (returned, None)
 
 
 _public.set_module(globals(), "modelguard")

@@ -103,10 +103,6 @@ def check_keyword(argument: str, value: object, others: tuple[object, ...], *, f
         raise TypeError(f"{argument}= is missing. {fix}")
 
 
-def check_wait(wait: object) -> None:
-    _units.instance(wait, "wait", bool, "True or False", fix="To bound the wait, give timeout='5s'.")
-
-
 def check_ask(ask: object) -> None:
     _units.function(ask, "ask", "the reasons", fix="Give a function that takes the reasons.")
 

@@ -22,9 +22,10 @@ from modelguard.errors import (
     WouldDeadlock,
 )
 from modelguard.facts._proc import ShownPause
-from modelguard.lifecycle import _load_waits
-from modelguard.lifecycle._engine import Engine, Lease
+from modelguard.lifecycle import _engine
+from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._guard_options import PoolOptions
+from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._pool_models import OVERDUE, Known, PooledModel, Want
 from modelguard.lifecycle._readings import UNKNOWN
 from modelguard.runtime import fork, waiting
@@ -147,7 +148,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             self._raise_if_closed()
             self._raise_inside_lease(keys)
         for state in self._states_of_loads():
-            with _load_waits.waiting_for(state):
+            with _engine.waiting_for(state):
                 pass  # a loader that waits for the end of its own model is refused
         with self._lock:
             ending = self._request_end(keys)
@@ -620,7 +621,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                     self._one_load.release()
 
     def _search(self) -> None:
-        _load_waits.search(self._states_of_loads())
+        _engine.search(self._states_of_loads())
 
     def _admit(self, key: K, model: PooledModel[M], engine: Engine[M]) -> bool:
         size = engine.state.model_bytes or 0

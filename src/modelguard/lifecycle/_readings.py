@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelguard import telemetry
 from modelguard.facts._gpu import Gpu
-from modelguard.lifecycle import _adapters
+from modelguard.lifecycle import _models
 from modelguard.lifecycle._state import Generation, GuardContext
 from modelguard.lifecycle.policies import (
     SAMPLES,
@@ -515,4 +515,4 @@ class Readings:
 
 def _gauges(generation: Generation[Any] | None) -> Mapping[str, int]:
     model = getattr(generation, "model", None)  # read once: it may be dropped at any moment
-    return MappingProxyType({}) if model is None else _adapters.find(model).gauges(model)
+    return MappingProxyType({}) if model is None else _models.find(model).gauges(model)

@@ -20,8 +20,8 @@ from modelguard import _units, telemetry
 from modelguard.environment import _effect
 from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected
 from modelguard.facts._gpu import Gpu, free_after, use_of
-from modelguard.lifecycle import _adapters, _guard_options
-from modelguard.lifecycle._guard_options import is_plain_value
+from modelguard.lifecycle import _guard_options, _models
+from modelguard.lifecycle._models import is_plain_value
 from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release, release_and_report
 from modelguard.lifecycle._state import Generation, GuardContext, LoadJob
@@ -104,7 +104,7 @@ def _make(guard: GuardContext[M], discard: Discard[M]) -> Generation[M]:
     growth, handed_out = runtime.private() - before, runtime.handed_out()
     taken = 0 if handed_out is None or handed_out_before is None else handed_out - handed_out_before
     generation.written_bytes = max(0, growth, taken)
-    mapped = _adapters.find(generation.model).size(generation.model) or 0
+    mapped = _models.find(generation.model).size(generation.model) or 0
     generation.model_bytes = max(generation.written_bytes, mapped)
     devices = runtime.gpu.devices()
     generation.gpu_bytes = {one.device: max(0, one.allocated - on_gpus.get(one.device, 0)) for one in devices}

@@ -13,7 +13,8 @@ import wrapt
 from modelguard import _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle._engine import EAGER, Engine, Lease, Wrapper
+from modelguard.lifecycle._engine import EAGER, Engine, Wrapper
+from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._misuse import first_name, plain_function, receivers, takes_positional, without_model
 
 # Results that do their work after the call has returned: generators, iterators, coroutines. They keep the lease.

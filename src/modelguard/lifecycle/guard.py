@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, Generic, Never, Required, TypedDict, Type
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle._engine import Engine, Lease
+from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._wrappers import decorate, owner_of
-from modelguard.lifecycle.handle import ModelHandle
+from modelguard.lifecycle.handle import WAIT_FIX, ModelHandle
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime.fork import WeakRegistry
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._guard_options import GuardOptions, Loaded, Loading, Swap, SwapMode
+    from modelguard.lifecycle._guard_options import GuardOptions, Loading, Swap, SwapMode
+    from modelguard.lifecycle._models import Loaded
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import Status
     from modelguard.telemetry.reasons import Reason
@@ -112,7 +114,7 @@ class ModelGuard(ModelHandle[M]):
             WouldDeadlock: With ``wait``: called inside a call on this guard, or on a running event loop.
             InvalidOption: ``wait`` is not a bool.
         """
-        _misuse.check_wait(wait)
+        _units.instance(wait, "wait", bool, "True or False", fix=WAIT_FIX)
         self.engine.reload(wait=wait, timeout=timeout)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:

@@ -27,6 +27,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+#: What to write instead of a time as ``wait``.
+WAIT_FIX = "To bound the wait, give timeout='5s'."
+
+
 class Decorator(Generic[M]):
     """Decorates functions that take a model as their first parameter."""
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Never, Required, Typ
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle._engine import Engine, Lease
-from modelguard.lifecycle._guard_options import KnownModels, PoolOptions
+from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._guard_options import PoolOptions
+from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._misuse import call_parameters, plain_function
+from modelguard.lifecycle._models import KnownModels
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._wrappers import check_function, wrap
 from modelguard.lifecycle.handle import Decorator, Handle
@@ -24,7 +26,8 @@ from modelguard.runtime.waiting import Timeout
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from modelguard.lifecycle._guard_options import GuardOptions, Loaded, Loading
+    from modelguard.lifecycle._guard_options import GuardOptions, Loading
+    from modelguard.lifecycle._models import Loaded
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
 

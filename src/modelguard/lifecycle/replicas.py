@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _public, _units
 from modelguard.errors import GuardClosed, InvalidOption, Overloaded, Reloading
-from modelguard.lifecycle import _load_waits, _misuse
-from modelguard.lifecycle._engine import Engine, Lease
-from modelguard.lifecycle._guard_options import KnownModels
+from modelguard.lifecycle import _engine
+from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._lease import Lease
+from modelguard.lifecycle._models import KnownModels
 from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.guard import ModelGuard, hide
-from modelguard.lifecycle.handle import ModelHandle
+from modelguard.lifecycle.handle import WAIT_FIX, ModelHandle
 from modelguard.lifecycle.policies import Snapshot
 from modelguard.lifecycle.pool import PoolLease
 from modelguard.runtime import fork, waiting
@@ -134,7 +135,7 @@ class FreeReplicas(fork.Forkable, Generic[M]):
         """Look for loads that wait for this thread, if no replica has a model: one that is in use becomes free."""
         states = [engine.state for engine in self._engines]
         if all(state.current is None and state.job is not None for state in states):
-            _load_waits.search(states)
+            _engine.search(states)
 
     def close(self) -> None:
         """Refuse calls, and those that wait."""
@@ -269,7 +270,7 @@ class ModelReplicas(ModelHandle[M]):
             GuardClosed, WouldDeadlock: As :meth:`ModelGuard.reload`.
             InvalidOption: ``wait`` is not a bool, or ``timeout`` is not a duration.
         """
-        _misuse.check_wait(wait)
+        _units.instance(wait, "wait", bool, "True or False", fix=WAIT_FIX)
         limit = Timeout(timeout)
         if not wait:
             self._engines[0].state.raise_if_closed()
@@ -352,7 +353,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
         why = "has loaded a model of its own already"
         raise InvalidOption("model", model, why=why, fix="Make a guard for the replicas alone, and do not load it.")
     options, world = model.engine.options, model.engine.runtime
-    if options.keeps_mold:
+    if options.reload_on is not None and options.reload_on.ends_workers:
         why = "is for isolated functions, and copies are in this process"
         raise InvalidOption("keep", "mold", why=why, fix="Leave it out, to release the copies that nobody uses.")
     if options.swap.replay is not None:

@@ -128,9 +128,9 @@ def in_use() -> int | None:
 
 def python_in_use() -> int | None:
     """Bytes that Python's allocator of small objects has handed out, None if it gives no figure."""
-    from modelguard.environment import _allocator_problems  # imports ctypes, which takes 2 - 3 ms
+    from modelguard.environment import _linker  # imports ctypes, which takes 2 - 3 ms
 
-    return _allocator_problems.in_use()
+    return _linker.python_in_use()
 
 
 def held() -> int | None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from modelguard.environment import _allocator, _effect
 from modelguard.facts import _proc
-from modelguard.lifecycle import _adapters
+from modelguard.lifecycle import _models
 from modelguard.runtime import waiting
 
 # Libraries whose threads and connections users did not start themselves, and what to do about each at a fork.
@@ -188,11 +188,11 @@ class ThisProcess:
     def python_threads(self) -> Iterable[tuple[str, str]]:
         """Every thread except a compiler's, the calling one and the main one: a server may fork from the main one."""
         ours = [threading.current_thread(), threading.main_thread()]
-        ours += (thread for compiler in _adapters.compilers() for thread in compiler.threads())
+        ours += (thread for compiler in _models.compilers() for thread in compiler.threads())
         return [(thread.name, origin(thread)) for thread in threading.enumerate() if thread not in ours]
 
     def compiler_threads(self) -> Iterable[tuple[str, list[str], str]]:
-        for compiler in _adapters.compilers():
+        for compiler in _models.compilers():
             if names := sorted(thread.name for thread in compiler.threads()):
                 yield compiler.OWNER, names, compiler.FIX
 
@@ -383,7 +383,7 @@ def restore(found: Iterable[Hazard]) -> None:
         _use_one_thread()
     if "allocator threads" in kinds:
         _allocator.restart_threads()
-    for compiler in _adapters.compilers():  # whatever was found: it may have begun to compile since
+    for compiler in _models.compilers():  # whatever was found: it may have begun to compile since
         compiler.renew_in_child()
     _reseed()
 

@@ -21,7 +21,7 @@ from modelguard import _units
 from modelguard.environment import _allocator
 from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, NotSupported
 from modelguard.facts import _memory
-from modelguard.lifecycle import _adapters
+from modelguard.lifecycle import _models
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
@@ -396,7 +396,7 @@ def _compile_for_children(state: Prepared) -> None:
 
     The trial counts a child that compiles for minutes as hung.
     """
-    if not _adapters.compilers():
+    if not _models.compilers():
         return
     with _hazards.with_childrens_threads(state.hazards) as differ:
         for guard in state.guards if differ else ():
@@ -454,7 +454,7 @@ def _immortalize(
     why = None
     if wanted == "auto":
         chosen, why = _worth_it(chosen, renewed_here=renewed_here)
-    made = _immortal.immortalize(*_models(chosen)) if chosen else None
+    made = _immortal.immortalize(*_loaded_by(chosen)) if chosen else None
     if _immortal.immortalize_program():
         with suppress(NotSupported):
             _allocator.trim()  # the walk through a model leaves free heap behind: 52 MB for ja_ginza
@@ -485,14 +485,14 @@ def _copies(chosen: tuple[ModelGuard[Any], ...], *, renewed_here: bool) -> tuple
         # Of an array or another large object, a reader writes to the first page alone.
         if (
             why
-            and _graph.measure(*_models((guard,)), enough=_IMMORTALIZE_FROM, most=mmap.PAGESIZE) >= _IMMORTALIZE_FROM
+            and _graph.measure(*_loaded_by((guard,)), enough=_IMMORTALIZE_FROM, most=mmap.PAGESIZE) >= _IMMORTALIZE_FROM
         ):
             seen = f"each child copies its Python objects as it reads them: up to N + 1 copies with N workers ({why})"
             found.append(Hazard("copies", f"guard {guard.name!r}", seen, _ONE_COPY, "warning"))
     return tuple(found)
 
 
-def _models(chosen: tuple[ModelGuard[Any], ...]) -> list[Any]:
+def _loaded_by(chosen: tuple[ModelGuard[Any], ...]) -> list[Any]:
     current = (guard.engine.state.current for guard in chosen)
     return [generation.model for generation in current if generation is not None]
 
@@ -504,5 +504,7 @@ def _size(chosen: tuple[ModelGuard[Any], ...]) -> int:
     """
     grown = sum(guard.status().model_bytes or 0 for guard in chosen)
     return (
-        grown if grown >= _IMMORTALIZE_FROM else max(grown, _graph.measure(*_models(chosen), enough=_IMMORTALIZE_FROM))
+        grown
+        if grown >= _IMMORTALIZE_FROM
+        else max(grown, _graph.measure(*_loaded_by(chosen), enough=_IMMORTALIZE_FROM))
     )

@@ -77,4 +77,5 @@ def __getattr__(name: str) -> Any:
     # Making a dozen dataclasses takes 7 ms, too long for an import of modelguard: the first event imports them.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("modelguard.telemetry._events"), name)
+    globals()[name] = found = getattr(importlib.import_module("modelguard.telemetry._events"), name)
+    return found

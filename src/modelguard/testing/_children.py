@@ -18,7 +18,7 @@ from modelguard import _units
 from modelguard.environment import _launcher, _presets
 from modelguard.errors import ForkHazard, InvalidOption, NotSupported
 from modelguard.facts import _memory
-from modelguard.lifecycle import _adapters
+from modelguard.lifecycle import _models
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.sharing import _graph
 from modelguard.sharing._immortal import immortalize_unsupported
@@ -162,7 +162,7 @@ def _size_of(model: Any) -> int:
     if isinstance(model, ModelGuard):
         with model.lease() as leased:
             return _size_of(leased)
-    reported = _adapters.find(model).size(model) or 0
+    reported = _models.find(model).size(model) or 0
     return max(reported, _graph.measure(model))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelguard.adapters._llama_cpp import ADAPTER
-from modelguard.lifecycle import _adapters
+from modelguard.lifecycle import _models
 
 
 class Llama:
@@ -43,5 +43,5 @@ def test_a_llama_finds_its_adapter() -> None:
         pass
 
     model: Any = Tuned(7)
-    assert ADAPTER is _adapters.find(model)
+    assert ADAPTER is _models.find(model)
     assert {} == dict(ADAPTER.gauges(model))

@@ -24,7 +24,7 @@ from spacy.training import Example  # noqa: E402 - after the check above
 from modelguard import ModelGuard, Snapshot, Swap, guard, guard_of, telemetry  # noqa: E402
 from modelguard.adapters.spacy import ADAPTER, IndexGrowth, zoned  # noqa: E402
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported  # noqa: E402
-from modelguard.lifecycle import _adapters  # noqa: E402
+from modelguard.lifecycle import _models  # noqa: E402
 from modelguard.lifecycle.runtime import Runtime  # noqa: E402
 from modelguard.telemetry import Reason  # noqa: E402
 
@@ -39,7 +39,7 @@ TIMEOUT = 60.0  # bounds a wait; a test that comes near it has failed
 
 def test_a_pipeline_finds_its_adapter() -> None:
     """A pipeline of any language is known by its base class."""
-    assert ADAPTER is _adapters.find(spacy.blank("de"))
+    assert ADAPTER is _models.find(spacy.blank("de"))
 
 
 def test_the_gauges_tell_how_the_vocabulary_has_grown() -> None:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="the torch adapter needs torch")
 
 from modelguard import guard  # noqa: E402 - torch comes first, or nothing does
 from modelguard.adapters.torch import ADAPTER  # noqa: E402
-from modelguard.lifecycle import _adapters  # noqa: E402
+from modelguard.lifecycle import _models  # noqa: E402
 
 MATRIX = 10 * 10 * 4
 VECTOR = 10 * 4
@@ -56,7 +56,7 @@ def test_what_is_no_module_has_no_size() -> None:
 def test_modules_find_their_adapter() -> None:
     """A module of any class is known by its base, and has no figures to tell."""
     model = tied()
-    assert _adapters.find(model) is ADAPTER
+    assert _models.find(model) is ADAPTER
     assert {} == dict(ADAPTER.gauges(model))
 
 

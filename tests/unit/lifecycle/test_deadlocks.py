@@ -11,7 +11,7 @@ from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number
 
 from modelguard import Loading, ModelGuard
 from modelguard.errors import LoadFailed, Overloaded, WouldDeadlock
-from modelguard.lifecycle import _load_waits
+from modelguard.lifecycle import _engine
 
 INSTEAD = "Use the model itself inside the loader, or move the call to warmup"
 
@@ -115,7 +115,7 @@ def test_waits_leave_nothing_behind(world: World) -> None:
         guard.load()
     with pytest.raises(LoadFailed):
         asyncio.run(guard.aload())
-    assert threading.get_ident() not in _load_waits._waiting
+    assert threading.get_ident() not in _engine._waiting
 
 
 def test_tasks_of_one_loop_end_their_waits_in_any_order(world: World) -> None:
@@ -126,15 +126,15 @@ def test_tasks_of_one_loop_end_their_waits_in_any_order(world: World) -> None:
         ends = [asyncio.Event() for _ in order]
 
         async def wait(number: int) -> None:
-            with _load_waits.waiting_for(cores[number]):
+            with _engine.waiting_for(cores[number]):
                 await ends[number].wait()
 
         tasks = [asyncio.create_task(wait(number)) for number in order]
         await asyncio.wait(tasks, timeout=0)
-        assert cores == _load_waits._waiting[threading.get_ident()]
+        assert cores == _engine._waiting[threading.get_ident()]
         for each in order:
             ends[each].set()
             await tasks[each]
 
     asyncio.run(wait_in([0, 1]))
-    assert threading.get_ident() not in _load_waits._waiting
+    assert threading.get_ident() not in _engine._waiting

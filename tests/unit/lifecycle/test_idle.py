@@ -15,8 +15,8 @@ from tests.unit.lifecycle.world import MB, World, number, outcome, until
 
 from modelguard import TTL, Idle, ModelGuard, Policy, Uses, replicas
 from modelguard.errors import InvalidOption, LoadFailed, PolicyNeverFires, Reloading, WouldDeadlock
-from modelguard.lifecycle import _load_waits
-from modelguard.lifecycle._engine import Lease
+from modelguard.lifecycle import _engine
+from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle.policies import subset
 from modelguard.telemetry import GenerationReleased, LoadStarted, Reason, ReloadDue, UnloadStarted
 
@@ -388,7 +388,7 @@ class TestUnload:
         loading = world.spawn(guard.load)
         world.loader.reached()
         unloading = world.spawn(guard.unload)
-        until(lambda: 2 == len(_load_waits._waiting))
+        until(lambda: 2 == len(_engine._waiting))
         world.loader.open.set()
         outcome(loading), outcome(unloading)
         assert "idle" == guard.status().state

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.lifecycle.world import World, outcome
 
 from modelguard import ModelGuard, Uses
-from modelguard.lifecycle._engine import Lease
+from modelguard.lifecycle._lease import Lease
 from modelguard.telemetry import ReloadDue
 
 INTERRUPTS = [ValueError, KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit]

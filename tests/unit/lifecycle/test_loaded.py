@@ -70,9 +70,7 @@ def test_without_it_there_is_no_version(world: World) -> None:
 def test_events_say_which_version_came_and_which_went(world: World) -> None:
     """Also the one that was rejected, and the one whose calls outlasted the drain."""
     rejected = {3}
-    guard = world.guard(
-        versioned(world), validate=lambda model: model.number not in rejected, drain_timeout=0, backoff=None
-    )
+    guard = world.guard(versioned(world), validate=lambda model: model.number not in rejected, drain_timeout=0)
     guard.load()
     with guard.lease():
         guard.reload(wait=False)
@@ -205,11 +203,11 @@ def test_the_same_model_with_a_new_version_is_rejected(world: World) -> None:
 
 def test_an_adapter_sees_the_model(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes and gauges are those of the model inside."""
-    from modelguard.lifecycle import _adapters
+    from modelguard.lifecycle import _models
 
     seen = []
-    find = _adapters.find
-    monkeypatch.setattr(_adapters, "find", lambda model: (seen.append(type(model)), find(model))[1])
+    find = _models.find
+    monkeypatch.setattr(_models, "find", lambda model: (seen.append(type(model)), find(model))[1])
     guard = world.guard(versioned(world))
     guard.load()
     guard.close()

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.lifecycle.world import MB, World, look, outcome
 
 from modelguard import MemoryGrowth, MemoryLimit, ModelGuard, Modified, Policy, Snapshot, Uses
-from modelguard.lifecycle import _adapters, runtime
+from modelguard.lifecycle import _models, runtime
 from modelguard.telemetry import GrowthFound, PolicyIgnored, ReloadDue
 
 OLD = (("", 1, 1, 100, 1),)
@@ -254,7 +254,7 @@ class TestGauges:
         fake = types.ModuleType("fake_adapter")
         fake.ADAPTER = Adapter()  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "fake_adapter", fake)
-        monkeypatch.setitem(_adapters._MODULES, "types.SimpleNamespace", "fake_adapter")
+        monkeypatch.setitem(_models._MODULES, "types.SimpleNamespace", "fake_adapter")
         world.inline = True
         models = [types.SimpleNamespace(strings=100), model]
         guard = world.guard(models.pop, reload_on=Crowded())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import MB, World
 
-from modelguard.lifecycle import _adapters
+from modelguard.lifecycle import _models
 from modelguard.telemetry import LoadFinished
 
 
@@ -37,29 +37,29 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Adapter:
     module = types.ModuleType("library_adapter")
     module.ADAPTER = Adapter()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(_adapters._MODULES, f"{__name__}.Net", module.__name__)
+    monkeypatch.setitem(_models._MODULES, f"{__name__}.Net", module.__name__)
     return module.ADAPTER  # type: ignore[no-any-return, attr-defined]
 
 
 @pytest.mark.parametrize("model", [Net(), FineTuned()], ids=["type", "subclass"])
 def test_an_adapter_is_found_by_the_model_s_type(adapter: Adapter, model: object) -> None:
     """A library's models are known by their class, or by a class that they inherit from."""
-    assert _adapters.find(model) is adapter
+    assert _models.find(model) is adapter
 
 
 @pytest.mark.parametrize("model", [object(), {}, "text", None])
 def test_every_other_model_has_the_plain_one(model: object) -> None:
     """A model of an unknown library has no size and no figures."""
-    plain = _adapters.find(model)
+    plain = _models.find(model)
     assert (None, {}) == (plain.size(model), dict(plain.gauges(model)))
 
 
 def test_an_adapter_is_imported_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking for an adapter imports the one that fits and no other library."""
-    monkeypatch.setitem(_adapters._MODULES, f"{__name__}.Net", "modelguard.adapters.of_no_library")
-    assert _adapters.find(object()) is _adapters.PLAIN
+    monkeypatch.setitem(_models._MODULES, f"{__name__}.Net", "modelguard.adapters.of_no_library")
+    assert _models.find(object()) is _models.PLAIN
     with pytest.raises(ModuleNotFoundError, match="of_no_library"):
-        _adapters.find(Net())
+        _models.find(Net())
 
 
 def test_a_model_is_as_large_as_its_adapter_says(world: World, adapter: Adapter) -> None:
