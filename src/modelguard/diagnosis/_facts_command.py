@@ -26,7 +26,7 @@ from modelguard.environment._launcher import locate
 from modelguard.errors import InvalidOption
 from modelguard.facts import _memory, _proc
 from modelguard.facts._memory import Strain
-from modelguard.isolation._processes import ENDING, die_with_parent, ending_signals
+from modelguard.runtime.child_processes import ENDING, end_with_parent, ending_signals, kill, kill_group
 
 # A command that is started to be examined: in its own session, with the probe, and stopped with all it started.
 
@@ -137,11 +137,8 @@ class Session:
         self.process.terminate()  # nothing is sent to one that has ended
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_STOP)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in filter(self._is_ours, pids):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill_group(self.process.pid)
+        kill(filter(self._is_ours, pids))
         self.process.wait()
         deadline = time.monotonic() + _STOP
         while any(map(self._is_ours, pids)) and time.monotonic() < deadline:
@@ -202,7 +199,7 @@ def _popen(
     parent = os.getpid()
 
     def prepare() -> None:
-        die_with_parent(parent, signal.SIGTERM)
+        end_with_parent(parent, signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     path = os.pathsep.join([str(folder), *filter(None, [environ.get("PYTHONPATH")])])

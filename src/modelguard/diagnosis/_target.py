@@ -30,7 +30,7 @@ from typing import IO, Any, Literal
 from modelguard.diagnosis._counts import Exhausted
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.facts import _memory, _proc
-from modelguard.isolation._processes import die_with_parent, ending_signals
+from modelguard.runtime.child_processes import end_with_parent, ending_signals, kill, kill_group
 
 Say = Callable[..., None]
 
@@ -368,7 +368,7 @@ def follow(
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent, signal.SIGKILL),  # noqa: PLW1509 - it takes no lock
+            preexec_fn=lambda: end_with_parent(parent, signal.SIGKILL),  # noqa: PLW1509 - it takes no lock
         )
         began = time.monotonic()
         try:
@@ -393,11 +393,8 @@ def _ask(process: subprocess.Popen[bytes], stack: Path) -> None:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End it and all that it has started, also what has left its group."""
     started = [each.pid for each in _proc.tree(process.pid)]
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for pid in started:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    kill_group(process.pid)
+    kill(started)
     process.wait()
 
 

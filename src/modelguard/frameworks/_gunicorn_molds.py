@@ -11,31 +11,30 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import select
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from modelguard.errors import ForkHazard, GuardClosed, ModelRejected
+from modelguard.errors import ForkHazard, GuardClosed
 from modelguard.frameworks._workers import MetricFiles, PreforkOptions, log_report
-from modelguard.isolation import _processes
-from modelguard.isolation._channel import Channel, Unreadable, load_failure, pair, with_remote_traceback
-from modelguard.isolation._processes import flush_output, leave
+from modelguard.isolation._channel import Channel, Unreadable, failed_load, pair
+from modelguard.isolation._mold import loading, unload
 from modelguard.lifecycle._models import Loaded
-from modelguard.lifecycle._reload import Rejected
 from modelguard.lifecycle.guard import ModelGuard
+from modelguard.runtime import child_processes
 from modelguard.runtime.background import TICKER
-from modelguard.sharing import _immortal, _prefork, _trial
+from modelguard.runtime.child_processes import flush_output, leave
+from modelguard.runtime.fork import WeakRegistry
+from modelguard.sharing import _immortal, _prefork
 from modelguard.telemetry import _hooks
 
 __all__ = ["Molds", "needed"]
@@ -61,16 +60,17 @@ def needed(guards: Sequence[ModelGuard[Any]]) -> bool:
 
 
 class _Mold:
-    def __init__(self, pid: int, control: Channel, configuration: object) -> None:
-        self.pid, self.control, self.configuration = pid, control, configuration
+    def __init__(self, pid: int, control: Channel, configuration: object, asked: _Asked) -> None:
+        self.pid, self.control, self.configuration, self.asked = pid, control, configuration, asked
         self.pidfd = os.pidfd_open(pid)
         self.born = time.monotonic()
         self.dead = False
         self.figures: list[tuple[str | None, int]] = []  # version and bytes of each guard's model
+        self.shares: WeakRegistry[_Share] = WeakRegistry()
         self.workers: set[int] = set()
 
     def has_news(self) -> bool:
-        return _readable(self.control.fileno(), 0.0)
+        return self.control.await_message(time.monotonic())
 
     def close(self) -> None:
         self.control.close()
@@ -78,7 +78,7 @@ class _Mold:
 
 
 class _Share:
-    __slots__ = ("__weakref__", "bytes", "guard", "mold")
+    """A model of a mold, as a guard in the master holds it."""
 
     def __init__(self, mold: _Mold, guard: ModelGuard[Any], size: int) -> None:
         self.mold, self.guard, self.bytes = mold, guard, size
@@ -104,10 +104,9 @@ class Molds:
         self._lock = threading.RLock()
         self._asked: _Asked = []
         self._handed: dict[ModelGuard[Any], tuple[Any, int]] = {}
-        self._shares: weakref.WeakSet[_Share] = weakref.WeakSet()
         self._seen: dict[ModelGuard[Any], _Mold] = {}
         self._molds: list[_Mold] = []
-        self._made: tuple[_Mold, _Asked] | None = None
+        self._made: _Mold | None = None
         self._current: _Mold | None = None
         self._deaths, self._not_before = 0, 0.0
 
@@ -166,39 +165,32 @@ class Molds:
             asked, self._asked = self._asked, []
         ours, theirs = pair()
         flush_output()
-        try:
-            pid = os.fork()
-        except OSError as error:
-            ours.close()
-            theirs.close()
-            _refuse(asked, error)
-            return
-        if pid == 0:
+        with theirs:
             try:
+                pid = os.fork()
+            except OSError as error:
                 ours.close()
-                self._become_mold(Channel(theirs))
-            except Exception:  # noqa: BLE001 - above this are frames of the master; a worker leaves them by SystemExit
-                traceback.print_exc()
-                leave(1)
-        theirs.close()
-        mold = _Mold(pid, Channel(ours), self._server.cfg)
-        self._molds.append(mold)
-        self._made = mold, asked
+                _refuse(asked, error)
+                return
+            if pid == 0:
+                self._begin_mold(ours, Channel(theirs))
+        self._made = _Mold(pid, Channel(ours), self._server.cfg, asked)
+        self._molds.append(self._made)
 
     def _hear(self) -> None:
         """Give a mold that has loaded to those who have asked for it, or its error."""
-        if self._made is None or not self._made[0].has_news():
+        mold = self._made
+        if mold is None or not mold.has_news():
             return
-        (mold, asked), self._made = self._made, None
+        self._made, asked, mold.asked = None, mold.asked, []  # they refer to its shares from now on
         try:
-            report, *details = mold.control.receive()
+            what, *details = mold.control.receive()
         except (EOFError, OSError, Unreadable):
-            report, details = None, [RuntimeError(f"the mold {mold.pid} ended while it loaded"), None]
-        if report is None:
-            error = with_remote_traceback(*details)
-            _refuse(asked, Rejected(error.reason) if isinstance(error, ModelRejected) else error)
+            what, details = "failed", [RuntimeError(f"the mold {mold.pid} ended while it loaded"), None]
+        if what == "failed":
+            _refuse(asked, failed_load(*details))
             return
-        (mold.figures,) = details
+        report, mold.figures = details
         log_report(self._server.log, report, self._options.on_hazard, self._server.num_workers)
         for guard, wanted in asked:
             wanted.set_result(self._share(mold, guard))
@@ -227,12 +219,9 @@ class Molds:
             self._handed.pop(guard, None)
 
     def _end_unused(self) -> None:
-        with self._lock:
-            used = {share.mold for share in self._shares}
-        used |= {mold for mold in (self._current, self._made and self._made[0]) if mold is not None}
         for mold in self._molds[:]:
             mold.workers.intersection_update(self._server.WORKERS)
-            if mold not in used and not mold.workers:
+            if not (mold.shares or mold.workers or mold is self._current or mold is self._made):
                 self._molds.remove(mold)
                 mold.close()
 
@@ -272,11 +261,11 @@ class Molds:
         kinds = [(type(listener), listener.cfg_addr) for listener in listeners]
         try:
             mold.control.set_timeout(_FORK)
-            with _trial.adopt_orphans():
+            with child_processes.adopt_orphans():
                 mold.control.send((worker.age, kinds, self._metric_files.ended), fds)
                 pid, error = mold.control.receive()
         except (EOFError, OSError, Unreadable):
-            _processes.send_kill(mold.pidfd)  # a late answer would be taken for that to the next order
+            child_processes.send_kill(mold.pidfd)  # a late answer would be taken for that to the next order
             raise
         if not pid:
             raise OSError(error)
@@ -310,12 +299,11 @@ class Molds:
         """At exit: let the molds unload their models. What is left is killed with this process."""
         if os.getpid() != self._pid:
             return
-        ending = [os.dup(mold.pidfd) for mold in self._molds]
-        while self._molds:
-            self._molds.pop().close()
         until = time.monotonic() + _UNLOAD
-        for pidfd in ending:
-            _readable(pidfd, until - time.monotonic())
+        for mold in self._molds:
+            mold.control.close()
+        for mold in self._molds:
+            child_processes.await_end(mold.pidfd, until - time.monotonic())
 
     # For the guards, in any thread
 
@@ -332,21 +320,27 @@ class Molds:
     def _share(self, mold: _Mold, guard: ModelGuard[Any]) -> Any:
         version, size = mold.figures[self._guards.index(guard)]
         share = _Share(mold, guard, size)
-        with self._lock:
-            self._shares.add(share)
+        mold.shares.add(share)
         return share if version is None else Loaded(share, version=version)
 
     def _bytes(self, guard: ModelGuard[Any]) -> int:
-        with self._lock:
-            return sum(share.bytes for share in self._shares if share.guard is guard)
+        return sum(share.bytes for mold in self._molds[:] for share in mold.shares if share.guard is guard)
 
     # In a mold
 
+    def _begin_mold(self, masters: socket.socket, control: Channel) -> NoReturn:
+        try:
+            masters.close()
+            self._become_mold(control)
+        except Exception:  # noqa: BLE001 - above this are frames of the master; a worker leaves them by SystemExit
+            traceback.print_exc()
+            leave(1)
+
     def _become_mold(self, control: Channel) -> NoReturn:
         server, beside_workers = self._server, self._current is not None
-        _trial.end_with_parent(self._pid)
+        child_processes.end_with_parent(self._pid)
         for number in server.SIGNALS:  # the master ends it
-            signal.signal(number, _processes.do_nothing)
+            signal.signal(number, child_processes.do_nothing)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._lock = threading.RLock()  # a thread of the master may have it
         TICKER.stop()
@@ -356,20 +350,16 @@ class Molds:
             held.close()
         server.LISTENERS = []
         server.WORKERS.clear()
-        try:
-            with (
-                _hooks.muted(),  # the master reports its own
-                _processes.coming_last() if beside_workers else nullcontext(),
-                warnings.catch_warnings(),
-            ):
-                warnings.simplefilter("ignore", ForkHazard)  # the report has them
-                report = self._prepare()
-        except BaseException as error:  # noqa: BLE001 - whatever a loader raises is the load's failure
-            only = len(self._guards) == 1  # else the LoadFailed says which it was
-            with suppress(OSError):
-                control.send((None, *load_failure(error, self._guards[0].name, plain=True, unwrap=only)))
-            leave(0)
-        control.send((report, [(guard.version, guard.status().model_bytes or 0) for guard in self._guards]))
+        # A status other than 0 would be in gunicorn's log. Of several guards, the LoadFailed says which it was.
+        only, name = len(self._guards) == 1, self._guards[0].name
+        with (
+            loading(control, name, beside_calls=beside_workers, plain=True, unwrap=only, status=0),
+            _hooks.muted(),  # the master reports its own
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore", ForkHazard)  # the report has them
+            report = self._prepare()
+        control.send(("ready", report, [(guard.version, guard.status().model_bytes or 0) for guard in self._guards]))
         self._serve(control)
 
     def _prepare(self) -> Any:
@@ -386,47 +376,39 @@ class Molds:
                 age, listeners, self._metric_files.ended = control.receive()
                 fds = [control.take_fd() for _ in range(1 + len(listeners))]
             except (EOFError, OSError, Unreadable, IndexError):
-                self._unload()
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(_UNLOAD)  # a hook that hangs
+                with _hooks.muted():
+                    unload(self._guards)
                 leave(0)
             control.send(self._fork_worker(control, age, listeners, fds))
             for fd in fds:
                 os.close(fd)
 
-    def _unload(self) -> None:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_UNLOAD)  # a hook that hangs
-        for guard in self._guards:
-            if guard.engine.options.unload is not None:
-                with _hooks.muted(), suppress(Exception):
-                    guard.close()
-
     def _fork_worker(self, control: Channel, age: int, listeners: Sequence[Any], fds: Sequence[int]) -> tuple[int, str]:
         """Fork a worker by way of a process that ends at once; returns the worker's process id, or 0 and why not."""
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
+        reader, writer = pair()
         flush_output()
-        answer = "0 the process between the mold and the worker was killed"
-        try:
-            with _prefork.forking("twice"):
-                between = os.fork()
-        except OSError as error:
-            answer = f"0 {error}"
-        else:
-            if between == 0:
-                self._fork_again(writer)
-                for fd in (reader, writer):
-                    os.close(fd)
-                control.close()
-                self._become_worker(age, listeners, fds)
-            os.waitpid(between, 0)
-            with suppress(BlockingIOError):
-                answer = os.read(reader, 4096).decode()
-        os.close(reader)
-        os.close(writer)
-        pid, _, why = answer.partition(" ")
-        return int(pid), why
+        with reader:
+            with writer:
+                try:
+                    with _prefork.forking("twice"):
+                        between = os.fork()
+                except OSError as error:
+                    return 0, str(error)
+                if between == 0:
+                    self._fork_again(Channel(writer))
+                    for end in (reader, writer, control):
+                        end.close()
+                    self._become_worker(age, listeners, fds)
+                os.waitpid(between, 0)
+            try:
+                answer: tuple[int, str] = Channel(reader).receive()
+            except EOFError:
+                return 0, "the process between the mold and the worker was killed"
+            return answer
 
-    def _fork_again(self, writer: int) -> None:
+    def _fork_again(self, answers: Channel) -> None:
         """Fork the worker and end; returns in the worker, once it is the master's child."""
         me = os.getpid()
         try:
@@ -434,10 +416,10 @@ class Molds:
             self._before_worker()
             pid = os.fork()
         except BaseException as error:  # noqa: BLE001 - this process ends here
-            os.write(writer, f"0 {type(error).__name__}: {error}".encode()[:4096])
+            answers.send((0, f"{type(error).__name__}: {error}"))
             os._exit(0)
         if pid:
-            os.write(writer, f"{pid} ".encode())
+            answers.send((pid, ""))
             os._exit(0)
         while os.getppid() == me:
             time.sleep(0.001)
@@ -466,9 +448,3 @@ def _mold_of(guard: ModelGuard[Any]) -> _Mold | None:
 def _refuse(asked: _Asked, error: BaseException) -> None:
     for _, wanted in asked:
         wanted.set_exception(error)
-
-
-def _readable(fd: int, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(max(0.0, seconds) * 1000))

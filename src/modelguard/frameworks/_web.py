@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -136,7 +135,7 @@ class Web:
     async def areceive(self, method: str, path: str, query: str, header: Header) -> Answer | float | None:
         """:meth:`receive` without blocking the event loop: a reload takes seconds."""
         step = self._step(method, path, query, header)
-        return await _in_thread(step) if callable(step) else step
+        return await waiting.run(step, "modelguard-admin", THREADS.start_once) if callable(step) else step
 
     def _step(self, method: str, path: str, query: str, header: Header) -> Answer | Callable[[], Answer] | float | None:
         command = None if self.admin is None else self.admin.command(method, path, query, header)
@@ -252,14 +251,3 @@ def _tell_of_unused(checked: Iterable[Any]) -> None:
 
 def _all_of_process() -> tuple[Ready, ...]:
     return (*all_guards(), *_batcher.batchers, *_isolated.live())
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Blocking work for a coroutine of a web application, on asyncio or on Trio."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        trio = importlib.import_module("trio")
-        result: T = await trio.to_thread.run_sync(work)
-        return result
-    return await waiting.run(work, "modelguard-admin", THREADS.start_once)

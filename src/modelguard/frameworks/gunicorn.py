@@ -56,8 +56,8 @@ from modelguard.frameworks._workers import (
     guards_to_share,
     log_report,
 )
-from modelguard.runtime import background, fork
-from modelguard.sharing import _prefork, _trial
+from modelguard.runtime import background, child_processes, fork
+from modelguard.sharing import _prefork
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class _Master:
         if self._forks_worker:
             self._forks_worker = False  # for what the worker forks
             self.metric_files.take_over()
-            for number in (*_trial.ENDING, signal.SIGCHLD):
+            for number in (*child_processes.ENDING, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
 
     def _renew(self) -> None:

@@ -20,7 +20,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,11 +40,11 @@ from modelguard.isolation._host import (
     packed,
 )
 from modelguard.isolation._molds import MoldGuard, end_all
-from modelguard.isolation._processes import leave
 from modelguard.isolation._scopes import ProcessScope, TakenWorker
 from modelguard.isolation._supervisor import Files, supervisor
 from modelguard.isolation.status import IsolationStatus
 from modelguard.runtime.background import start_thread
+from modelguard.runtime.child_processes import leave
 from modelguard.telemetry import Event, Reason, WorkerEndCause, logger
 
 #: Seconds for the rest of a message that has begun, and for room for an answer: both are there at once, unless the
@@ -266,13 +266,12 @@ def _allow_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+@dataclass(eq=False)
 class _Client:
-    def __init__(self, connection: ClientConnection, pid: int, reports: socket.socket) -> None:
-        self.connection = connection
-        self.connections = {connection}
-        self.pid = pid
-        self.reports = reports
-        self.state: bytes | None = None
+    connection: ClientConnection
+    connections: set[ClientConnection]
+    reports: socket.socket
+    state: bytes | None = None
 
     def send(self, kind: bytes, content: bytes) -> bool:
         """Send a message; false if there is no room, or no reader. Never blocks. From any thread."""
@@ -312,7 +311,7 @@ class _Broker:
         """Serve until nobody is left. In the main thread, which has nothing else to do than to take signals."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # A service manager sends it to all processes of a service. It is the clients who decide.
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda *_: self.supervisor.call(self.end_if_alone))
         self.supervisor.call(self._listen)
         self.supervisor.later(_LOOK, functools.partial(self._await_first_client, time.monotonic() + _FIRST))
         self._left.wait()
@@ -322,9 +321,6 @@ class _Broker:
                 self._folder.remove(self._orders.socket)
         self.scope.close(None)
         end_all(patience=0.0)
-
-    def _on_signal(self, _number: int, _frame: object) -> None:
-        self.supervisor.call(self.end_if_alone)
 
     # Clients. In the supervisor's thread
 
@@ -360,7 +356,7 @@ class _Broker:
             else:
                 connection.answer("unwelcome", "code", path)
             raise EOFError
-        self._clients[token] = _Client(connection, connection.pid, reports)
+        self._clients[token] = _Client(connection, {connection}, reports)
         connection.answer("welcome", os.getpid())
         self._tell_state()
 
@@ -397,7 +393,7 @@ class _Broker:
     # Molds
 
     def status(self) -> IsolationStatus:
-        clients = tuple(client.pid for client in self._clients.values())
+        clients = tuple(client.connection.pid for client in self._clients.values())
         return replace(self.scope.status(), broker=os.getpid(), clients=clients)
 
     def pause(self, *, paused: bool) -> None:
@@ -444,7 +440,7 @@ class _Broker:
             if not isinstance(event, telemetry.GuardPaused | telemetry.GuardResumed):  # which each client reports
                 reporter.report_event(event)
 
-        telemetry.set_hooks([report, self._heed_event])
+        telemetry.set_hooks([report, lambda _: self.supervisor.call(self._tell_state)])
         _supervisor.hand_on(self._hand_on)
 
         def read() -> None:
@@ -460,9 +456,6 @@ class _Broker:
             client = next(iter(self._clients.values()), None)
         if client is not None:
             client.send(REPORT, report)
-
-    def _heed_event(self, _event: Event) -> None:
-        self.supervisor.call(self._tell_state)
 
     def _tell_state(self) -> None:
         mold = self._molds.current

@@ -27,7 +27,8 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any
 
-from modelguard.errors import LoadFailed, RemoteError
+from modelguard.errors import LoadFailed, ModelRejected, RemoteError
+from modelguard.lifecycle._reload import Rejected
 
 # Pickles whose large buffers stay outside: arrays and tensors are not copied into the pickle.
 
@@ -484,6 +485,16 @@ def load_failure(error: BaseException, name: str, *, plain: bool, unwrap: bool =
     if unwrap and type(error) is LoadFailed and error.__cause__ is not None:
         error = error.__cause__  # the owner's guard makes a LoadFailed of it
     return portable(error, name, plain=plain), text
+
+
+def failed_load(error: BaseException, text: str | None) -> BaseException:
+    """In the owner of the mold: what a loader raises for what :func:`load_failure` has reported."""
+    error = with_remote_traceback(error, text)
+    if not isinstance(error, ModelRejected):
+        return error
+    rejected = Rejected(error.reason)  # the guard makes a ModelRejected of it
+    rejected.__cause__ = error.__cause__
+    return rejected
 
 
 class RemoteTraceback(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
+import math
 import os
 import re
 import secrets
@@ -13,9 +14,10 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -26,10 +28,10 @@ from modelguard.facts._proc import peer
 from modelguard.isolation import _isolation_options, _processes, _supervisor
 from modelguard.isolation._channel import Channel, RemoteTraceback, pair
 from modelguard.isolation._isolation_options import IsolationOptions
-from modelguard.isolation._supervisor import Files, Origin, start_interpreter
+from modelguard.isolation._supervisor import Files, Origin, start_interpreter, supervisor
 from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle.policies import Changed, subset
-from modelguard.runtime import fork
+from modelguard.runtime import child_processes, fork
 from modelguard.runtime.host_lock import private_folder
 from modelguard.telemetry import logger
 
@@ -351,8 +353,16 @@ def _unusable(reason: str) -> NotSupported:
 #: Seconds for a broker that has hung up to end.
 _EXIT = 1.0
 
-#: Brokers that this process has started, until they have been waited for.
-_started: dict[int, subprocess.Popen[bytes]] = {}
+#: What this process has to collect, and until when, on the monotonic clock: brokers that it has started and, if it is
+#: a container's first process, what becomes its children by the end of a broker. Of a group the number is negative.
+_remains: dict[int, float] = {}
+
+#: Seconds after the end of a broker at which its processes have mostly ended too. Each further look comes after three
+#: times as long.
+_COLLECT = 1.0
+
+#: Seconds in which they become this process's, and end.
+_REMAINING = 40.0
 
 
 class NotStarted(Exception):
@@ -368,7 +378,6 @@ def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
             process = start_interpreter(
                 "_broker", (theirs.fileno(), lock), *words, prints=False, start_new_session=True
             )
-            _started[process.pid] = process
     except BaseException:
         channel.close()
         raise
@@ -383,6 +392,9 @@ def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
         raise NotStarted(f"its broker ended: {_exit_of(process)}") from None
     finally:
         channel.close()
+        if process.returncode is None:
+            process.returncode = 0  # from now on it is collected by its number
+            _remains[process.pid] = math.inf
     if outcome != "listening":
         raise NotStarted(f"its broker could not start:\n{text}")
 
@@ -394,12 +406,20 @@ def _exit_of(process: subprocess.Popen[bytes]) -> str:
     return "it hung up"
 
 
-def reap() -> None:
-    """Collect the brokers that have ended. Those of a parent are not children of this process."""
-    for pid, process in _started.copy().items():
-        with suppress(OSError):
-            if process.poll() is not None:
-                _started.pop(pid, None)
+def collect_later(numbers: Iterable[int]) -> None:
+    """Collect these processes and groups when they have ended, which on a busy machine takes a while."""
+    _remains.update(dict.fromkeys(numbers, time.monotonic() + _REMAINING))
+    supervisor().later(_COLLECT, partial(collect, 3 * _COLLECT))
+
+
+def collect(pause: float = math.inf) -> None:
+    """Collect what has ended now, and look again after so many seconds if there is more to come."""
+    now = time.monotonic()
+    for number, until in tuple(_remains.items()):
+        if child_processes.collected(number, own=until == math.inf) or now > until:
+            _remains.pop(number, None)
+    if pause < _REMAINING and any(until < math.inf for until in tuple(_remains.values())):
+        supervisor().later(pause, partial(collect, 3 * pause))
 
 
 #: Seconds in which a broker accepts a connection or a client. It does nothing that takes long.
@@ -571,9 +591,7 @@ def _after_fork_in_child() -> None:
         with suppress(OSError):
             os.close(lock)
     _held.clear()
-    for process in _started.values():
-        process.returncode = 0  # it is no child of this process, and must not warn when it is dropped
-    _started.clear()
+    _remains.clear()
 
 
 fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)

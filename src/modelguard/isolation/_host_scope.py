@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import random
-import select
 import socket
 import threading
 import time
@@ -32,8 +31,9 @@ from modelguard.isolation._host import (
     Joined,
     Request,
     check_shareable,
+    collect,
+    collect_later,
     identity_of,
-    reap,
     unpacked,
 )
 from modelguard.isolation._isolation_options import IsolationOptions
@@ -42,19 +42,13 @@ from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import State
-from modelguard.runtime import waiting
+from modelguard.runtime import child_processes, waiting
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import Steps, Timeout, Wait
 from modelguard.telemetry import Reason, WorkerEndCause, logger
 
 #: Connections that are kept for the next calls. Each call that waits has one.
 _MOST_IDLE = 64
-
-#: Seconds after the end of a broker at which its processes have mostly ended too, and can be collected; and the longest
-#: wait for those that have not. Each wait is three times the one before.
-_REAP = 1.0
-
-_REAP_SLOWEST = 27.0
 
 
 class BrokerGone(Exception):
@@ -179,10 +173,11 @@ class Membership:
             self._joined.channel.send(("leave",))
             if patience:
                 _, last = self._joined.channel.receive()
-                if last:
-                    _wait_until_gone(self.pid, patience)
+                if last and (broker := child_processes.opened(self.pid)) is not None:
+                    child_processes.await_end(broker, patience)
+                    os.close(broker)
         self._end()
-        reap()
+        collect()
 
     def abandon(self) -> None:
         """In a forked child: close the copies of the descriptors. The parent stays a client."""
@@ -219,9 +214,7 @@ class Membership:
     def _broker_ended(self) -> None:
         lost = not self.gone and self._was_ready
         self._end()
-        # Where this is a container's first process, the broker's processes have become its children.
-        supervisor().later(_REAP, reap)
-        _reap_later([self.pid, *self._family], self._groups, _REAP)
+        collect_later([self.pid, *self._family, *(-group for group in self._groups)])
         if lost:
             self._on_loss()  # last: it needs a thread, and may not get one
 
@@ -229,29 +222,6 @@ class Membership:
         if self._joined.reports.fileno() >= 0:
             supervisor().forget(self._joined.reports.fileno())
         self._joined.close()
-
-
-def _reap_later(pids: list[int], groups: set[int], delay: float) -> None:
-    """Collect the processes when they have ended, which on a busy machine takes a while."""
-
-    def reap() -> None:
-        left, alive = _processes.reap(pids), set(filter(_processes.reap_group, groups))
-        if (left or alive) and delay < _REAP_SLOWEST:
-            _reap_later(left, alive, 3 * delay)
-
-    supervisor().later(delay, reap)
-
-
-def _wait_until_gone(pid: int, seconds: float) -> None:
-    """Wait until a process has ended, or is a zombie, at most so many seconds."""
-    try:
-        process = os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        return
-    try:
-        select.select([process], [], [], seconds)
-    finally:
-        os.close(process)
 
 
 # A call's part of the talk with a broker: it asks for one worker, and gives it back.
@@ -265,11 +235,11 @@ _AGAIN = 0.05
 
 
 class GrantedWorker:
-    __slots__ = ("_connection", "_running", "channel", "pid")
+    __slots__ = ("_connection", "_scope", "channel", "pid")
 
-    def __init__(self, running: list[None], connection: Connection, pid: int) -> None:
-        running.append(None)
-        self._running = running
+    def __init__(self, scope: HostScope, connection: Connection, pid: int) -> None:
+        scope.running.append(None)
+        self._scope = scope
         self._connection: Connection | None = connection
         self.channel = Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=connection.take_fd()))
         self.pid = pid
@@ -300,7 +270,7 @@ class GrantedWorker:
         self.channel.close()  # this process's copy
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._running.pop()
+            self._scope.call_ended()
         return connection
 
 
@@ -373,7 +343,8 @@ class HostScope(Source):
         self._pausing = threading.Lock()
         self._paused = paused  # as the broker has said last, or as it was asked for
         self._unheard = paused  # by the broker
-        self.running: list[None] = []
+        self.running: list[None] = []  # a call each that has a worker
+        self._closing: list[Future[None]] = []  # wait until there is none
 
     # Calls
 
@@ -423,7 +394,7 @@ class HostScope(Source):
             connection.close()
             raise
         if kind == "granted":
-            return GrantedWorker(self.running, connection, *details)
+            return GrantedWorker(self, connection, *details)
         connection.give_back()
         raise unpacked(*details)
 
@@ -439,7 +410,7 @@ class HostScope(Source):
                 yield reading
             kind, *details = connection.hear()
         if kind == "granted":
-            GrantedWorker(self.running, connection, *details).put_back()
+            GrantedWorker(self, connection, *details).put_back()
         else:
             connection.give_back()
 
@@ -636,14 +607,15 @@ class HostScope(Source):
         self._refuse_waiting()
         self._ended.set()
         drain_timeout = self._source.swap.drain_timeout if timeout is None else timeout
-        limit = Timeout(drain_timeout)
-        while self.running and not limit.over:
-            time.sleep(_AGAIN)
-        if self.running:
-            self._report_abandoned(drain_timeout)
-            start_thread(self._leave_after_calls, f"modelguard-close-{self.name}")
-        else:
+        over: Future[None] = waiting.promise()
+        self._closing.append(over)
+        self._tell_closing()
+        Wait(over, Timeout(drain_timeout)).block()
+        if over.done():
             self._leave()
+        else:
+            self._report_abandoned(drain_timeout)
+            over.add_done_callback(lambda _: supervisor().call(self._leave_late))
 
     def _report_abandoned(self, drain_timeout: float) -> None:
         now = self.status()
@@ -657,11 +629,18 @@ class HostScope(Source):
             )
         )
 
-    def _leave_after_calls(self) -> None:
-        while self.running:
-            time.sleep(_AGAIN)
+    def call_ended(self) -> None:
+        self.running.pop()
+        self._tell_closing()
+
+    def _tell_closing(self) -> None:
+        with suppress(IndexError):  # each in single steps: the collector may end a dropped stream at any point
+            while not self.running:
+                self._closing.pop().set_result(None)
+
+    def _leave_late(self) -> None:
         if self.closed:  # and not opened again
-            self._leave()
+            start_thread(self._leave, f"modelguard-close-{self.name}")
 
     def _leave(self) -> None:
         with self._joining:

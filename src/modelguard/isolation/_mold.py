@@ -15,8 +15,8 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -35,11 +35,12 @@ from modelguard.isolation._channel import (
     text_of,
 )
 from modelguard.isolation._isolation_options import Source, source_of_stub
-from modelguard.isolation._processes import flush_output, leave
 from modelguard.isolation._supervisor import Instructions
+from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.runtime import Runtime
-from modelguard.runtime import fork
+from modelguard.runtime import child_processes, fork
 from modelguard.runtime.background import THREADS
+from modelguard.runtime.child_processes import flush_output, leave
 from modelguard.telemetry import Reason
 
 
@@ -54,18 +55,13 @@ def main(control: int, news: int) -> NoReturn:
     except (EOFError, OSError):  # the owner is gone already
         leave(1)
     # While it loads, Python runs no signal handler in time.
-    _processes.die_with_parent(instructions.owner, signal.SIGKILL)
+    child_processes.end_with_parent(instructions.owner, signal.SIGKILL)
     reporter = _supervisor.Reporter(socket.socket(fileno=news))
     started = time.monotonic()
     place = _processes.place()
-    try:
-        with _processes.coming_last() if instructions.beside_calls else nullcontext():
-            mold = _Mold(channel, instructions, reporter, place)
-    except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
-        plain = instructions.shared or instructions.options.stub is not None
-        with suppress(OSError):
-            channel.send(("failed", *load_failure(error, instructions.options.name, plain=plain)))
-        leave(1)
+    plain = instructions.shared or instructions.options.stub is not None
+    with loading(channel, instructions.options.name, beside_calls=instructions.beside_calls, plain=plain):
+        mold = _Mold(channel, instructions, reporter, place)
     files = _supervisor.files() if instructions.shared else None
     channel.send(("ready", time.monotonic() - started, files, mold.version))
     if instructions.options.start == "fork":
@@ -73,8 +69,32 @@ def main(control: int, news: int) -> NoReturn:
     mold.become_spawned_worker()
 
 
+@contextmanager
+def loading(
+    owner: Channel, name: str, *, beside_calls: bool, plain: bool, unwrap: bool = True, status: int = 1
+) -> Iterator[None]:
+    """Load in the block, after other work if calls run meanwhile. An error is told the owner, and ends this process."""
+    try:
+        with _processes.coming_last() if beside_calls else nullcontext():
+            yield
+    except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
+        with suppress(OSError):
+            owner.send(("failed", *load_failure(error, name, plain=plain, unwrap=unwrap)))
+        leave(status)
+
+
+def unload(guards: Iterable[ModelGuard[Any]]) -> None:
+    """Run the hooks of the models of a mold that ends. The memory comes back with the process, whatever they do."""
+    for guard in guards:
+        if guard.engine.options.unload is not None and guard.engine.state.current is not None:
+            try:
+                guard.close()
+            except Exception:  # noqa: BLE001 - as above
+                traceback.print_exc()
+
+
 def _end_with_parent() -> None:
-    _processes.die_with_parent(os.getppid(), signal.SIGKILL)
+    child_processes.end_with_parent(os.getppid(), signal.SIGKILL)
 
 
 class _Mold:
@@ -146,9 +166,9 @@ class _Mold:
         for end in (woken, wake):
             end.setblocking(False)  # noqa: FBT003 - its only parameter
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _processes.do_nothing)
+        signal.signal(signal.SIGCHLD, child_processes.do_nothing)
         self._handle_signals()
-        _processes.die_with_parent(self._owner, signal.SIGTERM)
+        child_processes.end_with_parent(self._owner, signal.SIGTERM)
         self._inherited = (woken, wake)
         poll = select.poll()
         poll.register(self._control.fileno(), select.POLLIN)
@@ -164,13 +184,13 @@ class _Mold:
                     while self._control.has_unread:
                         self._obey()
         except (EOFError, OSError):  # the owner is gone
-            _processes.kill_group(0)
+            child_processes.kill_group(0)
             os._exit(0)
 
     def _obey(self) -> None:
         order, number, *beside_calls = self._control.receive()
         if order == "end":
-            self._unload()
+            unload([self.guard])
             leave(0)
         # What a fresh worker does before its first call must not take the time of calls.
         with _processes.standing_back() if beside_calls == [True] else nullcontext():
@@ -193,15 +213,13 @@ class _Mold:
         self._handle_signals()
         os.close(fd)
         self._children[pid] = number
+        pidfd = child_processes.opened(pid)  # before anything can reap it, so that it is this child's
+        fds = [] if pidfd is None else [pidfd]
         try:
-            pidfd = os.pidfd_open(pid)  # before anything can reap it, so that it is this child's
-        except (OSError, AttributeError):
-            self._control.send(("born", number, pid, 0))
-            return
-        try:
-            self._control.send(("born", number, pid, 1), [pidfd])
+            self._control.send(("born", number, pid, len(fds)), fds)
         finally:
-            os.close(pidfd)
+            for one in fds:
+                os.close(one)
 
     def _reap(self) -> None:
         for pid in list(self._children):
@@ -210,22 +228,14 @@ class _Mold:
                 number = self._children.pop(pid)
                 self._control.send(("exit", number, os.waitstatus_to_exitcode(status)))
 
-    def _unload(self) -> None:
-        unload, generation = self.guard.engine.options.unload, self.guard.engine.state.current
-        if unload is not None and generation is not None:
-            try:
-                self.guard.close()
-            except Exception:  # noqa: BLE001 - the memory comes back with the process, whatever the hook does
-                traceback.print_exc()
-
     def _handle_signals(self) -> None:
-        signal.signal(signal.SIGINT, _processes.do_nothing)  # the owner decides when its workers end
+        signal.signal(signal.SIGINT, child_processes.do_nothing)  # the owner decides when its workers end
         signal.signal(signal.SIGTERM, lambda *_: self._end_if_orphan())
         self._end_if_orphan()  # its owner's end may have been signalled while signals were ignored
 
     def _end_if_orphan(self) -> None:
         if os.getppid() != self._owner:
-            _processes.kill_group(0)
+            child_processes.kill_group(0)
 
     # In the child
 
@@ -233,7 +243,7 @@ class _Mold:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _on_ending(_processes.do_nothing)
+            _on_ending(child_processes.do_nothing)
             self._control.close()
             for end in self._inherited:
                 end.close()
@@ -247,17 +257,17 @@ class _Mold:
 
     def become_spawned_worker(self) -> NoReturn:
         """Take calls in this process, which no fork made. It dies with its owner, by SIGKILL as while it loads."""
-        _on_ending(_processes.do_nothing)
+        _on_ending(child_processes.do_nothing)
         try:
             self._control.receive()
             self._work(self._control.take_fd())
         except (EOFError, OSError):  # the owner is gone
             leave(0)
-        self._unload()
+        unload([self.guard])
         leave(0)
 
     def _work(self, fd: int) -> None:
-        _processes.prefer_as_oom_victim()
+        _processes.set_oom_score(_processes.OOM_SCORE)
         _processes.step_forward(self._place.priority)
         _processes.enter("worker")
         channel = Channel(socket.socket(fileno=fd))

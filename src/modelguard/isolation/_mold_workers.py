@@ -17,10 +17,10 @@ from typing import Literal, get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, QueueFull
-from modelguard.isolation import _processes
 from modelguard.isolation._channel import Channel
 from modelguard.isolation.status import WorkerState
 from modelguard.lifecycle.policies import Backoff
+from modelguard.runtime import child_processes
 from modelguard.serving.breaker import Breaker, Circuit
 from modelguard.telemetry import Event, Reason, WorkerEndCause
 
@@ -350,7 +350,7 @@ class Worker:
     def kill(self) -> None:
         with self._lock:
             if self.pidfd is not None:
-                _processes.send_kill(self.pidfd)
+                child_processes.send_kill(self.pidfd)
             elif self.pid and self.exit is None:
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)

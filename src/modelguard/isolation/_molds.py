@@ -19,22 +19,21 @@ from subprocess import TimeoutExpired
 from typing import Any, NoReturn
 
 from modelguard import telemetry
-from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported, Reloading
+from modelguard.errors import GuardClosed, NoPreviousModel, NotSupported, Reloading
 from modelguard.facts import _proc
 from modelguard.isolation import _processes, _supervisor, status
-from modelguard.isolation._channel import Channel, pair, with_remote_traceback
+from modelguard.isolation._channel import Channel, failed_load, pair
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import MoldOrders, Worker, WorkerPlan, Workers
 from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor, weakly
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._models import Loaded
-from modelguard.lifecycle._reload import Rejected
 from modelguard.lifecycle._state import Generation
 from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.status import Postponed
-from modelguard.runtime import fork
+from modelguard.runtime import child_processes, fork
 from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import logger
@@ -67,6 +66,7 @@ class Mold(MoldOrders):
         instructions: What it was told.
         owner: Whose mold it is.
         workers: Its workers.
+        ended: Set when its processes have ended.
         died: When it ended by itself, on the monotonic clock; None while it lives.
         code: The files of its modules, if it was asked for them.
         version: The version of its model, as the loader gave it.
@@ -89,7 +89,7 @@ class Mold(MoldOrders):
         self._loaded: Future[None] = Future()
         self._programs: dict[int, Launched] = {}  # what was launched: the mold, or workers by their numbers
         self._ending = False
-        self._ended = threading.Event()
+        self.ended = threading.Event()
         self._running: dict[int, Worker] = {}  # until the mold has reported their ends
         plan = WorkerPlan(
             options.workers,
@@ -114,9 +114,9 @@ class Mold(MoldOrders):
         if not self.belongs_here:
             return
         self.begin_to_end()
-        if self.pids() and not self._ended.wait(_END):
+        if self.pids() and not self.ended.wait(_END):
             self._kill()
-            self._ended.wait(_END)
+            self.ended.wait(_END)
         self.workers.detach()
         self._supervisor.flush(_END)
 
@@ -145,9 +145,6 @@ class Mold(MoldOrders):
             return
         self._ending = True
         self._kill()
-
-    def wait_ended(self, seconds: float) -> None:
-        self._ended.wait(max(0.0, seconds))
 
     def abandon(self) -> None:
         """In a forked child of the owner: close the copies of the descriptors. Takes no lock."""
@@ -220,7 +217,7 @@ class Mold(MoldOrders):
         self._supervisor.forget(program.control.fileno())
         with suppress(TimeoutExpired):  # it may be on its way out, with an exit status that tells more
             program.process.wait(patience)
-        _processes.kill_group(program.process.pid)
+        child_processes.kill_group(program.process.pid)
         how = _processes.describe_exit(program.process.wait())
         self._supervisor.forget(program.news.fileno())
         program.control.close()
@@ -287,7 +284,7 @@ class Mold(MoldOrders):
         if self._loaded.done():  # a replacement; the others serve on, and after two in a row a new generation is made
             logger.warning("%s: a new worker could not load: %s", self.instructions.options.name, text)
         else:
-            self._fail(with_remote_traceback(error, text))
+            self._fail(failed_load(error, text))
 
     def _go_by(self, options: GuardOptions[Any], files: Mapping[Path, Any]) -> None:
         if not self._found and not self._loaded.done():  # of spawned workers, the first of a load speaks for all
@@ -316,10 +313,10 @@ class Mold(MoldOrders):
         how = f"its mold ended: {self._collect(program, 0.5 if self._ending else 0.1)}"
         self._programs.clear()
         running, self._running = list(self._running.values()), {}
-        self._ended.set()
+        self.ended.set()
         for worker in running:
             worker.has_exited(how)
-        self._supervisor.later(1.0, lambda: _processes.reap_group(program.process.pid))
+        self._supervisor.later(1.0, lambda: child_processes.collected(-program.process.pid))
         self._die(how)
 
     def end_late(self, number: int) -> None:
@@ -338,7 +335,7 @@ class Mold(MoldOrders):
         if not self._ending and self.died is None:
             self.died = time.monotonic()
             self.owner.mold_died(self)
-        if not self._ended.is_set():
+        if not self.ended.is_set():
             self._kill()
 
     def _fail(self, error: BaseException) -> None:
@@ -348,7 +345,7 @@ class Mold(MoldOrders):
 
     def _kill(self) -> None:
         for program in list(self._programs.values()):
-            _processes.kill_group(program.process.pid)
+            child_processes.kill_group(program.process.pid)
 
 
 def _after_fork_in_child() -> None:
@@ -388,7 +385,7 @@ class SpawnedWorkers(Mold):
         """Workers that still load take no calls; the others read the end of their channels."""
         for worker in list(self._running.values()):
             if self.workers.is_starting(worker):
-                _processes.kill_group(worker.pid)
+                child_processes.kill_group(worker.pid)
         self._note_end()
 
     def _start(self, number: int) -> None:
@@ -404,8 +401,7 @@ class SpawnedWorkers(Mold):
             return
         worker = self._add_worker(number, ours)
         worker.pid = program.process.pid
-        with suppress(OSError, AttributeError):
-            worker.pidfd = os.pidfd_open(worker.pid)  # a child that nobody has waited for, so it is this one
+        worker.pidfd = child_processes.opened(worker.pid)  # a child that nobody has waited for, so it is this one
         self._programs[number] = program
         self._listen_to(program, lambda: self._worker_gone(program, worker))
         if self._load_timeout is not None:
@@ -420,7 +416,7 @@ class SpawnedWorkers(Mold):
 
     def _note_end(self) -> None:
         if self._ending and not self._programs:
-            self._ended.set()
+            self.ended.set()
 
 
 # The guard of an isolated function in its owner: its model is a mold.
@@ -603,10 +599,7 @@ class MoldGuard:
         )
         kind = Mold if self._options.start == "fork" else SpawnedWorkers
         mold = kind(instructions, self, generation=self.guard.engine.state.generations + 1)
-        try:
-            mold.load()
-        except ModelRejected as error:
-            raise Rejected(error.reason) from error.__cause__
+        mold.load()
         self.code = mold.code
         return mold if mold.version is None else Loaded(mold, version=mold.version)
 
@@ -703,5 +696,5 @@ def end_all(patience: float = _END) -> None:
     for seconds in (patience, _EXIT):
         until = time.monotonic() + seconds
         for mold in running:
-            mold.wait_ended(until - time.monotonic())
+            mold.ended.wait(max(0.0, until - time.monotonic()))
             mold.end_at_once()

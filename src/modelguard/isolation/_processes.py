@@ -1,25 +1,19 @@
-"""What the kernel offers so that no process outlives its owner, and none is killed by mistake."""
+"""Whose turn a process is, for the CPU and when memory runs out; and what this process is among those of isolation."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 from modelguard.errors import NotSupported
 from modelguard.facts import _memory, _proc
-
-#: What ends this process unless it is handled. What it has started must not outlive it.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-_PR_SET_PDEATHSIG = 1
+from modelguard.runtime import child_processes
 
 _CAP_SYS_NICE = 23
 
@@ -31,7 +25,7 @@ _LOWEST = 19
 
 #: A worker's ``oom_score_adj``, in thousandths of all memory: when memory runs out, the kernel kills a worker and
 #: neither the mold nor the server.
-_OOM_SCORE = 500
+OOM_SCORE = 500
 
 #: That of a mold that loads beside calls, which have the old model: sooner than any worker.
 _OOM_SCORE_OF_LOADS = 1000
@@ -61,48 +55,6 @@ def check_supported() -> None:
         _oom_kills = _memory.oom_kills()
 
 
-def die_with_parent(parent: int, number: int) -> None:
-    """Receive a signal when the parent ends, however it ends. Exits at once if it has ended already.
-
-    The kernel means the thread that started this process, so that must be one that lives as long as its process.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-class _Ended(BaseException):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextmanager
-def ending_signals() -> Iterator[None]:
-    """Let signals that would end this process at once end it after the block has been left."""
-
-    def end(number: int, _: object) -> None:
-        raise _Ended(number)
-
-    if threading.current_thread() is not threading.main_thread():  # where Python handles no signals
-        yield
-        return
-    before = {each: signal.getsignal(each) for each in ENDING}
-    handled = [each for each, handler in before.items() if handler is signal.SIG_DFL]
-    for each in handled:
-        signal.signal(each, end)
-    came = None
-    try:
-        yield
-    except _Ended as ended:
-        came = ended.number
-    finally:
-        for each in handled:
-            signal.signal(each, signal.SIG_DFL)
-    if came is not None:
-        signal.raise_signal(came)
-
-
 class Place(NamedTuple):
     """Whose turn this process is.
 
@@ -125,10 +77,6 @@ def place() -> Place:
 def set_oom_score(score: int) -> None:
     with suppress(OSError):
         _OOM_FILE.write_text(str(score), encoding="ascii")
-
-
-def prefer_as_oom_victim() -> None:
-    set_oom_score(_OOM_SCORE)
 
 
 def stay_back(before: int) -> None:
@@ -180,60 +128,11 @@ def coming_last() -> Iterator[None]:
         set_oom_score(before)
 
 
-def do_nothing(_number: int, _frame: object) -> None:
-    """A signal handler, where SIG_IGN would be inherited by programs that the model starts."""
-
-
-def send_kill(pidfd: int) -> None:
-    with suppress(ProcessLookupError, OSError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-
-
-def kill_group(group: int) -> None:
-    """End a whole process group; does nothing if there is none."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
 def describe_exit(code: int) -> str:
-    """Describe how a process ended: the signal's name for a negative code, else its exit status."""
-    if code >= 0:
-        return f"exit status {code}"
+    """As :func:`child_processes.describe_exit`, and whether it was for want of memory."""
     if -code == signal.SIGKILL and _kernel_has_killed():
         return "SIGKILL, by the kernel's OOM killer, probably"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
-
-
-def reap(pids: Iterable[int]) -> list[int]:
-    """Collect processes that became this one's children when their parent died, as in a container's first process.
-
-    Returns:
-        Those that have not ended, or are not its children yet.
-    """
-    return [pid for pid in pids if not _collected(pid)]
-
-
-def _collected(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return False
-
-
-def reap_group(group: int) -> bool:
-    """:func:`reap` for a whole process group: a mold that was killed may not have reported its latest child.
-
-    Returns:
-        Whether some of it are this process's children, and have not ended.
-    """
-    with suppress(ChildProcessError):
-        while os.waitpid(-group, os.WNOHANG)[0]:
-            pass
-        return True
-    return False
+    return child_processes.describe_exit(code)
 
 
 # What this process is: the one that calls isolated functions, a mold, or a worker.
@@ -254,16 +153,3 @@ def enter(new: Role, isolates: object = None, computes: Callable[..., Any] | Non
     role = new
     target = isolates if isolates is not None else target
     here = computes if computes is not None else here
-
-
-def leave(status: int) -> NoReturn:
-    """End this process without the exit handlers that it has inherited."""
-    flush_output()
-    os._exit(status)
-
-
-def flush_output() -> None:
-    """Write what is still in this process's buffers, as far as it can be written."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # a program may have closed or replaced them
-            stream.flush()

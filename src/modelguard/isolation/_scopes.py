@@ -46,7 +46,8 @@ class _Loan:
         return self.generation.model
 
     def end(self, *, failed: bool) -> None:
-        self.engine.leave(self.generation, failed=failed)
+        if self.engine.state.leave(self.generation, failed):
+            self.engine.after_call(self.generation)
 
 
 #: What a call holds: a lease on a mold, of its guard or of a pool.

@@ -240,7 +240,7 @@ class Engine(GuardContext[M], fork.Forkable):
 
     def leave(self, generation: Generation[M], *, failed: bool) -> None:
         if self.state.leave(generation, failed):
-            self._after_call(generation)
+            self.after_call(generation)
 
     def leave_dropped(self, generation: Generation[M]) -> None:
         """Return a lease that nobody has ended. Takes no lock: the garbage collector may have interrupted any code.
@@ -250,7 +250,7 @@ class Engine(GuardContext[M], fork.Forkable):
         """
         state = self.state
         if state.leave(generation, False) and (generation.retired or state.watched):  # noqa: FBT003 - by position, it is the hot path
-            self._in_background(partial(self._after_call, generation))
+            self._in_background(partial(self.after_call, generation))
 
     def wrapper(  # noqa: C901 - the hot path is written out
         self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]
@@ -310,7 +310,7 @@ class Engine(GuardContext[M], fork.Forkable):
                 if token is not None:
                     enclosing.reset(token)
                 if look_further:
-                    self._after_call(generation)
+                    self.after_call(generation)
 
         return call
 
@@ -332,10 +332,10 @@ class Engine(GuardContext[M], fork.Forkable):
     def _enter_instead_of(self, retired: Generation[M]) -> Generation[M]:
         """Take a lease again, after one that was taken in the moment of the generation's retirement."""
         retired.leases.pop()
-        self._after_call(retired)
+        self.after_call(retired)
         return self.enter()
 
-    def _after_call(self, generation: Generation[M]) -> None:
+    def after_call(self, generation: Generation[M]) -> None:
         if not generation.retired:
             self.checks.ask(sample=False)
         elif self.state.retired_call_ended(generation):

@@ -25,7 +25,7 @@ from modelguard.lifecycle import _models
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
-from modelguard.runtime import fork
+from modelguard.runtime import child_processes, fork
 from modelguard.runtime.background import THREADS
 from modelguard.sharing import _graph, _hazards, _immortal, _trial
 from modelguard.sharing._hazards import Hazard
@@ -143,21 +143,21 @@ def _before_fork() -> None:
         return
     if not threading.current_thread().name.startswith(_hazards.OUR_THREADS):  # a loader may fork at any time
         wait_for_loads(_FORK_WAIT)
-    _signal_mask.before = _trial.block()
+    _signal_mask.before = child_processes.block()
 
 
 def _after_fork_in_parent() -> None:
     mask = getattr(_signal_mask, "before", None)
     if mask is not None:
         _signal_mask.before = None
-        _trial.restore_mask(mask)
+        child_processes.restore_mask(mask)
 
 
 def _after_fork() -> None:
     global _mode
     prepared = _current
     is_worker = prepared is not None and _forker == prepared.pid  # the children of a worker are not ours
-    with _trial.default_actions() if is_worker and not _mode else nullcontext():
+    with child_processes.default_actions() if is_worker and not _mode else nullcontext():
         _after_fork_in_parent()
         if prepared is None or not is_worker:
             return

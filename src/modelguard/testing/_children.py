@@ -20,9 +20,9 @@ from modelguard.errors import ForkHazard, InvalidOption, NotSupported
 from modelguard.facts import _memory
 from modelguard.lifecycle import _models
 from modelguard.lifecycle.guard import ModelGuard
+from modelguard.runtime.child_processes import ForkedChild
 from modelguard.sharing import _graph
 from modelguard.sharing._immortal import immortalize_unsupported
-from modelguard.sharing._trial import ForkedChild
 from modelguard.testing._loader import OfTest
 
 #: Bytes of the smallest model that can be tested: any forked interpreter copies about this much.

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from modelguard.isolation import _processes, _supervisor
+from modelguard.isolation import _supervisor
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._mold_workers import Worker
 from modelguard.isolation._supervisor import Supervisor
+from modelguard.runtime import child_processes
 
 PATIENCE = 10.0
 
@@ -137,7 +138,7 @@ def test_a_worker_s_descriptor_is_not_closed_while_it_is_used(monkeypatch: pytes
         ended.join(0.1)
         os.fstat(descriptor)
 
-    monkeypatch.setattr(_processes, "send_kill", kill)
+    monkeypatch.setattr(child_processes, "send_kill", kill)
     worker.kill()
     ended.join(PATIENCE)
     assert worker.pidfd is None

@@ -1,0 +1,292 @@
+"""Processes that this one starts or forks: how they end with it, are ended, and have ended; and signals for that."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import NoReturn
+
+#: The signals that ask a process to end. Python's own handlers, or the kernel, end it at once.
+ENDING = frozenset(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP") if hasattr(signal, name)
+)
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Receive a signal when the parent ends, however it ends (Linux only). Exits at once if it has ended already.
+
+    The kernel means the thread that started this process, so that must be one that lives as long as its process.
+    """
+    if hasattr(_libc(), "prctl"):
+        _libc().prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+@contextmanager
+def adopt_orphans() -> Iterator[None]:
+    """In the block, children of this process's children become its own when their parent ends (Linux only)."""
+    _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _libc().prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process without the exit handlers that it has inherited."""
+    flush_output()
+    os._exit(status)
+
+
+def flush_output() -> None:
+    """Write what is still in this process's buffers, as far as it can be written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a program may have closed or replaced them
+            stream.flush()
+
+
+# How a process is ended, and has ended. By a descriptor where the system has them (``pidfd_open``, Linux 5.3): a number
+# may belong to another process by then.
+
+
+def opened(pid: int) -> int | None:
+    """Open a process; None if the system cannot do it, or the process is gone."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def send_kill(pidfd: int) -> None:
+    with suppress(ProcessLookupError, OSError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def await_end(pidfd: int, seconds: float) -> None:
+    """Wait until a process has ended, or is a zombie, at most so many seconds."""
+    poll = select.poll()  # select.select fails with more than 1,024 open files
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(max(0.0, seconds) * 1000)
+
+
+def kill_group(group: int) -> None:
+    """End a whole process group; does nothing if there is none."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def describe_exit(code: int) -> str:
+    """Describe how a process ended: the signal's name for a negative code, else its exit status."""
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def collected(number: int, *, own: bool = False) -> bool:
+    """Collect a process that has ended or, of a negative number, a whole group; whether it is gone.
+
+    Where it may become this process's child by the death of its parent, as in a container's first process, what is no
+    child is not gone; what has been its own child is.
+    """
+    some = False
+    try:
+        while os.waitpid(number, os.WNOHANG)[0]:
+            some = True
+    except ChildProcessError:
+        return some or own
+    return False
+
+
+#: Bytes that are read at a time.
+_CHUNK = 65_536
+
+
+class ForkedChild:
+    """A child that this process has just forked, and ends with :meth:`end`.
+
+    Something else in this process may take the child's exit status first: a handler of SIGCHLD that waits for any
+    child, as gunicorn's up to version 23 does, or a SIGCHLD that is ignored. The child's number may then belong to
+    another process, so the child is addressed by a file descriptor (``pidfd_open``, Linux 5.3), if there is one.
+
+    Args:
+        pid: Its process id.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._handle = opened(pid)
+
+    def read(self, reader: int, deadline: float) -> tuple[bytes, bool]:
+        """Read what the child writes until it ends or closes the pipe, or until ``deadline``.
+
+        A process that the child has started may keep the pipe open, so the child's own end counts too.
+
+        Args:
+            reader: The pipe's end to read from.
+            deadline: Monotonic seconds.
+
+        Returns:
+            The output, and whether the child has ended or closed the pipe.
+        """
+        output = b""
+        poll = select.poll()  # select.select fails with more than 1,024 open files
+        for descriptor in (reader, self._handle):
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0:
+            ready = {descriptor for descriptor, _ in poll.poll(left * 1000)}
+            if reader in ready:
+                more = os.read(reader, _CHUNK)
+                if not more:
+                    return output, True
+                output += more
+            elif ready:
+                return output, True
+        return output, False
+
+    def end(self, *, group: bool) -> int | None:
+        """Kill the child if it still runs, and wait for its end.
+
+        Args:
+            group: Whether the child leads a process group, which is killed as well.
+
+        Returns:
+            Its wait status; None if something else in this process has taken it.
+        """
+        try:
+            if self._handle is None or self._send(0):
+                if group:
+                    kill_group(self._pid)
+                self._send(signal.SIGKILL)
+            return os.waitpid(self._pid, 0)[1]
+        except ChildProcessError:
+            return None
+        finally:
+            if self._handle is not None:
+                os.close(self._handle)
+
+    def _send(self, number: int) -> bool:
+        """Send a signal; False if the child's number is no longer its own: it has ended, and somebody waited for it."""
+        try:
+            if self._handle is None:
+                os.kill(self._pid, number)
+            else:
+                signal.pidfd_send_signal(self._handle, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+# Signals in this process, and in a forked child of it.
+
+
+def do_nothing(_number: int, _frame: object) -> None:
+    """A signal handler, where SIG_IGN would be inherited by programs that the model starts."""
+
+
+class _Ended(BaseException):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def ending_signals() -> Iterator[None]:
+    """Let signals that would end this process at once end it after the block has been left."""
+
+    def end(number: int, _: object) -> None:
+        raise _Ended(number)
+
+    if threading.current_thread() is not threading.main_thread():  # where Python handles no signals
+        yield
+        return
+    before = {each: signal.getsignal(each) for each in ENDING}
+    handled = [each for each, handler in before.items() if handler is signal.SIG_DFL]
+    for each in handled:
+        signal.signal(each, end)
+    came = None
+    try:
+        yield
+    except _Ended as ended:
+        came = ended.number
+    finally:
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
+    if came is not None:
+        signal.raise_signal(came)
+
+
+# Signals in a forked child that does not serve yet: those that ask a process to end must end it.
+#
+# Until a server has installed the handlers of its workers, a child has those of its parent. They note the signal for
+# the parent's main loop, which the child does not run, so the signal is lost: the server then waits for the worker
+# until its patience is over (30 s in gunicorn), or forever.
+
+
+#: More than the size of ``struct sigaction`` anywhere (152 bytes in glibc). All zeros mean the default action.
+_ACTION_SIZE = 512
+_DEFAULT, _IGNORE = 0, 1  # SIG_DFL and SIG_IGN; the structure begins with them or with a function's address
+
+
+def block() -> set[int]:
+    """Keep the signals of :data:`ENDING` pending in this thread; returns the mask to restore."""
+    return set(signal.pthread_sigmask(signal.SIG_BLOCK, ENDING))
+
+
+def restore_mask(mask: set[int]) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def default_actions() -> Iterator[None]:
+    """Give the signals of :data:`ENDING` and SIGCHLD their default actions inside the block.
+
+    Ignored signals stay ignored. The actions are read from and written to the system, because Python does not know
+    handlers that were installed in C, such as uWSGI's.
+    """
+    earlier = {number: action for number in (*ENDING, signal.SIGCHLD) if (action := _action(number)) is not None}
+    for number in earlier:
+        _set(number, bytes(_ACTION_SIZE))
+    try:
+        yield
+    finally:
+        for number, action in earlier.items():
+            if _action(number) is None:  # otherwise the code inside the block has installed its own
+                _set(number, action)
+
+
+def _action(number: int) -> bytes | None:
+    """The action of a signal, as the system stores it; None if the signal is ignored or has its default action."""
+    action = ctypes.create_string_buffer(_ACTION_SIZE)
+    _libc().sigaction(number, None, action)
+    handler = int.from_bytes(action.raw[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)
+    return None if handler in (_DEFAULT, _IGNORE) else action.raw
+
+
+def _set(number: int, action: bytes) -> None:
+    _libc().sigaction(number, action, None)
