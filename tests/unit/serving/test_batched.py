@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import pickle
+import random
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -192,6 +193,16 @@ def test_an_item_is_weighed_before_it_is_queued() -> None:
         with pytest.raises(ItemRefused, match="must be a number of at least 0"):
             g(item)
     assert 1 == f.status().answered
+
+
+def test_texts_after_empty_ones_are_answered() -> None:
+    """Items that weigh nothing teach times that those with a weight are compared with, whatever their batches."""
+    for seed in range(30):
+        dice = random.Random(seed)
+        with batched(max_size=8, weight=len, deadline="1m")(lambda texts: texts) as f:
+            for text in ("", "", "", "tea", "tea"):
+                futures = [f.submit(text) for _ in range(dice.choice((1, 1, 2, 3, 5, 8)))]
+                assert [text] * len(futures) == [future.result(TIMEOUT) for future in futures]
 
 
 def test_keyword_arguments_are_checked_before_queueing(model: Gated) -> None:
