@@ -40,6 +40,11 @@ class AutoSize:
         _units.seconds(self.slo, "slo")
 
 
+#: What weights and shares lie between, so that their squares and quotients are numbers. A client may send a weight: a
+#: larger one overflowed in the figures of a batch that had run, whose answers were lost.
+_LEAST, _MOST = 1e-9, 1e15
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """What items count for in a batch.
@@ -98,9 +103,9 @@ class Fair:
         _units.instance(self.shares, "shares", Mapping, "a dict of keys and their shares", fix=fix)  # type: ignore[type-abstract]
         for key, share in self.shares.items():
             try:
-                _units.number(share, "shares", fix=fix)
+                _units.number(share, "shares", fix=fix, above=_LEAST, most=_MOST)
             except InvalidOption:
-                why = f"the share of {key!r} must be a number above 0, not {share!r}"
+                why = f"the share of {key!r} must be a number above {_LEAST:g} and at most {_MOST:g}, not {share!r}"
                 raise InvalidOption("shares", self.shares, why=why, fix=fix) from None
         if self.quota is not None:
             _units.whole_number(self.quota, "quota")
@@ -584,7 +589,7 @@ class Arguments:
     def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
         self._function = function
         self._name = options.name
-        self._max_weight = options.limits.max_weight
+        self._max_weight = min(options.limits.max_weight, _MOST)
         self._fair_by = options.fair.by
         self._item_type = item_type_name(function)
         self._accepted: set[tuple[str, ...]] = set()
@@ -685,7 +690,7 @@ class Arguments:
             raise ItemRefused(self._name, why=f"the item's weight is {weight}, and must be a number of at least 0")
         if weight > self._max_weight:
             raise ItemTooHeavy(self._name, weight=weight, max_weight=self._max_weight)
-        return weight
+        return weight if weight > _LEAST else 0.0
 
     def _key(self, fair_by: Callable[[Any], Hashable], item: Any) -> Hashable:
         try:

@@ -303,7 +303,7 @@ class BatchTimes:
         columns; and so for smaller ones.
         """
         expected = self._line.seconds(count, weight) if self._line.total else 0.0
-        if inside and self._line.known and not self._weighed:
+        if inside and self._line.known and not self._weighed and self._sizes.knows(count):
             items, usual = self._sizes.usual(count)
             there = self._line.seconds(items, 0.0)
             expected = usual * expected / there if there > 0 else usual

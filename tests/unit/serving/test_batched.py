@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import pickle
+import random
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
-from modelguard import Weight, batched
+from modelguard import Fair, Weight, batched
 from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, ItemTooHeavy, QueueFull, WouldDeadlock
 
 # Calls
@@ -192,6 +193,29 @@ def test_an_item_is_weighed_before_it_is_queued() -> None:
         with pytest.raises(ItemRefused, match="must be a number of at least 0"):
             g(item)
     assert 1 == f.status().answered
+
+
+def test_weights_that_no_figure_can_hold_harm_nobody() -> None:
+    """A client that sends an absurd weight gets an error or its answer, and the calls after it get theirs."""
+    f = batched(max_size=4, weight=Weight(of=float))(lambda items: items)
+    for weight in (1e155, 1e200, 1.7e308):
+        with pytest.raises(ItemTooHeavy, match="a whole batch may weigh 1e"):
+            f.submit(weight)
+    for weight in (1e-160, 5e-324, 1e15, 1.0) * 3:
+        assert weight == f.submit(weight).result(TIMEOUT)
+    for share in (5e-324, 1e300):
+        with pytest.raises(InvalidOption, match="the share of 'gold' must be a number above"):
+            Fair(shares={"gold": share})
+
+
+def test_texts_after_empty_ones_are_answered() -> None:
+    """Items that weigh nothing teach times that those with a weight are compared with, whatever their batches."""
+    for seed in range(30):
+        dice = random.Random(seed)
+        with batched(max_size=8, weight=len, deadline="1m")(lambda texts: texts) as f:
+            for text in ("", "", "", "tea", "tea"):
+                futures = [f.submit(text) for _ in range(dice.choice((1, 1, 2, 3, 5, 8)))]
+                assert [text] * len(futures) == [future.result(TIMEOUT) for future in futures]
 
 
 def test_keyword_arguments_are_checked_before_queueing(model: Gated) -> None:
