@@ -304,7 +304,7 @@ class BatchingReplica(Replica):
     def _compute_batch(self, batch: Batch) -> None:
         started = self.now
         computed = compute(self._batched, batch)
-        self._queue.record_end(batch, self.now - started, self.now, reruns=computed.reruns, bad=computed.bad)
+        self._queue.record_end(batch, self.now - started, self.now, bad=computed.bad)
         requests, outcomes = self._queue.finish(batch, computed.outcomes, computed.failed)
         self._queue.record_verdict(batch, computed.verdict, self.now)
         for request, outcome in zip(requests, outcomes, strict=True):

@@ -228,7 +228,7 @@ class Simulation:
             self.queue.record_run(batch, self.now - started, self.now)
         for part in computed.parts:
             self.queue.record_part(batch, *part, self.now)
-        self.queue.record_end(batch, self.now - started, self.now, reruns=computed.reruns, bad=computed.bad)
+        self.queue.record_end(batch, self.now - started, self.now, bad=computed.bad)
         requests, outcomes = self.queue.finish(batch, computed.outcomes, computed.failed)
         self.queue.record_verdict(batch, computed.verdict, self.now)
         for request, outcome in zip(requests, outcomes, strict=True):

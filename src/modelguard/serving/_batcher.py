@@ -675,7 +675,7 @@ class Batcher:
                 queue.record_run(batch, seconds, now, between=between)
             for part in computed.parts:
                 queue.record_part(batch, *part, now)
-            queue.record_end(batch, seconds, now, between=between, reruns=computed.reruns, bad=computed.bad)
+            queue.record_end(batch, seconds, now, between=between, bad=computed.bad)
             queue.counters.bisected += bool(computed.reruns)
             plain = batch if isinstance(batch, PlainBatch) and queue.finish_plain(batch, computed.failed) else None
             requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed) if plain is None else ([], [])

@@ -120,18 +120,8 @@ class AlikeBatches:
 # How large batches may be so that requests have their answers within a latency goal: ``AutoSize``.
 
 
-#: Where the times jump at some size, no line fits them. If this many of the last runs, and half of those that were as
-#: large, took longer than they may by this factor, sizes are bounded besides, by additive increase and multiplicative
-#: decrease as in Clipper (Crankshaw et al., NSDI 2017): a tenth below the size that took too long, then more with every
-#: full batch in time.
+#: The slowest kind of item among so many batches says whether the goal is in reach.
 _REMEMBERED = 32
-_LATE = 3
-_LONGER = 1.1
-_BACK_OFF = 0.9
-#: The bound grows by this share with the first full batch, and by twice as much with every eighth one. So it is back at
-#: the size that took too long after 26 of them, and at three times that size after 52.
-_GROWTH = 0.001
-_FASTER = 8
 
 
 class GoalSize:
@@ -161,9 +151,6 @@ class GoalSize:
         self.reachable: bool | None = None
         self.item_seconds = 0.0
         self._items: deque[float] = deque(maxlen=_REMEMBERED)
-        self._runs: deque[tuple[int, bool]] = deque(maxlen=_REMEMBERED)  # items, and whether it took too long
-        self._most: float = ceiling
-        self._grown = 0
         self._fits: tuple[Curve | None, float, int] = None, 0.0, 0  # how many items, for this curve and mean
 
     def __bool__(self) -> bool:
@@ -182,27 +169,7 @@ class GoalSize:
             return 1
         if curve is not self._fits[0] or mean != self._fits[1]:
             self._fits = curve, mean, curve.count_within(self.seconds, mean, self._ceiling)
-        return int(max(1.0, min(self._fits[2], self._most)))
-
-    def note_run(self, count: int, seconds: float) -> None:
-        late = seconds > self.seconds * _LONGER
-        self._runs.append((count, late))
-        bounded = self._most < self._ceiling
-        if late and (not bounded or count >= int(self._most * _BACK_OFF)):  # a smaller one says nothing about the bound
-            most = count if bounded else self._too_large()
-            self._most, self._grown = max(min(most * _BACK_OFF, self._ceiling), 1.0), 0
-        elif bounded and not late and count >= int(self._most):
-            self._most = min(self._most * (1 + _GROWTH * 2 ** (self._grown / _FASTER)), self._ceiling)
-            self._grown += 1
-
-    def _too_large(self) -> float:
-        """The least size that half of the last runs took too long with; infinity for none."""
-        least, late = math.inf, 0
-        for number, (items, too_long) in enumerate(sorted(self._runs, reverse=True), start=1):
-            late += too_long
-            if too_long and late >= _LATE and late * 2 >= number:
-                least = items
-        return least
+        return max(1, self._fits[2])
 
     def follow(self, times: BatchTimes, curve: Curve | None, mean: float) -> None:
         """Choose by what was measured.
@@ -325,14 +292,13 @@ class Planner:
 
     # What happens
 
-    def note_batch(self, batch: Batch, seconds: float, now: float, *, reruns: int) -> None:
+    def note_batch(self, batch: Batch, seconds: float, now: float) -> None:
         """Note that a batch has ended.
 
         Args:
             batch: Which one.
             seconds: How long it took, runs that failed included.
             now: The time.
-            reruns: How often the function was called again.
         """
         self.ended = now
         if batch.padding or self._padding > 1:
@@ -341,8 +307,6 @@ class Planner:
         mean = batch.weight / batch.count
         if self.auto:
             self._mean = mean
-            if not reruns:
-                self.auto.note_run(batch.count, seconds)
             self.auto.follow(self._times, self._times.curve(batch.group), self._mean)
         else:
             self._unplanned += seconds

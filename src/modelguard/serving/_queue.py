@@ -543,12 +543,10 @@ class BatchQueue:
         padded = weight * batch.weight / useful if useful > 0 else weight
         self.times.record(count, padded if self._limits.weighed else 0.0, batch.group, seconds, now)
 
-    def record_end(
-        self, batch: Batch, seconds: float, now: float, *, between: float = 0.0, reruns: int = 0, bad: float = 0.0
-    ) -> None:
-        """Record how long a batch kept its thread, how often it was run again, and the share of bad items."""
+    def record_end(self, batch: Batch, seconds: float, now: float, *, between: float = 0.0, bad: float = 0.0) -> None:
+        """Record how long a batch kept its thread, and the share of bad items."""
         self.times.record_batch(batch.count, seconds + between, now, bad=bad, weight=batch.weight, group=batch.group)
-        self._planner.note_batch(batch, seconds, now, reruns=reruns)
+        self._planner.note_batch(batch, seconds, now)
 
     def _note_most(self) -> None:
         self._lines.full_size = self._planner.most

@@ -22,7 +22,6 @@ from modelguard.serving import Limits
 from modelguard.serving._batcher import ChosenSize
 from modelguard.serving._planner import GoalSize
 from modelguard.serving._requests import Batch
-from modelguard.serving._times import Curve
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))  # as for the scripts there
 auto_size = pytest.importorskip("auto_size")
@@ -135,29 +134,13 @@ def test_a_stall_does_not_shrink_batches() -> None:
 
 
 def test_sizes_stay_below_a_jump_in_the_times() -> None:
-    """Beyond 32 items a batch takes 0.1 s more, as when a cache overflows. No line fits; few batches try it."""
+    """Beyond 32 items a batch takes 0.1 s more, as when a cache overflows. No line fits; hardly a batch tries it."""
     found = served(
         lambda items, _now, _extras: 0.01 + 0.0005 * len(items) + 0.1 * (len(items) > 32), rate=1500.0, seconds=60.0
     )
     later = found.batches[100:]
-    assert sum(batch.seconds > SLO / 2 for batch in later) < 0.05 * len(later)
+    assert sum(batch.seconds > SLO / 2 for batch in later) < 0.02 * len(later)
     assert sum(batch.size >= 28 for batch in later) > 0.9 * len(later)
-
-
-def test_a_small_batch_that_stalls_does_not_lower_a_bound() -> None:
-    """It says nothing about the size that the bound is for."""
-    auto = GoalSize(SLO, 0.0, 64)
-    fast = Curve(0.0, 0.0, 0.0, math.inf, 64)
-    for _ in range(3):
-        auto.note_run(40, 0.2)
-    assert 36 == auto.size_for(fast, 0.0)
-    auto.note_run(1, 0.2)
-    assert 36 == auto.size_for(fast, 0.0)
-    auto.note_run(36, 0.2)
-    assert 32 == auto.size_for(fast, 0.0)
-    for _ in range(60):
-        auto.note_run(auto.size_for(fast, 0.0), 0.04)
-    assert 64 == auto.size_for(fast, 0.0)
 
 
 def test_items_run_alone_where_one_takes_longer_than_the_goal() -> None:

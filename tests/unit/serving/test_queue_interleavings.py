@@ -184,9 +184,7 @@ class Interleavings(RuleBasedStateMachine):
         batch = self.batches.pop(data.draw(st.integers(0, len(self.batches) - 1)))
         if verdict == "succeeded":
             self.queue.record_run(batch, seconds, self.now)
-        self.queue.record_end(
-            batch, seconds, self.now, reruns=int(verdict == "failed"), bad=0.5 * (verdict == "failed")
-        )
+        self.queue.record_end(batch, seconds, self.now, bad=0.5 * (verdict == "failed"))
         self.end(batch)
         self.queue.record_verdict(batch, verdict, self.now)
         self.collect()
