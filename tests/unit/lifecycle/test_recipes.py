@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md against the real thing: what its page makes by hand is what libraries make."""
+"""The recipes of docs/recipes.md: they are the programs, and what these make by hand is what libraries make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from urllib.request import Request, urlopen
 
 import pytest
-from tests.unit.lifecycle.recipes import definitions
+from tests.contract.test_docs import PAGES, Snippet, snippets
+from tests.unit.lifecycle.recipes import FOLDER, definitions
 from tests.unit.lifecycle.sources import errors, polls
 
 from modelguard import Changed, Loaded
@@ -20,17 +21,27 @@ if TYPE_CHECKING:
     from tests.unit.lifecycle.world import World
 
 
-def test_the_cache_of_the_page_is_that_of_hugging_face(
+PAGE = next(page for page in PAGES if page.name == "recipes.md")
+PARTS = [part for part in snippets(PAGE.read_text(encoding="utf-8")) if (part.reason or "").startswith("a part of")]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.reason)
+def test_the_page_shows_a_part_of_the_program_that_it_names(part: Snippet) -> None:
+    """What a reader pastes is what the program runs, and what the services of other tests run."""
+    program = (FOLDER / str(part.reason).rpartition("/")[2]).read_text(encoding="utf-8")
+    for paragraph in "\n".join(part.code).split("\n\n\n"):
+        assert paragraph.strip() in program
+
+
+def test_the_cache_of_the_program_is_that_of_hugging_face(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its library finds the revisions where the page puts them, before and after a new one is published."""
+    """Its library finds the revisions where the program puts them, before and after a new one is published."""
     hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
     tmp_path = tmp_path / "hub"
     tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
-    page = definitions(
-        "A folder in the layout of the Hugging Face cache", "cache", "publish", "revision", "load_snapshot", "Model"
-    )
+    page = definitions("hugging_face_cache", "cache", "publish", "revision", "load_snapshot", "Model")
     first, second = "1" * 40, "2" * 40
 
     def newest() -> str:
