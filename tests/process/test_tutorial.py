@@ -137,8 +137,8 @@ def test_a_reader_who_follows_the_tutorial_gets_what_it_promises(reader: Reader)
     (reload,) = said["python reload.py"]
     assert "generation 2 is ready" in reload
     assert "generation 1 released" in reload
-    (asked,) = said["curl -X POST 'localhost:8000/words?text=Four%20parts,%20one%20service.'"]
-    assert ["Four", "parts", ",", "one", "service", "."] == json.loads(asked)
+    (asked,) = said["curl -X POST 'localhost:8000/words?text=One%20model,%20one%20service.'"]
+    assert ["One", "model", ",", "one", "service", "."] == json.loads(asked)
     assert "Examined: process" in said["modelguard doctor"][0]
     assert "gunicorn app:app" in said["modelguard top"][0]
     assert '{"status": "ready"}' in said["curl -i localhost:8000/readyz"][0]
