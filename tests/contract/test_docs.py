@@ -7,8 +7,8 @@ out is a comment on the line before the fence, which has to say why::
 
 The whole programs of examples/frameworks and examples/sources are run by the same test. They may need more packages.
 
-The tutorial shows files instead, below comments such as ``<!-- file: app.py -->``. ``tests/process/test_tutorial.py``
-writes them and runs the commands beside them.
+The tutorial shows files instead, below comments such as ``<!-- file: app.py -->``, or ``<!-- change: app.py -->`` where
+parts of one change. ``tests/process/test_tutorial.py`` writes them and runs the commands beside them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WARNING = {"gradio", "mlflow"}
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\w*)")
 NOT_RUN = re.compile(r"^ *<!-- *not run\b:?(?P<reason>.*?)-->")
-FILE = re.compile(r"^<!-- file: \S+ -->$")
+FILE = re.compile(r"^<!-- (file|change): \S+ -->$")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Snippet:
         line: Where its first line of code stands in the page, counted from 1.
         code: Its lines, without the fence's indentation.
         reason: Why it is not run, None where it is.
-        file: Whether it is a file that the reader writes.
+        file: Whether it is a file that the reader writes, or a part of one.
     """
 
     line: int
