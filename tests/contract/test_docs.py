@@ -6,6 +6,7 @@ out is a comment on the line before the fence, which has to say why::
     <!-- not run: it serves until it is stopped -->
 
 The whole programs of examples/frameworks and examples/sources are run by the same test. They may need more packages.
+A page may show a part of one: "not run: a part of examples/sources/bucket.py".
 
 The tutorial shows files instead, below comments such as ``<!-- file: app.py -->``, or ``<!-- change: app.py -->`` where
 parts of one change. ``tests/process/test_tutorial.py`` writes them and runs the commands beside them.
@@ -59,6 +60,7 @@ WARNING = {"gradio", "mlflow"}
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\w*)")
 NOT_RUN = re.compile(r"^ *<!-- *not run\b:?(?P<reason>.*?)-->")
+PART = re.compile(r"a part of (?P<program>examples/\S+)")
 FILE = re.compile(r"^<!-- (file|change): \S+ -->$")
 
 
@@ -158,6 +160,16 @@ def test_a_snippet_that_is_not_run_says_why(page: Path) -> None:
     reasons = [snippet.reason for snippet in snippets(text) if snippet.reason is not None]
     assert [] == [reason for reason in reasons if len(reason.split()) < 2]
     assert len(reasons) == sum(1 for line in text.splitlines() if NOT_RUN.match(line))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_part_of_a_program_is_as_it_is_there(page: Path) -> None:
+    """What a page shows of a program in examples/ is what the program runs."""
+    for snippet in snippets(page.read_text(encoding="utf-8")):
+        if (found := PART.fullmatch(snippet.reason or "")) is not None:
+            program = (ROOT / found["program"]).read_text(encoding="utf-8")
+            for part in "\n".join(snippet.code).split("\n\n\n"):
+                assert part.strip() in program
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md: they are the programs, and what these make by hand is what libraries make."""
+"""The programs of examples/sources against the real thing: what they make by hand is what libraries make."""
 
 from __future__ import annotations
 
@@ -11,26 +11,13 @@ from typing import TYPE_CHECKING
 from urllib.request import Request, urlopen
 
 import pytest
-from tests.contract.test_docs import PAGES, Snippet, snippets
-from tests.unit.lifecycle.recipes import FOLDER, definitions
+from tests.unit.lifecycle.recipes import definitions
 from tests.unit.lifecycle.sources import errors, polls
 
 from modelguard import Changed, Loaded
 
 if TYPE_CHECKING:
     from tests.unit.lifecycle.world import World
-
-
-PAGE = next(page for page in PAGES if page.name == "recipes.md")
-PARTS = [part for part in snippets(PAGE.read_text(encoding="utf-8")) if (part.reason or "").startswith("a part of")]
-
-
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.reason)
-def test_the_page_shows_a_part_of_the_program_that_it_names(part: Snippet) -> None:
-    """What a reader pastes is what the program runs, and what the services of other tests run."""
-    program = (FOLDER / str(part.reason).rpartition("/")[2]).read_text(encoding="utf-8")
-    for paragraph in "\n".join(part.code).split("\n\n\n"):
-        assert paragraph.strip() in program
 
 
 def test_the_cache_of_the_program_is_that_of_hugging_face(
