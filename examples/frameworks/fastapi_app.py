@@ -29,17 +29,17 @@ def count(model: Model, texts: list[str]) -> list[int]:
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    async with nlp, count:
+    async with nlp, count:  # loads; at the end computes what waits, and releases the model
         yield
 
 
 app = FastAPI(lifespan=lifespan)
-app.add_middleware(ModelGuardMiddleware, deadline="2s")
+app.add_middleware(ModelGuardMiddleware, deadline="2s")  # 503, 504, /livez and /readyz
 
 
 @app.get("/count")
 async def get_count(text: str) -> int:
-    return await count.aio(text)
+    return await count.aio(text)  # in a plain def route: count(text)
 
 
 @nlp
@@ -47,7 +47,7 @@ async def counted(model: Model, text: str) -> int:
     return model([text])[0]
 
 
-async def leased() -> AsyncIterator[Model]:
+async def leased() -> AsyncIterator[Model]:  # for several steps on one generation
     async with nlp.lease() as model:
         yield model
 

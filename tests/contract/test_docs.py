@@ -5,11 +5,11 @@ out is a comment on the line before the fence, which has to say why::
 
     <!-- not run: it serves until it is stopped -->
 
-In docs/recipes.md each section is a program of its own, after the code of its first section, and may need packages of
-its own. So may the whole programs of examples/frameworks, which the same test runs.
+The whole programs of examples/frameworks and examples/sources are run by the same test. They may need more packages.
+A page may show a part of one: "not run: a part of examples/sources/bucket.py".
 
-The tutorial shows files instead, below comments such as ``<!-- file: app.py -->``. ``tests/process/test_tutorial.py``
-writes them and runs the commands beside them.
+The tutorial shows files instead, below comments such as ``<!-- file: app.py -->``, or ``<!-- change: app.py -->`` where
+parts of one change. ``tests/process/test_tutorial.py`` writes them and runs the commands beside them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
-#: The pages whose sections are run one by one.
-BY_SECTION = {ROOT / "docs" / "recipes.md"}
-
 #: May be missing: on an interpreter that has no wheels for them, or where an extra was left out; nothing else may.
 OPTIONAL = {"ja_ginza", "matplotlib", "prometheus_client", "rich", "spacy", "torch", "transformers"}
-#: May be missing in a section of these pages: packages of dependency groups for Python 3.11.
-OPTIONAL_IN_SECTIONS = OPTIONAL | {
+#: May be missing for these programs: packages of dependency groups for Python 3.11.
+OPTIONAL_IN_PROGRAMS = OPTIONAL | {
     "aiohttp",
     "boto3",
     "django",
@@ -61,11 +58,10 @@ OPTIONAL_IN_SECTIONS = OPTIONAL | {
 #: Warn when they are imported or used. In all other programs a warning is an error.
 WARNING = {"gradio", "mlflow"}
 
-SECTION = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
-
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\w*)")
 NOT_RUN = re.compile(r"^ *<!-- *not run\b:?(?P<reason>.*?)-->")
-FILE = re.compile(r"^<!-- file: \S+ -->$")
+PART = re.compile(r"a part of (?P<program>examples/\S+)")
+FILE = re.compile(r"^<!-- (file|change): \S+ -->$")
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Snippet:
         line: Where its first line of code stands in the page, counted from 1.
         code: Its lines, without the fence's indentation.
         reason: Why it is not run, None where it is.
-        file: Whether it is a file that the reader writes.
+        file: Whether it is a file that the reader writes, or a part of one.
     """
 
     line: int
@@ -114,44 +110,13 @@ def script(page: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def sections(page: str) -> dict[str, str]:
-    """Cut a page into programs: each section after the first with the code of the first one in front of it.
-
-    All else is blanked out, so that a traceback's line is the page's line.
-    """
-    lines = script(page).splitlines()
-    starts = [(match["title"], page.count("\n", 0, match.start())) for match in SECTION.finditer(page)]
-    found = {}
-    for (title, start), (_, end) in zip(starts[1:], [*starts[2:], ("", len(lines))], strict=True):
-        head = lines[: starts[1][1]]
-        own = lines[start:end]
-        if any(own):
-            found[title] = "\n".join([*head, *[""] * (start - len(head)), *own]) + "\n"
-    return found
-
-
 def programs() -> list[Any]:
     """Give the code of each program, as parameters of a test."""
-    found = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        if page in BY_SECTION:
-            found += [
-                pytest.param(page, code, OPTIONAL_IN_SECTIONS, id=f"{name_of(page)}#{slug(title)}")
-                for title, code in sections(text).items()
-            ]
-        else:
-            found.append(pytest.param(page, script(text), OPTIONAL, id=name_of(page)))
-    for program in sorted(ROOT.glob("examples/frameworks/*.py")):
-        found.append(
-            pytest.param(program, program.read_text(encoding="utf-8"), OPTIONAL_IN_SECTIONS, id=name_of(program))
-        )
+    found = [pytest.param(page, script(page.read_text(encoding="utf-8")), OPTIONAL, id=name_of(page)) for page in PAGES]
+    for program in sorted([*ROOT.glob("examples/frameworks/*.py"), *ROOT.glob("examples/sources/*.py")]):
+        code = program.read_text(encoding="utf-8")
+        found.append(pytest.param(program, code, OPTIONAL_IN_PROGRAMS, id=name_of(program)))
     return found
-
-
-def slug(title: str) -> str:
-    """Write a title as links to it do."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def needed(code: str, optional: set[str]) -> set[str]:
@@ -176,7 +141,7 @@ def name_of(page: Path) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("page", "code", "optional"), programs())
 def test_the_snippets_of_a_page_run(page: Path, code: str, optional: set[str], tmp_path: Path) -> None:
-    """Whatever a page shows works when it is pasted, in the page's order; so does each program for a framework."""
+    """Whatever a page shows works when it is pasted, in the page's order; so does each whole program."""
     missing = sorted(name for name in needed(code, optional) if importlib.util.find_spec(name) is None)
     if missing:
         pytest.skip(f"{name_of(page)} needs {', '.join(missing)}, not installed here")
@@ -195,6 +160,16 @@ def test_a_snippet_that_is_not_run_says_why(page: Path) -> None:
     reasons = [snippet.reason for snippet in snippets(text) if snippet.reason is not None]
     assert [] == [reason for reason in reasons if len(reason.split()) < 2]
     assert len(reasons) == sum(1 for line in text.splitlines() if NOT_RUN.match(line))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_part_of_a_program_is_as_it_is_there(page: Path) -> None:
+    """What a page shows of a program in examples/ is what the program runs."""
+    for snippet in snippets(page.read_text(encoding="utf-8")):
+        if (found := PART.fullmatch(snippet.reason or "")) is not None:
+            program = (ROOT / found["program"]).read_text(encoding="utf-8")
+            for part in "\n".join(snippet.code).split("\n\n\n"):
+                assert part.strip() in program
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -244,36 +219,3 @@ def test_snippets_keep_their_place_in_the_page() -> None:
 def test_a_snippet_is_left_out_by_the_comment_above_it() -> None:
     """The comment counts for the fence that follows it, and for no other."""
     assert [None, "it never ends", None] == [snippet.reason for snippet in snippets(PAGE)]
-
-
-SECTIONS = """\
-## The model
-
-```python
-x = 1
-```
-
-## One
-
-```python
-y = x
-```
-
-## Two
-
-```python
-z = x
-```
-
-## No code
-"""
-
-
-def test_each_section_is_a_program_with_the_code_of_the_first() -> None:
-    """It sees nothing of the other sections, and an error is reported at the page's own line."""
-    expected = {"One": {4: "x = 1", 10: "y = x"}, "Two": {4: "x = 1", 16: "z = x"}}
-    found = {
-        title: {number: line for number, line in enumerate(code.splitlines(), 1) if line}
-        for title, code in sections(SECTIONS).items()
-    }
-    assert expected == found

@@ -44,10 +44,10 @@ class Source(Protocol):
 
 
 class HttpFiles:
-    """The server of the page itself."""
+    """The server of the program itself."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = definitions("A file on an HTTP server", "Files")["Files"]
+        self._files = definitions("http_file", "Files")["Files"]
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._files)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_port}/nlp.bin"
@@ -71,7 +71,7 @@ class CacheFolder:
 
     def publish(self, weights: str) -> None:
         if not (self._cache / "snapshots" / weights).exists():
-            recipe = definitions("A folder in the layout of the Hugging Face cache", "publish")
+            recipe = definitions("hugging_face_cache", "publish")
             recipe["cache"] = self._cache
             recipe["publish"](weights, weights.encode())
             return
@@ -142,7 +142,7 @@ class Registry:
             "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
         }
-        (folder / "said.py").write_text(definitions("An alias in MLflow's registry", "SAID")["SAID"])
+        (folder / "said.py").write_text(definitions("mlflow_alias", "SAID")["SAID"])
         command = [sys.executable, "-c", REGISTER, self.url, *WEIGHTS]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=180)
         assert 0 == done.returncode, done.stderr
@@ -213,10 +213,10 @@ def proxied(url: str) -> Iterator[tuple[Proxy, str]]:
 
 
 KINDS: dict[str, Any] = {
-    "A file on an HTTP server": HttpFiles,
-    "An object in a bucket": Bucket,
-    "An alias in MLflow's registry": Registry,
-    "A folder in the layout of the Hugging Face cache": CacheFolder,
+    "http_file": HttpFiles,
+    "bucket": Bucket,
+    "mlflow_alias": Registry,
+    "hugging_face_cache": CacheFolder,
 }
 
 

@@ -1,6 +1,6 @@
-"""A web service whose model comes from a source, by the functions of its recipe in docs/recipes.md as they are there.
+"""A web service whose model comes from a source, by the functions of its program in examples/sources.
 
-``SOURCE`` names the section, ``URL`` is where the source is. ``GET /`` answers with its process and the model's words.
+``SOURCE`` names the program, ``URL`` is where the source is. ``GET /`` answers with its process and the model's words.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SOURCE, URL = os.environ["SOURCE"], os.environ["URL"]
 
 #: The loader and the probe of each recipe.
 RECIPES = {
-    "A file on an HTTP server": ("load", "etag"),
-    "An object in a bucket": ("load_object", "object_etag"),
-    "An alias in MLflow's registry": ("load_champion", "alias"),
-    "A folder in the layout of the Hugging Face cache": ("load_snapshot", "revision"),
+    "http_file": ("load", "etag"),
+    "bucket": ("load_object", "object_etag"),
+    "mlflow_alias": ("load_champion", "alias"),
+    "hugging_face_cache": ("load_snapshot", "revision"),
 }
 
 

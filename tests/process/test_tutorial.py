@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -21,7 +22,8 @@ for needed in ("fastapi", "gunicorn", "spacy", "uvicorn"):
     pytest.importorskip(needed, reason="the tutorial's service needs it")
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 BLOCK = re.compile(
-    r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^(?:<!-- (?P<how>file|change): (?P<file>\S+) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 SERVER = re.compile(r"(^|-- |\n  )(uvicorn|gunicorn) ")
 
@@ -45,8 +47,45 @@ class Step(NamedTuple):
 
 def steps() -> list[Step]:
     """Read the page; what it installs is installed here already."""
-    found = [Step(match["file"], match["text"]) for match in BLOCK.finditer(TUTORIAL.read_text(encoding="utf-8"))]
+    found = []
+    files: dict[str, str] = {}
+    for match in BLOCK.finditer(TUTORIAL.read_text(encoding="utf-8")):
+        text, file = match["text"], match["file"]
+        if file is not None:
+            text = files[file] = changed(files[file], text) if match["how"] == "change" else text
+        found.append(Step(file, text))
     return [step for step in found if "pip install" not in step.text]
+
+
+def changed(text: str, parts: str) -> str:
+    """A file in which each part takes the place of the one that had its name, as a reader writes it."""
+    lines, new = text.splitlines(), parts.splitlines()
+    tree = {name(node): node for node in ast.parse(text).body}
+    for node in reversed(ast.parse(parts).body):
+        old = tree.get(name(node)) or max(
+            (tree[each] for each in tree if "import" in each), key=lambda each: each.lineno
+        )
+        start = old.end_lineno if name(node) not in tree else first(old) - 1
+        lines[start : old.end_lineno] = new[first(node) - 1 : node.end_lineno]
+        tree = {name(node): node for node in ast.parse("\n".join(lines)).body}
+    return "\n".join(lines) + "\n"
+
+
+def name(node: ast.stmt) -> str:
+    """What a part of a file is called: what it defines, or the module that it imports from."""
+    match node:
+        case ast.ImportFrom(module=module):
+            return f"import {module}"
+        case ast.Import(names=[alias, *_]):
+            return f"import {alias.name}"
+        case ast.Assign(targets=[ast.Name(id=defined)]):
+            return defined
+    return str(getattr(node, "name", ast.dump(node)))
+
+
+def first(node: ast.stmt) -> int:
+    """Its first line, with its decorators."""
+    return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
 
 
 class Reader:
@@ -137,8 +176,8 @@ def test_a_reader_who_follows_the_tutorial_gets_what_it_promises(reader: Reader)
     (reload,) = said["python reload.py"]
     assert "generation 2 is ready" in reload
     assert "generation 1 released" in reload
-    (asked,) = said["curl -X POST 'localhost:8000/words?text=Four%20parts,%20one%20service.'"]
-    assert ["Four", "parts", ",", "one", "service", "."] == json.loads(asked)
+    (asked,) = said["curl -X POST 'localhost:8000/words?text=One%20model,%20one%20service.'"]
+    assert ["One", "model", ",", "one", "service", "."] == json.loads(asked)
     assert "Examined: process" in said["modelguard doctor"][0]
     assert "gunicorn app:app" in said["modelguard top"][0]
     assert '{"status": "ready"}' in said["curl -i localhost:8000/readyz"][0]

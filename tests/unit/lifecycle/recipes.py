@@ -1,4 +1,4 @@
-"""The functions of docs/recipes.md, for tests that run them against other servers than the page does."""
+"""The functions of examples/sources, for tests that run them against other servers than the programs do."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import ast
 from pathlib import Path
 from typing import Any
 
-from tests.contract.test_docs import sections
-
-SECTIONS = sections((Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8"))
+FOLDER = Path(__file__).parents[3] / "examples" / "sources"
 
 
-def definitions(section: str, *names: str) -> dict[str, Any]:
-    """The functions and constants of these names, as a section writes them, without running anything else."""
-    tree = ast.parse(SECTIONS[section]).body
+def definitions(program: str, *names: str) -> dict[str, Any]:
+    """The functions and constants of these names, as a program writes them, without running anything else."""
+    tree = ast.parse((FOLDER / f"{program}.py").read_text(encoding="utf-8")).body
     kept = [node for node in tree if _defines(node) & set(names)]
     used = {name.id for node in kept for name in ast.walk(node) if isinstance(name, ast.Name)}
     imports = [node for node in tree if isinstance(node, ast.Import | ast.ImportFrom) and _imports(node) & used]
     found: dict[str, Any] = {}
-    exec(compile(ast.Module([*imports, *kept], type_ignores=[]), "recipes.md", "exec"), found)
+    exec(compile(ast.Module([*imports, *kept], type_ignores=[]), f"{program}.py", "exec"), found)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md against the real thing: what its page makes by hand is what libraries make."""
+"""The programs of examples/sources against the real thing: what they make by hand is what libraries make."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ if TYPE_CHECKING:
     from tests.unit.lifecycle.world import World
 
 
-def test_the_cache_of_the_page_is_that_of_hugging_face(
+def test_the_cache_of_the_program_is_that_of_hugging_face(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its library finds the revisions where the page puts them, before and after a new one is published."""
+    """Its library finds the revisions where the program puts them, before and after a new one is published."""
     hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
     tmp_path = tmp_path / "hub"
     tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
-    page = definitions(
-        "A folder in the layout of the Hugging Face cache", "cache", "publish", "revision", "load_snapshot", "Model"
-    )
+    page = definitions("hugging_face_cache", "cache", "publish", "revision", "load_snapshot", "Model")
     first, second = "1" * 40, "2" * 40
 
     def newest() -> str:

@@ -1,0 +1,55 @@
+"""A folder in the layout of the Hugging Face cache: a program that checks itself, for docs/recipes.md."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from modelguard import Changed, Loaded, Swap, guard
+
+
+class Model:
+    """Stands for a real model, made of the bytes of its file."""
+
+    def __init__(self, weights: bytes) -> None:
+        self.weights = weights
+
+    def __call__(self, text: str) -> str:
+        return f"{text}, said {self.weights.decode()}"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what the guard does in the background."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+cache = Path("models--example--nlp")
+
+
+def publish(commit: str, weights: bytes) -> None:
+    """What a download does, in this order: the files of the revision, then the reference."""
+    snapshot = cache / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.bin").write_bytes(weights)
+    (cache / "refs").mkdir(exist_ok=True)
+    (cache / "refs" / "main.new").write_text(commit)
+    (cache / "refs" / "main.new").replace(cache / "refs" / "main")
+
+
+def revision() -> str:
+    return (cache / "refs" / "main").read_text().strip()
+
+
+def load_snapshot() -> Loaded[Model]:
+    commit = revision()  # read once: all files are of this revision
+    return Loaded(Model((cache / "snapshots" / commit / "model.bin").read_bytes()), version=commit)
+
+
+publish("1f2e3d", b"revision one")
+nlp = guard(load_snapshot, reload_on=Changed(revision, every="200ms"), swap=Swap(defer=0), name="nlp")
+with nlp:
+    assert nlp.version == "1f2e3d"
+    publish("4c5b6a", b"revision two")
+    wait_until(lambda: nlp.version == "4c5b6a")
