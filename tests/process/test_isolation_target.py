@@ -172,7 +172,7 @@ def test_results_import_nothing_here() -> None:
         ("two", nothing, {}, r"uses the guards 'other' and '.*load', and a mold has one model; {test}.nothing"),
         ("pooled", of_text, {}, r"takes its models from a pool, and {test}.of_text \(.*\) cannot tell"),
         ("probing", nothing, {}, r"cannot be used with Changed, whose probe is a function of your own"),
-        ("wearing", nothing, {"recycle_on": Uses(5)}, r"recycle_on=Uses\(5\): applies to functions without a guard"),
+        ("wearing", nothing, {"recycle_on": Uses(5)}, r"recycle_on=Uses\(5\): is for functions without a guard"),
     ],
 )
 def test_what_does_not_fit_is_a_failed_load(name: str, stub: Any, options: dict[str, Any], why: str) -> None:

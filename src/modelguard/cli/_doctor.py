@@ -198,7 +198,7 @@ def _of_process(options: argparse.Namespace, progress: Progress) -> GrowthReport
     if options.target is not None:
         why = "must be given alone: a running process gets its own requests"
         raise InvalidOption("--pid", options.pid, why=why, fix=f"Remove {options.target}.")
-    why = "applies to a function that is called, and a running process gets its own requests"
+    why = "is for a function that is called, and a running process gets its own requests"
     refuse(options, ("inputs", "generate", "calls", "load"), why, "Remove it.")
     seconds = PROCESS_SECONDS if options.time is None else _units.seconds(options.time, "--time")
     return diagnosis.diagnose_process(options.pid, seconds=seconds, progress=progress)

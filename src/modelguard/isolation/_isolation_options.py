@@ -383,7 +383,7 @@ def check_source(function: Any, owner: object, recycle_on: Policy | None, start:
     if recycle_on is None:
         return
     if isinstance(owner, ModelGuard):
-        why = "applies to functions without a guard"
+        why = "is for functions without a guard"
         raise InvalidOption("recycle_on", recycle_on, why=why, fix="The guard's reload_on decides here.")
     if not isinstance(recycle_on, Policy):
         why = f"must be a policy or None, not {_units.kind_of(recycle_on)}"

@@ -97,7 +97,7 @@ class Engine(GuardContext[M], fork.Forkable):
     def _check_keep(self) -> None:
         """Refuse to load a model in a process where ``keep="mold"`` has no meaning. Before, nobody can know."""
         if self.options.keeps_mold and self.options.workers is None and not self.runtime.in_mold:
-            why = f"applies to workers of an isolated function, and guard {self.name!r} loads its model in this process"
+            why = f"is for the workers of an isolated function, and guard {self.name!r} loads its model in this process"
             fix = "Put @isolate() above the guard's decorator, or leave keep out to release the model."
             raise InvalidOption("keep", "mold", why=why, fix=fix)
 

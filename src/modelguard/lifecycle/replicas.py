@@ -353,7 +353,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
         raise InvalidOption("model", model, why=why, fix="Make a guard for the replicas alone, and do not load it.")
     options, world = model.engine.options, model.engine.runtime
     if options.keeps_mold:
-        why = "applies to isolated functions, and copies are in this process"
+        why = "is for isolated functions, and copies are in this process"
         raise InvalidOption("keep", "mold", why=why, fix="Leave it out, to release the copies that nobody uses.")
     if options.swap.replay is not None:
         why = "calls the current model beside its other calls, and a replica takes one call at a time"

@@ -324,14 +324,14 @@ class TestKeep:
         """At the first load, however it begins: before, an ``isolate`` may still come above the decorator."""
         guard = world.guard(reload_on=Idle("10s", keep="mold"))
         with pytest.raises(
-            InvalidOption, match=r"keep='mold': applies to workers of an isolated function.*@isolate\(\)"
+            InvalidOption, match=r"keep='mold': is for the workers of an isolated function.*@isolate\(\)"
         ):
             use(guard)
         assert ("new", 0) == (guard.status().state, world.loader.calls)
 
     def test_in_replicas_is_rejected(self, world: World) -> None:
         """Copies are in this process."""
-        with pytest.raises(InvalidOption, match="keep='mold': applies to isolated functions"):
+        with pytest.raises(InvalidOption, match="keep='mold': is for isolated functions"):
             replicas(world.guard(reload_on=Idle("10s", keep="mold")), 2)
 
     @pytest.mark.parametrize("keep", ["workers", True, ""])
