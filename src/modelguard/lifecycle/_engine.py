@@ -394,12 +394,12 @@ class Engine(GuardContext[M], fork.Forkable):
             _reload.unload(self)
             return
         with waiting_for(self.state):
-            yield from until_ended(self.state, self.state.job, limit)  # a load that has nothing to replace counts too
+            yield from until_ended(self.state, self.state.withdraw(), limit)  # a first load counts too
             job = None
             while self.state.current is not None and job is None:
                 job = self.state.request_if_idle((Reason("requested", "requested"),), urgent=True, unloads=True)
                 self._start(job)
-                yield from until_ended(self.state, job or self.state.job, limit)
+                yield from until_ended(self.state, job or self.state.withdraw(), limit)
 
     def rollback(self) -> None:
         """Make the generation that the current one has replaced current again; a load under way is cancelled.

@@ -516,7 +516,7 @@ class Reload(Generic[M]):
     # Before the load
 
     def _is_cancelled(self) -> bool:
-        """Whether the reload is not wanted any more: closed, rolled back, or paused before a policy's reload began."""
+        """Whether the reload is not wanted any more: closed, rolled back, or held back before a policy's began."""
         state = self._guard.state
         return state.closed or self._job.cancelled or state.holds_back(self._job)
 

@@ -124,6 +124,7 @@ class LoadJob:
         replaces: There is a current generation that it has yet to replace.
         unloads: It releases the current generation and loads none. Those who need one meanwhile wait for its end.
         by_policy: Nobody but a policy asked for it, so it does not begin while the guard is paused.
+        withdrawn: What it would replace is about to be released, so it need not begin for a policy.
         covers: The last request that its load answers; later ones make that load stale. None before the load begins.
         cancelled: A rollback came before its model took calls, so that model is discarded.
         threads: Identities of the threads that do its work, to detect a load that waits for itself.
@@ -138,6 +139,7 @@ class LoadJob:
     by_policy: bool = field(kw_only=True, default=False)
     covers: int | None = field(init=False, default=None)
     cancelled: bool = field(init=False, default=False)
+    withdrawn: bool = field(init=False, default=False)
     threads: set[int] = field(init=False, default_factory=set)
     ended: Future[None] = field(init=False, default_factory=promise)
 
@@ -676,9 +678,16 @@ class GuardState(Generic[M]):
                 self.postpone(None)
             return changed
 
+    def withdraw(self) -> LoadJob | None:
+        """Have a policy's job that has not begun given up; returns the job under way, whoever asked for it."""
+        with self.lock:
+            if self.job is not None:
+                self.job.withdrawn = True
+            return self.job
+
     def holds_back(self, job: LoadJob) -> bool:
-        """Whether a job must not begin, because the guard is paused and only a policy asked for it."""
-        return self.paused and job.by_policy
+        """Whether a job must not begin: only a policy asked for it, and it was withdrawn or the guard is paused."""
+        return job.by_policy and (self.paused or job.withdrawn)
 
     def put_off(self, job: LoadJob) -> bool:
         """Give up a policy's job that has not begun; false if somebody else has asked for a load meanwhile."""

@@ -201,8 +201,8 @@ class LoadingHandle(Handle):
     def unload(self, timeout: _units.Duration | None = None) -> None:
         """Release the model until its next use, which loads it again. Blocks.
 
-        It waits for the calls that run, up to ``drain_timeout``, and for a load that is under way. Does nothing if no
-        model is loaded.
+        It waits for the calls that run, up to ``drain_timeout``, and for a load that is under way. A policy's reload
+        that still waits for its beginning is given up. Does nothing if no model is loaded.
 
         Args:
             timeout: How long to wait at most, for all together. Default: until it is released.

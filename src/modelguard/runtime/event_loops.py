@@ -216,8 +216,10 @@ class _Job:
         try:
             self.result = await self._start()
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
-            task = asyncio.current_task()
-            stopped = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
+            # Asked only now: a task that its closed loop never ran again is dropped outside of any loop.
+            stopped = (
+                isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling()
+            )
             self.error = LoopEnded() if stopped else error
 
     def _end(self, task: asyncio.Task[None]) -> None:

@@ -182,6 +182,18 @@ class TestPause:
         caller.result(60)
         assert 2 == guard.status().generation
 
+    def test_an_unload_gives_the_reload_that_waits_up(self, world: World) -> None:
+        """``unload()`` waits neither for a pause between calls nor for another model's turn, and loads nothing."""
+        guard, waiting, go = waits_for_quiet(world)
+        guard.check()
+        assert waiting.wait(60)
+        unloading = world.spawn(guard.unload)
+        until(lambda: getattr(guard.engine.state.job, "withdrawn", False))
+        go.set()
+        unloading.result(60)
+        assert ("idle", 1) == (guard.status().state, len(world.seen(LoadStarted)))
+        assert 2 == number(guard)
+
     def test_a_load_that_has_begun_goes_on(self, world: World) -> None:
         """Its model is installed: to throw it away would cost a second load."""
         guard = world.guard(reload_on=Uses(1), defer=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import sys
 import threading
@@ -238,6 +239,28 @@ def test_a_submitted_item_whose_loop_ends(monkeypatch: pytest.MonkeyPatch) -> No
     future = asyncio.run(submit())
     with pytest.raises(RuntimeError, match="the event loop on which it runs has ended"):
         future.result(TIMEOUT)
+
+
+def test_a_batch_on_a_loop_that_was_closed_ends_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coroutine that its closed loop never runs again raises nothing when it is dropped."""
+    monkeypatch.setattr(event_loops, "_LOOK", 0.01)
+    seen: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda found: seen.append(found.exc_value))
+    case = OnLoops()
+
+    async def call() -> None:
+        left = asyncio.create_task(case.stay("first"))
+        await asyncio.to_thread(case.begun.wait, TIMEOUT)
+        assert not left.done()
+
+    def on_a_loop() -> None:
+        with contextlib.closing(asyncio.new_event_loop()) as loop:
+            loop.run_until_complete(call())
+
+    on_a_loop()
+    until(lambda: case.f.status().running == 0)
+    gc.collect()
+    assert [] == seen
 
 
 def test_nobody_waits_on_a_loop_that_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
