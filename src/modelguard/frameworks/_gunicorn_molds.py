@@ -338,7 +338,7 @@ class Molds:
 
     def _become_mold(self, control: Channel) -> NoReturn:
         server, beside_workers = self._server, self._current is not None
-        child_processes.end_with_parent(self._pid)
+        child_processes.end_with_parent(self._pid, signal.SIGKILL)
         for number in server.SIGNALS:  # the master ends it
             signal.signal(number, child_processes.do_nothing)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -27,7 +27,7 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+def end_with_parent(parent: int, number: int) -> None:
     """Receive a signal when the parent ends, however it ends (Linux only). Exits at once if it has ended already.
 
     The kernel means the thread that started this process, so that must be one that lives as long as its process.

@@ -88,7 +88,7 @@ def _child(work: Callable[[], None], writer: int, timeout: float, parent: int, m
     try:
         with default_actions():
             restore_mask(mask)
-            end_with_parent(parent)  # a child that hangs must not outlive a server that is killed
+            end_with_parent(parent, signal.SIGKILL)  # a child that hangs must not outlive a server that is killed
             os.setpgid(0, 0)  # so that the processes that it starts can be killed with it
             # This thread needs neither the GIL nor a lock, so it writes even if the main thread hangs in C.
             faulthandler.dump_traceback_later(max(timeout - _STACKS_BEFORE_KILL, timeout / 2), file=writer)
