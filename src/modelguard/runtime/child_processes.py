@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NoReturn
 
 #: The signals that ask a process to end. Python's own handlers, or the kernel, end it at once.
@@ -298,6 +298,40 @@ def _set(number: int, action: bytes) -> None:
 # A trial child that does what every worker will do, to detect a hang before the first worker starts.
 
 
+def read_child(
+    run: Callable[[int, set[int]], NoReturn], timeout: float, *, group: bool
+) -> tuple[bytes, bool, int | None]:
+    """Fork, and read what the child writes until it ends or the time is over; then it is killed.
+
+    Args:
+        run: What the child does, with the descriptor to write to and the signal mask that it is to restore.
+        timeout: Seconds.
+        group: Whether the child makes a process group of its own, which is killed with it.
+
+    Returns:
+        What it has written, whether it ended in time, and its wait status as of :meth:`ForkedChild.end`.
+    """
+    deadline = time.monotonic() + timeout
+    reader, writer = os.pipe()
+    flush_output()  # otherwise the content of the buffers is written twice
+    mask = block()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            run(writer, mask)
+    finally:
+        restore_mask(mask)
+    os.close(writer)
+    child = ForkedChild(pid)
+    try:
+        output, ended = child.read(reader, deadline)
+    finally:
+        os.close(reader)
+        status = child.end(group=group)
+    return output, ended, status
+
+
 #: The child writes its stacks this many seconds before it is killed.
 _STACKS_BEFORE_KILL = 0.5
 
@@ -333,25 +367,8 @@ def run_trial(work: Callable[[], None], timeout: float) -> TrialResult:
     Returns:
         The result.
     """
-    started = time.monotonic()
-    parent = os.getpid()
-    reader, writer = os.pipe()
-    flush_output()  # otherwise the content of the buffers is written twice
-    mask = block()
-    try:
-        pid = os.fork()
-        if pid == 0:
-            os.close(reader)
-            _try(work, writer, timeout, parent, mask)
-    finally:
-        restore_mask(mask)
-    os.close(writer)
-    child = ForkedChild(pid)
-    try:
-        output, ended = child.read(reader, started + timeout)
-    finally:
-        os.close(reader)
-        status = child.end(group=True)
+    started, parent = time.monotonic(), os.getpid()
+    output, ended, status = read_child(partial(_try, work, timeout, parent), timeout, group=True)
     seconds = time.monotonic() - started
     ok = output == _DONE
     if not (ok or output):
@@ -359,7 +376,7 @@ def run_trial(work: Callable[[], None], timeout: float) -> TrialResult:
     return TrialResult(ok, not ended, "" if ok else output.decode(errors="replace"), seconds)
 
 
-def _try(work: Callable[[], None], writer: int, timeout: float, parent: int, mask: set[int]) -> NoReturn:
+def _try(work: Callable[[], None], timeout: float, parent: int, writer: int, mask: set[int]) -> NoReturn:
     me, group = os.getpid(), os.getpgrp()
     try:
         with default_actions():
