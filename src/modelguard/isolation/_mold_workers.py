@@ -116,10 +116,6 @@ class WorkerPlan:
     def paused(self) -> bool:
         return self._is_paused()
 
-    def refusal(self, now: float) -> float | None:
-        """Seconds after which a caller should try again if the breaker refuses calls now; else None."""
-        return self.circuit.retry_after(now)
-
     # What is asked for
 
     def settle(self, now: float) -> list[Order]:
@@ -623,7 +619,7 @@ class Workers:
             )
 
     def _refusal(self) -> CircuitOpen | None:
-        left = None if self.gone else self._plan.refusal(time.monotonic())
+        left = None if self.gone else self._plan.circuit.retry_after(time.monotonic())
         return None if left is None else CircuitOpen(self._name, failures=self._plan.circuit.failures, retry_after=left)
 
     def _hand_over(self) -> None:
