@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tests.process.harness import wait_until
 
-from modelguard.sharing import _trial
+from modelguard.runtime.child_processes import run_trial
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 def test_work_that_ends_is_fine() -> None:
     """Work that ends is ok, and its changes stay in the child."""
     changed: list[int] = []
-    verdict = _trial.run(lambda: changed.append(1), timeout=30)
+    verdict = run_trial(lambda: changed.append(1), timeout=30)
     assert (True, False, "") == (verdict.ok, verdict.hung, verdict.report)
     assert [] == changed
 
@@ -34,7 +34,7 @@ def test_work_that_raises_is_told_with_its_traceback() -> None:
     def work() -> None:
         raise OSError("no dictionary")
 
-    verdict = _trial.run(work, timeout=30)
+    verdict = run_trial(work, timeout=30)
     assert (False, False) == (verdict.ok, verdict.hung)
     assert "OSError: no dictionary" in verdict.report
     assert "in work" in verdict.report
@@ -46,7 +46,7 @@ def _wait_for_ever() -> None:
 
 def test_work_that_hangs_is_told_with_its_stack_and_ended() -> None:
     """A child that does not end is killed, and its stacks show where it was."""
-    verdict = _trial.run(_wait_for_ever, timeout=1.0)
+    verdict = run_trial(_wait_for_ever, timeout=1.0)
     assert (False, True) == (verdict.ok, verdict.hung)
     assert "_wait_for_ever" in verdict.report
     with pytest.raises(ChildProcessError):
@@ -55,14 +55,14 @@ def test_work_that_hangs_is_told_with_its_stack_and_ended() -> None:
 
 def test_work_that_kills_its_process_is_told() -> None:
     """A crash in native code leaves no traceback; the signal is named."""
-    verdict = _trial.run(lambda: os.kill(os.getpid(), signal.SIGSEGV), timeout=30)
+    verdict = run_trial(lambda: os.kill(os.getpid(), signal.SIGSEGV), timeout=30)
     assert (False, False) == (verdict.ok, verdict.hung)
     assert "SIGSEGV" in verdict.report
 
 
 def test_work_that_exits_is_no_success() -> None:
     """A child that exits by itself has not done its work."""
-    assert not _trial.run(lambda: os._exit(0), timeout=30).ok
+    assert not run_trial(lambda: os._exit(0), timeout=30).ok
 
 
 def _reap_all(_number: int, _frame: object) -> None:
@@ -82,10 +82,10 @@ def _foreign_reaper(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("_foreign_reaper")
 def test_a_child_whose_exit_status_somebody_else_takes_is_judged_all_the_same() -> None:
     """The child's own words count; only how it died cannot be known."""
-    assert _trial.run(lambda: None, timeout=30).ok
-    assert "ZeroDivisionError" in _trial.run(lambda: 1 // 0, timeout=30).report
-    assert _trial.run(_wait_for_ever, timeout=1.0).hung
-    crash = _trial.run(lambda: os.kill(os.getpid(), signal.SIGSEGV), timeout=30)
+    assert run_trial(lambda: None, timeout=30).ok
+    assert "ZeroDivisionError" in run_trial(lambda: 1 // 0, timeout=30).report
+    assert run_trial(_wait_for_ever, timeout=1.0).hung
+    crash = run_trial(lambda: os.kill(os.getpid(), signal.SIGSEGV), timeout=30)
     assert not crash.ok
     # A handler may come too late to take it.
     assert "has taken its exit status" in crash.report or "was killed by SIGSEGV" in crash.report
@@ -96,7 +96,7 @@ def test_the_parents_handlers_do_not_run_in_the_child() -> None:
     noted: list[int] = []
     earlier = signal.signal(signal.SIGTERM, lambda number, _frame: noted.append(number))
     try:
-        result = _trial.run(lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(20), timeout=30)
+        result = run_trial(lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(20), timeout=30)
         assert "was killed by SIGTERM" in result.report
         assert [] == noted
         os.kill(os.getpid(), signal.SIGTERM)
@@ -120,7 +120,7 @@ def test_work_that_forks_is_judged_by_its_own_end_and_leaves_nothing(hangs: bool
         if hangs:
             _wait_for_ever()
 
-    result = _trial.run(work, timeout=3.0)
+    result = run_trial(work, timeout=3.0)
     assert (not hangs, hangs) == (result.ok, result.hung)
     left = int((tmp_path / "pid").read_text())
     wait_until(lambda: not _runs(left), what="the process is gone", seconds=10)
@@ -129,7 +129,7 @@ def test_work_that_forks_is_judged_by_its_own_end_and_leaves_nothing(hangs: bool
 @pytest.mark.timeout(60)
 def test_work_that_returns_twice_is_done_once() -> None:
     """A process that the work has forked, and that returns, says nothing in the child's name."""
-    result = _trial.run(lambda: os.fork() and None, timeout=10)
+    result = run_trial(lambda: os.fork() and None, timeout=10)
     assert (True, False) == (result.ok, result.hung)
 
 
@@ -138,12 +138,12 @@ def test_a_child_that_hangs_does_not_outlive_a_killed_parent(tmp_path: Path) -> 
     program = f"""
         import os, time
         from pathlib import Path
-        from modelguard.sharing import _trial
+        from modelguard.runtime.child_processes import run_trial
         def work():
             Path({str(tmp_path / "new")!r}).write_text(str(os.getpid()))
             os.rename({str(tmp_path / "new")!r}, {str(tmp_path / "pid")!r})
             time.sleep(600)
-        _trial.run(work, timeout=300)
+        run_trial(work, timeout=300)
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
     wait_until((tmp_path / "pid").exists, what="the trial runs")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 #: What a target is, as the answers say it.
 Kind = Literal["guard", "pool", "isolated function"]
 
-Target = ModelGuard[Any] | ModelPool[Any, Any] | status.Registered
+Target = ModelGuard[Any] | ModelPool[Any, Any] | status.IsolatedFunction
 
 
 def find(name: str | None) -> list[Target]:

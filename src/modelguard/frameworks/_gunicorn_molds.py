@@ -338,7 +338,7 @@ class Molds:
 
     def _become_mold(self, control: Channel) -> NoReturn:
         server, beside_workers = self._server, self._current is not None
-        child_processes.end_with_parent(self._pid)
+        child_processes.end_with_parent(self._pid, signal.SIGKILL)
         for number in server.SIGNALS:  # the master ends it
             signal.signal(number, child_processes.do_nothing)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -402,9 +402,11 @@ class Molds:
                         end.close()
                     self._become_worker(age, listeners, fds)
                 os.waitpid(between, 0)
+            answers = Channel(reader)
+            answers.set_timeout(1.0)  # the answer is there, unless that process was killed
             try:
-                answer: tuple[int, str] = Channel(reader).receive()
-            except EOFError:
+                answer: tuple[int, str] = answers.receive()
+            except (EOFError, OSError):
                 return 0, "the process between the mold and the worker was killed"
             return answer
 

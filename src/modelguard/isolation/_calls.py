@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import operator
 import threading
 import time
 from asyncio import CancelledError
@@ -99,10 +100,6 @@ class Withdrawn(Exception):
     """Nobody needs the worker any more."""
 
 
-def _at_once(work: Callable[[], object]) -> None:
-    work()
-
-
 T = TypeVar("T")
 
 
@@ -159,7 +156,7 @@ class Followed(Generic[T]):
         return steps
 
     def _go_on(
-        self, resume: Callable[[], Any], tell: Callable[[Callable[[], object]], object] = _at_once
+        self, resume: Callable[[], Any], tell: Callable[[Callable[[], object]], object] = operator.call
     ) -> Exception | None:
         try:
             step = resume()

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Never, Self
+from typing import Any, Literal, NamedTuple, Never
 
 from modelguard.errors import InvalidOption, LoadFailed, NotSupported
 from modelguard.facts._proc import peer
@@ -228,14 +227,6 @@ class Folder:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def names(self, prefix: str) -> list[str]:
         """The sockets in it whose names start like this, in their order."""

@@ -439,7 +439,8 @@ class HostScope(Source):
         if membership is None:
             election = Election(self._options, self._source, elect=elect, paused=self._paused)
             joined = election.join(self._ended.is_set)
-            self.membership = None if joined is None else Membership(joined, self._hear_pause, self._begin_to_renew)
+            renew = partial(start_thread, self._renew, f"modelguard-host-{self.name}")
+            self.membership = None if joined is None else Membership(joined, self._hear_pause, renew)
             if (membership := self.membership) is not None:
                 status.refuse_calls_at_exit()
                 if self._unheard:  # what was asked for while this process had no broker
@@ -468,9 +469,6 @@ class HostScope(Source):
             changed, self._paused, self._unheard = self._paused is not paused, paused, unheard
         if changed:
             telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=self.name))
-
-    def _begin_to_renew(self) -> None:
-        start_thread(self._renew, f"modelguard-host-{self.name}")
 
     def _renew(self) -> None:
         """Have a broker and a mold again, also without a call: while none is ready, probes may keep calls away."""

@@ -46,7 +46,7 @@ from modelguard.telemetry import Reason
 
 def main(control: int, news: int) -> NoReturn:
     """Load, report, fork on request, end with the owner."""
-    fork.at_fork(fork.Rank.SERVER, in_child=_end_with_parent)
+    fork.at_fork(fork.Rank.SERVER, in_child=lambda: child_processes.end_with_parent(os.getppid(), signal.SIGKILL))
     for fd in (control, news):  # the owner waits for their end, so no program that the model starts may have them
         os.set_inheritable(fd, False)  # noqa: FBT003 - it takes no keywords
     channel = Channel(socket.socket(fileno=control))
@@ -63,7 +63,7 @@ def main(control: int, news: int) -> NoReturn:
     with loading(channel, instructions.options.name, beside_calls=instructions.beside_calls, plain=plain):
         mold = _Mold(channel, instructions, reporter, place)
     files = _supervisor.files() if instructions.shared else None
-    channel.send(("ready", time.monotonic() - started, files, mold.version))
+    channel.send(("ready", time.monotonic() - started, files, mold.guard.version))
     if instructions.options.start == "fork":
         mold.serve()
     mold.become_spawned_worker()
@@ -91,10 +91,6 @@ def unload(guards: Iterable[ModelGuard[Any]]) -> None:
                 guard.close()
             except Exception:  # noqa: BLE001 - as above
                 traceback.print_exc()
-
-
-def _end_with_parent() -> None:
-    child_processes.end_with_parent(os.getppid(), signal.SIGKILL)
 
 
 class _Mold:
@@ -152,11 +148,6 @@ class _Mold:
         if shared:
             _host.check_shareable(options)
         self._control.send(("found", _host.for_broker(options), engine.checks.readings.before_load().files))
-
-    @property
-    def version(self) -> str | None:
-        version: str | None = self.guard.version
-        return version
 
     def _wear(self, reasons: tuple[Reason, ...]) -> None:
         self.worn = reasons

@@ -8,11 +8,13 @@ import random
 import signal
 import threading
 import time
-from collections import OrderedDict, deque
+from bisect import insort
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, get_args
 
 from modelguard import telemetry
@@ -113,10 +115,6 @@ class WorkerPlan:
     @property
     def paused(self) -> bool:
         return self._is_paused()
-
-    def refusal(self, now: float) -> float | None:
-        """Seconds after which a caller should try again if the breaker refuses calls now; else None."""
-        return self.circuit.retry_after(now)
 
     # What is asked for
 
@@ -291,7 +289,7 @@ class WaitingLine:
     """
 
     def __init__(self) -> None:
-        self._by_client: OrderedDict[Hashable, deque[Waiter]] = OrderedDict()
+        self._by_client: OrderedDict[Hashable, list[Waiter]] = OrderedDict()
 
     def __len__(self) -> int:
         # Counted anew: an exception from a signal handler may come between two steps.
@@ -303,16 +301,12 @@ class WaitingLine:
 
     def append(self, waiter: Waiter) -> None:
         """Add a call behind those of its client that were made before."""
-        waiters = self._by_client.setdefault(waiter.client, deque())
-        at = len(waiters)
-        while at and waiters[at - 1].arrived > waiter.arrived:
-            at -= 1
-        waiters.insert(at, waiter)
+        insort(self._by_client.setdefault(waiter.client, []), waiter, key=attrgetter("arrived"))
 
     def popleft(self) -> Waiter:
         """Take the call whose turn it is. Its client is the last one from now on."""
         client, waiters = self._by_client.popitem(last=False)
-        waiter = waiters.popleft()
+        waiter = waiters.pop(0)
         if waiters:
             self._by_client[client] = waiters
         return waiter
@@ -625,7 +619,7 @@ class Workers:
             )
 
     def _refusal(self) -> CircuitOpen | None:
-        left = None if self.gone else self._plan.refusal(time.monotonic())
+        left = None if self.gone else self._plan.circuit.retry_after(time.monotonic())
         return None if left is None else CircuitOpen(self._name, failures=self._plan.circuit.failures, retry_after=left)
 
     def _hand_over(self) -> None:

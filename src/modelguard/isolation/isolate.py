@@ -35,7 +35,7 @@ from modelguard.isolation._isolation_options import (
 from modelguard.isolation._molds import MoldGuard
 from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle.handle import WAIT_FIX, LoadingHandle
+from modelguard.lifecycle.handle import WAIT_FIX
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime import waiting
 from modelguard.runtime.background import SHARED
@@ -92,7 +92,7 @@ T = TypeVar("T")
 _NO_ITEM = object()
 
 
-class Isolated(LoadingHandle, Generic[P, R_co]):
+class Isolated(status.IsolatedFunction, Generic[P, R_co]):
     """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
 
     ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future. A

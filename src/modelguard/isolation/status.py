@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from modelguard import _public, _units
+from modelguard.lifecycle.handle import LoadingHandle
 from modelguard.lifecycle.status import PoolStatus, Postponed, State
 from modelguard.runtime import fork
 from modelguard.runtime.fork import WeakRegistry
@@ -101,50 +102,34 @@ class IsolationStatus:
 # The isolated functions of this process: for readiness probes, for commands, and for forks.
 
 
-class Registered(Protocol):
+class IsolatedFunction(LoadingHandle):
     """An isolated function, as the rest of the process uses it."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
-    @property
-    def ready(self) -> bool:
-        """Whether one of its workers can answer."""
-        ...
 
     def status(self) -> IsolationStatus:
         """Its state, its processes and its counts."""
-        ...
+        raise NotImplementedError
 
     def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
         """Make a new mold."""
-
-    def unload(self, timeout: _units.Duration | None = None) -> None:
-        """End the mold and its workers until the next call."""
-
-    def pause(self) -> None:
-        """Let policies replace nothing."""
-
-    def resume(self) -> None:
-        """Let them again."""
+        raise NotImplementedError
 
     def refuse_calls(self) -> None:
         """This process exits: raise ``GuardClosed`` from now on."""
+        raise NotImplementedError
 
     def renew_in_child(self) -> None:
         """Start again without molds: those of the parent answer the parent."""
+        raise NotImplementedError
 
 
-_functions: WeakRegistry[Registered] = WeakRegistry()
+_functions: WeakRegistry[IsolatedFunction] = WeakRegistry()
 
 
-def add(function: Registered) -> None:
+def add(function: IsolatedFunction) -> None:
     _functions.add(function)
 
 
-def live() -> tuple[Registered, ...]:
+def live() -> tuple[IsolatedFunction, ...]:
     """The isolated functions of this process."""
     return tuple(_functions)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import NoReturn
 
 #: The signals that ask a process to end. Python's own handlers, or the kernel, end it at once.
@@ -27,7 +30,7 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+def end_with_parent(parent: int, number: int) -> None:
     """Receive a signal when the parent ends, however it ends (Linux only). Exits at once if it has ended already.
 
     The kernel means the thread that started this process, so that must be one that lives as long as its process.
@@ -290,3 +293,121 @@ def _action(number: int) -> bytes | None:
 
 def _set(number: int, action: bytes) -> None:
     _libc().sigaction(number, action, None)
+
+
+# A trial child that does what every worker will do, to detect a hang before the first worker starts.
+
+
+def read_child(
+    run: Callable[[int, set[int]], NoReturn], timeout: float, *, group: bool
+) -> tuple[bytes, bool, int | None]:
+    """Fork, and read what the child writes until it ends or the time is over; then it is killed.
+
+    Args:
+        run: What the child does, with the descriptor to write to and the signal mask that it is to restore.
+        timeout: Seconds.
+        group: Whether the child makes a process group of its own, which is killed with it.
+
+    Returns:
+        What it has written, whether it ended in time, and its wait status as of :meth:`ForkedChild.end`.
+    """
+    deadline = time.monotonic() + timeout
+    reader, writer = os.pipe()
+    flush_output()  # otherwise the content of the buffers is written twice
+    mask = block()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            run(writer, mask)
+    finally:
+        restore_mask(mask)
+    os.close(writer)
+    child = ForkedChild(pid)
+    try:
+        output, ended = child.read(reader, deadline)
+    finally:
+        os.close(reader)
+        status = child.end(group=group)
+    return output, ended, status
+
+
+#: The child writes its stacks this many seconds before it is killed.
+_STACKS_BEFORE_KILL = 0.5
+
+_DONE = b"done"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """How a trial ended.
+
+    Attributes:
+        ok: Whether the work succeeded.
+        hung: Whether it did not end in time.
+        report: The traceback of an error, or the stacks of a child that hung.
+        seconds: How long it took.
+    """
+
+    ok: bool
+    hung: bool
+    report: str
+    seconds: float
+
+
+def run_trial(work: Callable[[], None], timeout: float) -> TrialResult:
+    """Fork, run ``work`` in the child, and report how it ended. This function never returns in the child.
+
+    Processes that the work has started are killed with the child.
+
+    Args:
+        work: The function to run.
+        timeout: Seconds until the child is killed.
+
+    Returns:
+        The result.
+    """
+    started, parent = time.monotonic(), os.getpid()
+    output, ended, status = read_child(partial(_try, work, timeout, parent), timeout, group=True)
+    seconds = time.monotonic() - started
+    ok = output == _DONE
+    if not (ok or output):
+        output = f"the child {_how_it_ended(status)} and wrote nothing".encode()
+    return TrialResult(ok, not ended, "" if ok else output.decode(errors="replace"), seconds)
+
+
+def _try(work: Callable[[], None], timeout: float, parent: int, writer: int, mask: set[int]) -> NoReturn:
+    me, group = os.getpid(), os.getpgrp()
+    try:
+        with default_actions():
+            restore_mask(mask)
+            end_with_parent(parent, signal.SIGKILL)  # a child that hangs must not outlive a server that is killed
+            os.setpgid(0, 0)  # so that the processes that it starts can be killed with it
+            # This thread needs neither the GIL nor a lock, so it writes even if the main thread hangs in C.
+            faulthandler.dump_traceback_later(max(timeout - _STACKS_BEFORE_KILL, timeout / 2), file=writer)
+            work()
+            if os.getpid() == me:  # not a process that the work has forked and that returned here
+                faulthandler.cancel_dump_traceback_later()
+                os.write(writer, _DONE)
+    except BaseException:  # noqa: BLE001 - the parent reports it
+        if os.getpid() == me:
+            faulthandler.cancel_dump_traceback_later()
+            os.write(writer, traceback.format_exc().encode(errors="replace"))
+    finally:
+        if os.getpid() == me:
+            _end_what_it_started(me, group)
+        os._exit(0)  # no exit handler and no buffer of the parent may run twice
+
+
+def _end_what_it_started(me: int, group: int) -> None:
+    """Kill the processes of this child's group, but not the child, whose exit status would alarm the server's log."""
+    with suppress(OSError):
+        os.setpgid(0, group)
+        os.killpg(me, signal.SIGKILL)
+
+
+def _how_it_ended(status: int | None) -> str:
+    if status is None:
+        return "ended (something else in this process waits for all children, and has taken its exit status)"
+    code = os.waitstatus_to_exitcode(status)
+    return f"{'was killed by' if code < 0 else 'ended with'} {describe_exit(code)}"

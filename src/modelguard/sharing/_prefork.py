@@ -27,7 +27,7 @@ from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.runtime import child_processes, fork
 from modelguard.runtime.background import THREADS
-from modelguard.sharing import _graph, _hazards, _immortal, _trial
+from modelguard.sharing import _graph, _hazards, _immortal
 from modelguard.sharing._hazards import Hazard
 from modelguard.sharing._immortal import ImmortalReport
 
@@ -417,7 +417,7 @@ def _try_and_install(state: Prepared, timeout: float, on_hazard: OnHazard) -> tu
         if guard.engine.options.warmup is None:
             continue
         with forking("trial"):
-            result = _trial.run(guard.engine.warm_up, timeout)
+            result = child_processes.run_trial(guard.engine.warm_up, timeout)
         if not result.ok:
             bad = _failed_trial(guard, result, timeout)
             if on_hazard != "warn":
@@ -429,7 +429,7 @@ def _try_and_install(state: Prepared, timeout: float, on_hazard: OnHazard) -> tu
     return tried, failed
 
 
-def _failed_trial(guard: ModelGuard[Any], result: _trial.TrialResult, timeout: float) -> Hazard:
+def _failed_trial(guard: ModelGuard[Any], result: child_processes.TrialResult, timeout: float) -> Hazard:
     owner = f"guard {guard.name!r}"
     if result.hung:
         seen = f"its warm-up hung for {timeout:g} s in a child:\n{result.report}"

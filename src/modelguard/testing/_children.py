@@ -5,12 +5,11 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any, Literal, NoReturn
 
@@ -20,7 +19,7 @@ from modelguard.errors import ForkHazard, InvalidOption, NotSupported
 from modelguard.facts import _memory
 from modelguard.lifecycle import _models
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.runtime.child_processes import ForkedChild
+from modelguard.runtime.child_processes import read_child, restore_mask
 from modelguard.sharing import _graph
 from modelguard.sharing._immortal import immortalize_unsupported
 from modelguard.testing._loader import OfTest
@@ -119,25 +118,13 @@ def _copied(model: Any, read: Reader) -> int:
 def _in_child(work: Callable[[], tuple[int, str]], timeout: float, *, leads: bool = True) -> tuple[int, str]:
     """Fork, and read a number and a text from the child.
 
-    This does not use ``_trial.run``, because its watchdog would make the trials of ``prefork.prepare`` in this child
+    This does not use ``run_trial``, because its watchdog would make the trials of ``prefork.prepare`` in this child
     hang.
     """
-    reader, writer = os.pipe()
-    sys.stdout.flush()  # otherwise the content of the buffers is written twice
-    sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # this process may have threads, but the child uses none
-        pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        _answer(work, writer, leads=leads)
-    os.close(writer)
-    child = ForkedChild(pid)
-    try:
-        output, ended = child.read(reader, time.monotonic() + timeout)
-    finally:
-        os.close(reader)
-        child.end(group=leads)
+        # The child uses none of its threads.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        output, ended, _ = read_child(partial(_answer, work, leads=leads), timeout, group=leads)
     if not ended:
         raise AssertionError(f"the forked child that reads the model did not end within {timeout:g} s")
     if not output.startswith(_COPIED):
@@ -147,8 +134,15 @@ def _in_child(work: Callable[[], tuple[int, str]], timeout: float, *, leads: boo
     return int(number), text
 
 
-def _answer(work: Callable[[], tuple[int, str]], writer: int, *, leads: bool) -> NoReturn:
+def _answer(
+    work: Callable[[], tuple[int, str]],
+    writer: int,
+    mask: set[int],
+    *,
+    leads: bool,
+) -> NoReturn:
     try:
+        restore_mask(mask)
         if leads:
             os.setpgid(0, 0)  # so that its own children can be killed with it
         os.write(writer, _COPIED + "{} {}".format(*work()).encode())

@@ -253,7 +253,7 @@ def accept_and_close(listening: socket.socket) -> None:
 def test_a_connection_waits_for_room_in_time(tmp_path: Path) -> None:
     """Between signals too, and it has a peer then."""
     tmp_path.chmod(0o700)
-    with Folder(tmp_path) as folder, folder.listen("name") as listening, Interrupted() as interrupted:
+    with closing(Folder(tmp_path)) as folder, folder.listen("name") as listening, Interrupted() as interrupted:
         listening.listen(0)
         first = folder.connect("name", 0.05)
         with pytest.raises(BlockingIOError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,7 @@ class TestFolder:
         """With mode 700, whatever the umask is."""
         before = os.umask(0)
         try:
-            with Folder(tmp_path / "run" / "deep"):
+            with closing(Folder(tmp_path / "run" / "deep")):
                 assert 0o700 == (tmp_path / "run" / "deep").stat().st_mode & 0o777
         finally:
             os.umask(before)
@@ -170,7 +171,7 @@ class TestFolder:
     def test_a_dead_socket_gives_no_connection(self, tmp_path: Path) -> None:
         """And its name can be taken again; so can a long one."""
         deep = tmp_path / ("x" * 120)
-        with Folder(deep) as folder:
+        with closing(Folder(deep)) as folder:
             assert folder.connect("name", 1.0) is None
             folder.listen("name").close()
             assert folder.connect("name", 1.0) is None
@@ -185,7 +186,7 @@ class TestFolder:
 
     def test_the_lock_excludes(self, tmp_path: Path) -> None:
         """A second holder waits until it gives up; afterwards the lock is free again."""
-        with Folder(tmp_path / "run") as one, Folder(tmp_path / "run") as two:
+        with closing(Folder(tmp_path / "run")) as one, closing(Folder(tmp_path / "run")) as two:
             with one.locked(lambda: True) as held:
                 assert held is not None
                 with two.locked(lambda: True) as refused:

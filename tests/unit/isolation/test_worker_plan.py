@@ -192,18 +192,18 @@ class TestDeaths:
             member = plan.take()
             assert member is not None
             plan.lost(member.number, now, draw=0.0)
-        assert plan.refusal(0.0) is not None
+        assert plan.circuit.retry_after(0.0) is not None
         assert not plan.ready
         (order,) = plan.settle(20.0)  # one is enough for the probe
         assert isinstance(order, Start)
         plan.started(order.number)
-        assert plan.refusal(20.0) is None
+        assert plan.circuit.retry_after(20.0) is None
         probe = plan.take()
         assert probe is not None
         assert probe.probe
-        assert plan.refusal(20.0) is not None
+        assert plan.circuit.retry_after(20.0) is not None
         plan.answered(probe.number, worn=False)
-        assert plan.refusal(20.0) is None
+        assert plan.circuit.retry_after(20.0) is None
         assert 1 == len(numbers(plan.settle(20.0), Start))
 
     def test_an_interrupted_call_blames_nobody(self) -> None:
@@ -211,7 +211,7 @@ class TestDeaths:
         plan = running(1, failures=1)
         plan.take()
         plan.lost(1, 0.0, draw=0.5, blame=False)
-        assert plan.refusal(0.0) is None
+        assert plan.circuit.retry_after(0.0) is None
         assert 0 == plan.failures
 
     def test_a_death_is_counted_once(self) -> None:
@@ -358,7 +358,7 @@ class PlanMachine(RuleBasedStateMachine):
             self.plan.lost(number, self.now, draw=0.5)
         self.settle()
 
-    @precondition(lambda self: self.plan.refusal(self.now) is None)
+    @precondition(lambda self: self.plan.circuit.retry_after(self.now) is None)
     @rule()
     def call_begins(self) -> None:
         member = self.plan.take()
