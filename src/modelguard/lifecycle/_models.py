@@ -191,4 +191,9 @@ def _checked(version: object) -> str:
     raise InvalidOption("version", version, why=why, fix=fix)
 
 
+def unpacked(returned: Any) -> tuple[Any, str | None]:
+    """What a loader returned: the model, and its version if it has one."""
+    return (returned.model, returned.version) if isinstance(returned, Loaded) else (returned, None)
+
+
 _public.set_module(globals(), "modelguard")

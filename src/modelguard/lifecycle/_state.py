@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.facts._proc import ShownPause, ShownVersion
-from modelguard.lifecycle._models import KnownModels, Loaded
+from modelguard.lifecycle._models import KnownModels, unpacked
 from modelguard.runtime import own_thread
 from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import promise
@@ -805,11 +805,9 @@ class GuardContext(Generic[M]):
 
             self.recorded = RecordedCalls(rule, self.state.enclosing)
 
-    def made(self, returned: Any, jitter: float) -> Generation[M]:
+    def made(self, returned: object, jitter: float) -> Generation[M]:
         """Make the next generation of what the loader has returned."""
-        model, version = returned, None
-        if isinstance(returned, Loaded):
-            model, version = returned.model, returned.version
+        model, version = unpacked(returned)
         born, began = self.runtime.clock(), self.runtime.wall_clock()
         return Generation(self.state.generations + 1, model, version=version, born=born, began=began, jitter=jitter)
 
