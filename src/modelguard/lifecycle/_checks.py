@@ -32,9 +32,6 @@ _ADVICE = (
 )
 
 
-# Asks the policy of one guard whether its current generation is over.
-
-
 M = TypeVar("M")
 
 #: What a policy may raise without harming the call that ends: its sys.exit() is no reason to end the service.
@@ -52,208 +49,6 @@ class Due(NamedTuple, Generic[M]):
     reasons: tuple[Reason, ...]
     generation: Generation[M] | None
     action: Action = "load"
-
-
-class Evaluator(Generic[M]):
-    """Takes the readings, asks the policy, and remembers when it must be asked again.
-
-    Attributes:
-        readings: What the policy reads.
-        interval: Seconds until the next evaluation is useful; infinity if only the ends of calls matter.
-    """
-
-    def __init__(self, guard: GuardContext[M]) -> None:
-        self.readings = Readings(guard)
-        self.interval = math.inf
-        self._guard = guard
-        parts = () if guard.options.reload_on is None else guard.options.reload_on.parts()
-        self._gpu_parts = tuple(part for part in parts if isinstance(part, GpuPolicy))
-        self._members = alternatives(guard.options.reload_on)
-        self._members_if_pinned = alternatives(source_part(guard.options.reload_on))
-        self._again = False
-        self._renew()
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-        self._uses_seen = self._generation = -1
-        self._begin(0)
-
-    def _begin(self, generation: int) -> None:
-        """Forget what another generation was told of."""
-        if generation == self._generation:
-            return
-        self._generation = generation
-        self._reported: dict[object, object] = {}
-        self._emptied, self._empty_again = 0, -math.inf  # torch's cache: how often, and not before then
-
-    def decide_by(self, policy: Policy | None) -> None:
-        self._members = alternatives(policy)
-        self._members_if_pinned = alternatives(source_part(policy))
-        self.readings.decide_by(policy)
-
-    def evaluate(self, *, sample: bool, insist: bool = False) -> Due[M] | None:
-        """Ask the policy whether a load is due.
-
-        Args:
-            sample: Whether there is time to read memory and files, which the end of a call does not have.
-            insist: Whether what another thread finds at this moment may be out of date, so that it has to look again.
-        """
-        if insist:
-            self._again = True  # before the lock is tried: who holds it looks at this after its release
-        while self._lock.acquire(blocking=False):  # else another thread gets the same answer
-            self._again = False
-            try:
-                due = self._evaluate(sample=sample)
-            finally:
-                self._lock.release()
-            if due is not None or not self._again:
-                return due
-        return None
-
-    def after_load(self) -> None:
-        generation = self._guard.state.current
-        if generation is not None:
-            self._begin(generation.number)
-            snapshot = self.readings.snapshot(generation, settled=False, sample=False)
-            self._set_alarm(generation, snapshot)
-            if snapshot.uses:  # calls have ended since the installation, without an alarm
-                self._guard.state.set_alarm(generation, snapshot.uses)
-
-    def after_fork_in_child(self) -> None:
-        self._renew()
-        self.readings.after_fork_in_child(self._guard.state.current)
-        self.after_load()
-
-    def report_error(self, callback: Callback, error: BaseException, *, about: str = "") -> None:
-        """Report a callable of the author's that raised; once per generation and type of error."""
-        if self.first_report(f"{callback} {about} {type(error)}"):
-            where = f" (in {about})" if about else ""
-            telemetry.emit(
-                telemetry.CallbackErrored(
-                    guard=self._guard.name, callback=callback, error=f"{type(error).__name__}: {error}{where}"
-                )
-            )
-
-    def _evaluate(self, *, sample: bool) -> Due[M] | None:
-        state = self._guard.state
-        if state.closed or state.job is not None:
-            self.interval = _IDLE
-            return None
-        if state.failures:
-            return self._retry()
-        generation = state.current
-        if generation is None:
-            self.interval = math.inf
-            return None
-        if self.readings.generation != generation.number:  # after a rollback
-            self.readings.start(generation)
-        snapshot = self.readings.snapshot(generation, settled=state.draining <= state.abandoned, sample=sample)
-        snapshot = self._guard.options.seen(snapshot)
-        self._begin(generation.number)
-        reasons = self._ask(snapshot)
-        if sample:
-            self._check_gpu_cache(snapshot)
-        self._set_alarm(generation, snapshot)
-        if not reasons:
-            state.postpone(None)
-            return None
-        state.set_alarm(generation, math.inf)
-        return Due(tuple(reasons), generation, _chosen(set(reasons.values())))
-
-    def _retry(self) -> Due[M] | None:
-        state = self._guard.state
-        if state.paused and state.current is not None:
-            self.interval = _IDLE
-            return None
-        self.interval = max(0.0, state.retry_at - self._guard.runtime.clock())
-        return None if self.interval > 0 else Due((Reason("retry", f"retry after failure {state.failures}"),), None)
-
-    def _ask(self, snapshot: Snapshot) -> dict[Reason, Action]:
-        """The reasons of the members that are due, and what each asks for.
-
-        A member that raises is reported, and the others still count.
-        """
-        reasons: dict[Reason, Action] = {}
-        for member in self._asked():
-            try:
-                self._report_ignored_parts(member, snapshot)
-                reasons |= dict.fromkeys(member.reasons(snapshot), _asked_by(member))
-            except _POLICY_ERRORS as error:
-                self.report_error("reload_on", error, about=_name(member))
-        return reasons
-
-    def _report_ignored_parts(self, policy: Policy, snapshot: Snapshot) -> None:
-        for part in policy.parts():
-            detail = part.ignored_because(snapshot)
-            if detail is not None and self.first_report(f"ignored {part!r}"):
-                telemetry.emit(
-                    telemetry.PolicyIgnored(
-                        guard=self._guard.name,
-                        generation=snapshot.generation,
-                        policy=repr(part),
-                        detail=detail,
-                        cause=runtime.cause() if part.reads_memory else None,
-                    )
-                )
-
-    def _set_alarm(self, generation: Generation[M], snapshot: Snapshot) -> None:
-        members = self._asked()
-        if not members:
-            self.interval = _IDLE if self._members else math.inf
-            self._guard.state.set_alarm(generation, math.inf)
-            return
-        uses, seconds = math.inf, math.inf
-        for member in members:
-            try:
-                next_check = member.next_check(snapshot)
-            except _POLICY_ERRORS as error:
-                self.report_error("reload_on", error, about=_name(member))
-                continue
-            uses, seconds = min(uses, next_check.uses), min(seconds, next_check.seconds)
-        idle = snapshot.uses == self._uses_seen
-        self._uses_seen = snapshot.uses
-        until_reading = self.readings.interval
-        self.interval = min(seconds, max(until_reading, _IDLE) if idle else until_reading)
-        self._guard.state.set_alarm(generation, snapshot.uses + uses)
-
-    def _asked(self) -> tuple[Policy, ...]:
-        """What decides now. After a rollback that is only a new change of the source."""
-        members = self._members_if_pinned if self._guard.state.pinned else self._members
-        workers = self._guard.options.workers
-        if workers is None or not workers.ended:
-            return members
-        return tuple(member for member in members if not member.ends_workers)
-
-    def first_report(self, about: object) -> bool:
-        """Whether this generation has not been told of it. In one step: ends of calls and the ticker may both ask."""
-        mine = object()
-        return self._reported.setdefault(about, mine) is mine
-
-    def _check_gpu_cache(self, now: Snapshot) -> None:
-        """Empty torch's cache if a policy finds it too large, and not too soon after the last time."""
-        part = next((part for part in self._gpu_parts if part.cache_too_large(now)), None)
-        runtime = self._guard.runtime
-        if part is None or runtime.clock() < self._empty_again:
-            return
-        self._emptied += 1
-        self._empty_again = runtime.clock() + _PAUSE.seconds(self._emptied, now.jitter)
-        before, started = use_of(runtime.gpu), runtime.clock()
-        runtime.gpu.empty_cache()
-        after = use_of(runtime.gpu)
-        if before is None or after is None:  # the device has failed
-            return
-        telemetry.emit(
-            telemetry.GpuCacheEmptied(
-                guard=self._guard.name,
-                generation=now.generation,
-                policy=repr(part),
-                reserved_before=before.reserved,
-                reserved_after=after.reserved,
-                allocated=after.allocated,
-                seconds=runtime.clock() - started,
-                advice=_ADVICE if self._emptied > 1 or after.reserved >= before.reserved else None,
-            )
-        )
 
 
 def _asked_by(member: Policy) -> Action:
@@ -286,15 +81,25 @@ Ask = Callable[[tuple[Reason, ...]], object]
 class Checks(Generic[M]):
     """The checks of one guard, in the background and at the ends of calls.
 
+    Takes the readings, asks the policies, and remembers when they must be asked again.
+
     Args:
         guard: Whose policies are asked.
         start: Starts a load or a release; returns whether there was one to start.
+
+    Attributes:
+        readings: What the policies read.
     """
 
     def __init__(self, guard: GuardContext[M], start: Callable[[LoadJob | None], bool]) -> None:
         self._guard = guard
         self._start = start
-        self._evaluator = Evaluator(guard)
+        self.readings = Readings(guard)
+        parts = () if guard.options.reload_on is None else guard.options.reload_on.parts()
+        self._gpu_parts = tuple(part for part in parts if isinstance(part, GpuPolicy))
+        self._decide_by(guard.options.reload_on)
+        self._pause = math.inf  # seconds until the next evaluation is useful; infinity if only the ends of calls matter
+        self._again = False
         self._ask_for_process: Ask | None = None
         self._ask_for_weights: Callable[[], object] | None = None
         self._shares = False  # the model with a parent that loads new weights
@@ -303,11 +108,17 @@ class Checks(Generic[M]):
         self._start_anew()
 
     def _start_anew(self) -> None:
-        self._ticking = threading.Lock()
+        self._ticking, self._lock = threading.Lock(), threading.Lock()
+        self._uses_seen = self._generation = -1
+        self._begin(0)
 
-    @property
-    def readings(self) -> Readings:
-        return self._evaluator.readings
+    def _begin(self, generation: int) -> None:
+        """Forget what another generation was told of."""
+        if generation == self._generation:
+            return
+        self._generation = generation
+        self._reported: dict[object, object] = {}
+        self._emptied, self._empty_again = 0, -math.inf  # torch's cache: how often, and not before then
 
     @property
     def needed(self) -> bool:
@@ -318,7 +129,7 @@ class Checks(Generic[M]):
     def interval(self) -> float:
         waits = self._guard.state.postponed
         if waits is None:
-            return self._evaluator.interval
+            return self._pause
         until = math.inf if waits.until is None else waits.until
         return min(_INTERVAL, max(0.0, until - self._guard.runtime.clock()))
 
@@ -352,7 +163,7 @@ class Checks(Generic[M]):
         """
         if _reload.active():
             return False
-        due = self._evaluator.evaluate(sample=sample, insist=insist)
+        due = self._due(sample=sample, insist=insist)
         over = None if due is None else due.generation
         if due is None or over is None:
             return due is not None and self._retry(due)
@@ -363,7 +174,7 @@ class Checks(Generic[M]):
         with self._guard.options.turn() as mine:
             if mine:
                 return self._act(due, over, sample=sample)
-        self._evaluator.interval = max(self._evaluator.interval, _INTERVAL)
+        self._pause = max(self._pause, _INTERVAL)
         self._guard.state.set_alarm(over, over.uses + 1)
         return False
 
@@ -384,7 +195,7 @@ class Checks(Generic[M]):
         else:
             return False
         state.postpone(job)
-        fresh = tuple(reason for reason in job.reasons if self._evaluator.first_report((job.cause, reason)))
+        fresh = tuple(reason for reason in job.reasons if self._first_report((job.cause, reason)))
         if fresh:
             seconds = None if job.until is None else job.until - now
             telemetry.emit(
@@ -423,13 +234,13 @@ class Checks(Generic[M]):
 
     def _recycle(self, due: Due[M], over: Generation[M]) -> None:
         """Ask for a fresh process, once per generation."""
-        if self._ask_for_process is None or not self._evaluator.first_report("recycle"):
+        if self._ask_for_process is None or not self._first_report("recycle"):
             return
         telemetry.emit(telemetry.RecycleAsked(guard=self._guard.name, generation=over.number, reasons=due.reasons))
         try:
             self._ask_for_process(due.reasons)
         except Exception as error:  # noqa: BLE001 - the process serves on; the event reports it
-            self._evaluator.report_error("recycle", error)
+            self._report_error("recycle", error)
 
     @property
     def renew(self) -> Callable[[], object] | None:
@@ -441,13 +252,13 @@ class Checks(Generic[M]):
         self._guard.state.raise_if_closed()
         self._ask_for_process, self._ask_for_weights = ask, renew
         self._takes_calls = takes_calls
-        self._evaluator.decide_by(self._policy)
+        self._decide_by(self._policy)
 
     def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
         self._guard.state.raise_if_closed()
         self._ask_for_process, self._recycles_here = ask, True
         if not renews:
-            self._evaluator.decide_by(subset(self._guard.options.reload_on, renews=False))
+            self._decide_by(subset(self._guard.options.reload_on, renews=False))
 
     @property
     def _policy(self) -> Policy | None:
@@ -463,13 +274,13 @@ class Checks(Generic[M]):
 
     def follow(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None]) -> None:
         """Ask another policy from the end of the load on that is under way; ``files`` were so before it."""
-        self._evaluator.decide_by(policy)
+        self._decide_by(policy)
         self.readings.follow(policy, files)
 
     def after_load(self) -> None:
         """Set the policies' alarm for a generation that was just installed. Never raises."""
         try:
-            self._evaluator.after_load()
+            self._begin_with_current()
         except Exception:  # noqa: BLE001 - a fault here must not lose the next job, for which others wait
             logger.exception("modelguard could not ask the policies of guard %r", self._guard.name)
 
@@ -478,5 +289,172 @@ class Checks(Generic[M]):
         self._start_anew()
         self._recycles_here = self._shares = self._ask_for_process is not None
         self._takes_calls = True
-        self._evaluator.decide_by(self._policy)
-        self._evaluator.after_fork_in_child()
+        self._decide_by(self._policy)
+        self.readings.after_fork_in_child(self._guard.state.current)
+        self._begin_with_current()
+
+    # What is due now
+
+    def _decide_by(self, policy: Policy | None) -> None:
+        self._members = alternatives(policy)
+        self._members_if_pinned = alternatives(source_part(policy))
+        self.readings.decide_by(policy)
+
+    def _begin_with_current(self) -> None:
+        generation = self._guard.state.current
+        if generation is not None:
+            self._begin(generation.number)
+            snapshot = self.readings.snapshot(generation, settled=False, sample=False)
+            self._set_alarm(generation, snapshot)
+            if snapshot.uses:  # calls have ended since the installation, without an alarm
+                self._guard.state.set_alarm(generation, snapshot.uses)
+
+    def _due(self, *, sample: bool, insist: bool = False) -> Due[M] | None:
+        """Ask the policy whether a load is due.
+
+        Args:
+            sample: Whether there is time to read memory and files, which the end of a call does not have.
+            insist: Whether what another thread finds at this moment may be out of date, so that it has to look again.
+        """
+        if insist:
+            self._again = True  # before the lock is tried: who holds it looks at this after its release
+        while self._lock.acquire(blocking=False):  # else another thread gets the same answer
+            self._again = False
+            try:
+                due = self._due_now(sample=sample)
+            finally:
+                self._lock.release()
+            if due is not None or not self._again:
+                return due
+        return None
+
+    def _report_error(self, callback: Callback, error: BaseException, *, about: str = "") -> None:
+        """Report a callable of the author's that raised; once per generation and type of error."""
+        if self._first_report(f"{callback} {about} {type(error)}"):
+            where = f" (in {about})" if about else ""
+            telemetry.emit(
+                telemetry.CallbackErrored(
+                    guard=self._guard.name, callback=callback, error=f"{type(error).__name__}: {error}{where}"
+                )
+            )
+
+    def _due_now(self, *, sample: bool) -> Due[M] | None:
+        state = self._guard.state
+        if state.closed or state.job is not None:
+            self._pause = _IDLE
+            return None
+        if state.failures:
+            return self._due_retry()
+        generation = state.current
+        if generation is None:
+            self._pause = math.inf
+            return None
+        if self.readings.generation != generation.number:  # after a rollback
+            self.readings.start(generation)
+        snapshot = self.readings.snapshot(generation, settled=state.draining <= state.abandoned, sample=sample)
+        snapshot = self._guard.options.seen(snapshot)
+        self._begin(generation.number)
+        reasons = self._ask(snapshot)
+        if sample:
+            self._check_gpu_cache(snapshot)
+        self._set_alarm(generation, snapshot)
+        if not reasons:
+            state.postpone(None)
+            return None
+        state.set_alarm(generation, math.inf)
+        return Due(tuple(reasons), generation, _chosen(set(reasons.values())))
+
+    def _due_retry(self) -> Due[M] | None:
+        state = self._guard.state
+        if state.paused and state.current is not None:
+            self._pause = _IDLE
+            return None
+        self._pause = max(0.0, state.retry_at - self._guard.runtime.clock())
+        return None if self._pause > 0 else Due((Reason("retry", f"retry after failure {state.failures}"),), None)
+
+    def _ask(self, snapshot: Snapshot) -> dict[Reason, Action]:
+        """The reasons of the members that are due, and what each asks for.
+
+        A member that raises is reported, and the others still count.
+        """
+        reasons: dict[Reason, Action] = {}
+        for member in self._asked():
+            try:
+                self._report_ignored_parts(member, snapshot)
+                reasons |= dict.fromkeys(member.reasons(snapshot), _asked_by(member))
+            except _POLICY_ERRORS as error:
+                self._report_error("reload_on", error, about=_name(member))
+        return reasons
+
+    def _report_ignored_parts(self, policy: Policy, snapshot: Snapshot) -> None:
+        for part in policy.parts():
+            detail = part.ignored_because(snapshot)
+            if detail is not None and self._first_report(f"ignored {part!r}"):
+                telemetry.emit(
+                    telemetry.PolicyIgnored(
+                        guard=self._guard.name,
+                        generation=snapshot.generation,
+                        policy=repr(part),
+                        detail=detail,
+                        cause=runtime.cause() if part.reads_memory else None,
+                    )
+                )
+
+    def _set_alarm(self, generation: Generation[M], snapshot: Snapshot) -> None:
+        members = self._asked()
+        if not members:
+            self._pause = _IDLE if self._members else math.inf
+            self._guard.state.set_alarm(generation, math.inf)
+            return
+        uses, seconds = math.inf, math.inf
+        for member in members:
+            try:
+                next_check = member.next_check(snapshot)
+            except _POLICY_ERRORS as error:
+                self._report_error("reload_on", error, about=_name(member))
+                continue
+            uses, seconds = min(uses, next_check.uses), min(seconds, next_check.seconds)
+        idle = snapshot.uses == self._uses_seen
+        self._uses_seen = snapshot.uses
+        until_reading = self.readings.interval
+        self._pause = min(seconds, max(until_reading, _IDLE) if idle else until_reading)
+        self._guard.state.set_alarm(generation, snapshot.uses + uses)
+
+    def _asked(self) -> tuple[Policy, ...]:
+        """What decides now. After a rollback that is only a new change of the source."""
+        members = self._members_if_pinned if self._guard.state.pinned else self._members
+        workers = self._guard.options.workers
+        if workers is None or not workers.ended:
+            return members
+        return tuple(member for member in members if not member.ends_workers)
+
+    def _first_report(self, about: object) -> bool:
+        """Whether this generation has not been told of it. In one step: ends of calls and the ticker may both ask."""
+        mine = object()
+        return self._reported.setdefault(about, mine) is mine
+
+    def _check_gpu_cache(self, now: Snapshot) -> None:
+        """Empty torch's cache if a policy finds it too large, and not too soon after the last time."""
+        part = next((part for part in self._gpu_parts if part.cache_too_large(now)), None)
+        runtime = self._guard.runtime
+        if part is None or runtime.clock() < self._empty_again:
+            return
+        self._emptied += 1
+        self._empty_again = runtime.clock() + _PAUSE.seconds(self._emptied, now.jitter)
+        before, started = use_of(runtime.gpu), runtime.clock()
+        runtime.gpu.empty_cache()
+        after = use_of(runtime.gpu)
+        if before is None or after is None:  # the device has failed
+            return
+        telemetry.emit(
+            telemetry.GpuCacheEmptied(
+                guard=self._guard.name,
+                generation=now.generation,
+                policy=repr(part),
+                reserved_before=before.reserved,
+                reserved_after=after.reserved,
+                allocated=after.allocated,
+                seconds=runtime.clock() - started,
+                advice=_ADVICE if self._emptied > 1 or after.reserved >= before.reserved else None,
+            )
+        )

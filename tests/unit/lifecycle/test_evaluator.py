@@ -179,7 +179,7 @@ def test_a_fault_after_a_load_loses_no_request(
     def fail() -> None:
         raise OSError("no clock")
 
-    monkeypatch.setattr(guard.engine.checks._evaluator, "after_load", fail)
+    monkeypatch.setattr(guard.engine.checks, "_begin_with_current", fail)
     world.loader.hold()
     first = world.spawn(guard.load)
     world.loader.reached()
@@ -211,14 +211,14 @@ def test_a_call_that_ends_as_a_load_ends_does_not_lose_what_is_due(
     guard.load()
     world.join()
     checks = guard.engine.checks
-    evaluate = checks._evaluator._evaluate
+    evaluate = checks._due_now
 
     def while_the_load_ends(*, sample: bool) -> Any:
-        monkeypatch.setattr(checks._evaluator, "_evaluate", evaluate)
+        monkeypatch.setattr(checks, "_due_now", evaluate)
         assert not checks.ask(sample=False, insist=True)  # as the load's thread does
         return None  # there was a load
 
-    monkeypatch.setattr(checks._evaluator, "_evaluate", while_the_load_ends)
+    monkeypatch.setattr(checks, "_due_now", while_the_load_ends)
     use(guard, 3)
     world.join()
     assert 2 == guard.status().generation
