@@ -91,19 +91,18 @@ class Replay:
         max_memory: int | str = "16 MB",
         timeout: _units.Duration = 10.0,
     ) -> None:
-        object.__setattr__(self, "count", _units.whole_number(count, "count"))
-        object.__setattr__(self, "min_agreement", policies.share(min_agreement, "min_agreement", example=0.95))
         fix = "Write max_slowdown=2 for twice as long, or None."
-        slowdown = (
-            None
-            if max_slowdown is None
-            else policies.factor_of(max_slowdown, "max_slowdown", most=sys.float_info.max, fix=fix)
-        )
-        object.__setattr__(self, "max_slowdown", slowdown)
+        if max_slowdown is not None:
+            max_slowdown = policies.factor_of(max_slowdown, "max_slowdown", most=sys.float_info.max, fix=fix)
         _units.function(same, "same", "two answers", fix="Write for example same=numpy.allclose.")
-        object.__setattr__(self, "same", same)
-        object.__setattr__(self, "max_memory", _units.size(max_memory, "max_memory"))
-        object.__setattr__(self, "timeout", _units.seconds(timeout, "timeout"))
+        vars(self).update(
+            count=_units.whole_number(count, "count"),
+            min_agreement=policies.share(min_agreement, "min_agreement", example=0.95),
+            max_slowdown=max_slowdown,
+            same=same,
+            max_memory=_units.size(max_memory, "max_memory"),
+            timeout=_units.seconds(timeout, "timeout"),
+        )
 
     def __repr__(self) -> str:
         """As it would be written: without what is the default."""
@@ -194,11 +193,14 @@ class Swap:
         replay: Replay | int | None = None,
     ) -> None:
         _units.one_of(mode, "swap", get_args(SwapMode))
-        object.__setattr__(self, "mode", mode)
-        for name, given in (("defer", defer), ("drain_timeout", drain_timeout), ("min_lifetime", min_lifetime)):
-            object.__setattr__(self, name, _units.seconds(given, name, zero=True))
-        object.__setattr__(self, "keep_previous", _units.flag(keep_previous, "keep_previous"))
-        object.__setattr__(self, "replay", Replay.parse(replay))
+        vars(self).update(
+            mode=mode,
+            defer=_units.seconds(defer, "defer", zero=True),
+            drain_timeout=_units.seconds(drain_timeout, "drain_timeout", zero=True),
+            min_lifetime=_units.seconds(min_lifetime, "min_lifetime", zero=True),
+            keep_previous=_units.flag(keep_previous, "keep_previous"),
+            replay=Replay.parse(replay),
+        )
         for name, does, instead in (
             ("keep_previous", "keeps two models in memory", "keeps the previous model where there is room"),
             ("replay", "compares two models", "compares where there is room for both"),
@@ -232,9 +234,9 @@ class Loading:
     backoff: Backoff
 
     def __init__(self, timeout: _units.Duration | None = None, *, backoff: Backoff = Backoff()) -> None:  # noqa: B008 - a value
-        object.__setattr__(self, "timeout", None if timeout is None else _units.seconds(timeout, "timeout"))
-        fix = "Write Backoff('1s', '1m')."
-        object.__setattr__(self, "backoff", _units.instance(backoff, "backoff", Backoff, "a Backoff", fix=fix))
+        _units.instance(backoff, "backoff", Backoff, "a Backoff", fix="Write Backoff('1s', '1m').")
+        seconds = None if timeout is None else _units.seconds(timeout, "timeout")
+        vars(self).update(timeout=seconds, backoff=backoff)
 
 
 # As code objects spell it, with links unresolved; the separator excludes a neighbour with a longer name.

@@ -42,9 +42,7 @@ def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, k
     traceback = error.__traceback__
     if traceback is None or traceback.tb_next is not None:  # a frame of the function was entered
         return None
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):  # many built-in functions have none
+    if (signature := signature_of(function)) is None:
         return None
     first = next(iter(signature.parameters), None)
     if first in kwargs and first in _RECEIVERS:  # a method that is called through its class: wrapt does not bind it
@@ -175,15 +173,13 @@ def plain_function(function: Any) -> Any:
 
 def takes_positional(function: Any) -> bool:
     """Whether it takes a positional argument, as far as its signature is known."""
-    parameters = _parameters(function)
-    return parameters is None or any(one.kind in _POSITIONAL for one in parameters)
+    signature = signature_of(function)
+    return signature is None or any(one.kind in _POSITIONAL for one in signature.parameters.values())
 
 
 def misfit(function: Any, arguments: int) -> str | None:
     """Why it cannot be called with so many positional arguments; None if it can, as far as its signature is known."""
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):  # many built-in functions have none
+    if (signature := signature_of(function)) is None:
         return None
     try:
         signature.bind(*(None for _ in range(arguments)))
@@ -194,8 +190,8 @@ def misfit(function: Any, arguments: int) -> str | None:
 
 def first_name(function: Any) -> str | None:
     """The name of its first parameter, None if it has none or no signature."""
-    first = next(iter(_parameters(function) or ()), None)
-    return None if first is None else first.name
+    signature = signature_of(function)
+    return None if signature is None else next(iter(signature.parameters), None)
 
 
 def receivers(function: Any) -> int:
@@ -225,9 +221,9 @@ def call_parameters(function: Any) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[receivers(function) + 1 :])
 
 
-def _parameters(function: Any) -> list[inspect.Parameter] | None:
+def signature_of(function: Any) -> inspect.Signature | None:
     try:
-        return list(inspect.signature(function).parameters.values())
+        return inspect.signature(function)
     except (ValueError, TypeError):  # many built-in functions have none
         return None
 

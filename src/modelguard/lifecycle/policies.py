@@ -445,15 +445,14 @@ class Backoff:
     factor: float
 
     def __init__(self, first: _units.Duration = 1.0, longest: _units.Duration = 60.0, *, factor: float = 2.0) -> None:
-        object.__setattr__(self, "first", _units.seconds(first, "first"))
-        object.__setattr__(self, "longest", _units.seconds(longest, "longest"))
-        if self.longest < self.first:
-            raise InvalidOption(
-                "longest", longest, why="must not be shorter than first", fix=f"Give at least {first!r}."
-            )
-        object.__setattr__(
-            self, "factor", factor_of(factor, "factor", most=_STEEPEST, fix="Write for example factor=2.")
+        vars(self).update(
+            first=_units.seconds(first, "first"),
+            longest=_units.seconds(longest, "longest"),
+            factor=factor_of(factor, "factor", most=_STEEPEST, fix="Write for example factor=2."),
         )
+        if self.longest < self.first:
+            fix = f"Give at least {first!r}."
+            raise InvalidOption("longest", longest, why="must not be shorter than first", fix=fix)
 
     def seconds(self, failures: int, draw: float) -> float:
         """Wait after so many failures in a row; ``draw`` is a random number in [0, 1)."""
