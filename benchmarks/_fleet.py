@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from modelguard import Backoff, Policy, guard
+from modelguard import Backoff, Loading, Policy, guard
 from modelguard.environment import _effect
 from modelguard.errors import ModelGuardError
 from modelguard.lifecycle import _reload
@@ -170,7 +170,11 @@ class Replica:
         )
         with use(lambda: runtime):
             self.guard = guard(
-                self._load, reload_on=conditions.policy, backoff=conditions.backoff, wait_timeout=0, name="model"
+                self._load,
+                reload_on=conditions.policy,
+                loading=Loading(backoff=conditions.backoff),
+                wait_timeout=0,
+                name="model",
             )
         self._predict = self.guard(self._compute)
 
