@@ -48,7 +48,10 @@ nitpick_ignore_regex = [
     ("py:class", r"(abc|collections\.abc|contextlib|datetime|os|pathlib|pytest|spacy|torch)\..*"),
     ("py:(class|obj)", r"(.*\.)?[A-Z](_co)?"),  # type variables
     ("py:class", r"(.*\.)?_\w+(\..*)?"),  # of private modules, and private names
-    ("py:class", r"Duration|Size|Kind|How|Swap|SmallObjects|CallOptions|(.*\.)?((Model|Loading)?Handle|IsolatedFunction|Forkable)"),
+    (
+        "py:class",
+        r"Duration|Size|Kind|How|Swap|SmallObjects|CallOptions|(.*\.)?((Model|Loading)?Handle|IsolatedFunction|Forkable)",
+    ),
     (
         "py:class",
         r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|NextCheck|FileChange|ProbeAnswers|Value)",
