@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import os
 import random
-import signal
 import threading
 import time
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, get_args
@@ -346,8 +344,7 @@ class Worker:
             if self.pidfd is not None:
                 child_processes.send_kill(self.pidfd)
             elif self.pid and self.exit is None:
-                with suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)
+                child_processes.kill([self.pid])
 
     def has_exited(self, how: str) -> None:
         with self._lock:
