@@ -154,7 +154,7 @@ def name(kind: type) -> str:
 # Who refers to an object that should be gone
 
 #: How many are named, and seconds of CPU time after which no further way is looked for.
-MOST, _BRIEFLY = 5, 0.5
+MOST, _BRIEFLY = 5, 2.0
 _SUSPENDED = (
     (types.GeneratorType, "gi_code", "gi_frame"),
     (types.CoroutineType, "cr_code", "cr_frame"),

@@ -361,7 +361,7 @@ class TestAModelThatLivesOn:
         assert found.startswith(who)
 
     def test_names_the_type_where_no_way_is_found_in_time(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each look at all objects stops the other threads, so a release looks for half a second at most."""
+        """Each look at all objects stops the other threads, so a release looks for two seconds at most."""
         monkeypatch.setattr(_holders, "_BRIEFLY", -1.0)
         assert ("a list of 1",) == self.holders(world, lambda model: [[model]])
 
