@@ -325,16 +325,16 @@ def policies_of_keys(given: Policy | None) -> tuple[TTL | None, Idle | None, Cha
     fix = "A pool takes TTL, Idle and Changed, each once: reload_on=TTL('6h') | Idle('10m') | Changed(probe)."
     found: dict[type[Policy], Any] = {}
     for member in alternatives(given):
-        if not isinstance(member, TTL | Idle | Changed):
+        kind = type(member)
+        if kind not in (TTL, Idle, Changed):  # nor a subclass, whose due() would not be asked
             why = f"must be TTL, Idle, Changed or None, not {_units.kind_of(member)}"
             raise InvalidOption("reload_on", member, why=why, fix=fix)
-        if (kind := type(member)) in found:
+        if kind in found:
             raise InvalidOption("reload_on", given, why=f"has {kind.__name__} twice", fix=fix)
         if isinstance(member, Idle) and (member.keep is not None or not member.ready):
             why = "has keep or ready, and a pool counts as ready, and keeps nothing of an idle key"
-            raise InvalidOption(
-                "reload_on", member, why=why, fix=f"Write Idle({_units.format_seconds(member.after)!r})."
-            )
+            plain = f"Write Idle({_units.format_seconds(member.after)!r})."
+            raise InvalidOption("reload_on", member, why=why, fix=plain)
         found[kind] = member
     if (source := found.get(Changed)) is not None:
         fix = "It gets the key: Changed(lambda key: etag(key))."

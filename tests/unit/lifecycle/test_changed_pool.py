@@ -122,6 +122,7 @@ def test_a_child_asks_the_probe_of_a_model_that_was_evicted(world: World) -> Non
         (Uses(5), r"reload_on=Uses\(5\): must be TTL, Idle, Changed or None, not a Uses.*each once"),
         (Changed(lambda key: key) | Uses(5), r"must be TTL, Idle, Changed or None"),
         (TTL("1h") | TTL("2h"), r"has TTL twice"),
+        (type("Own", (TTL,), {})("1h"), r"must be TTL, Idle, Changed or None"),
         (Changed(lambda: 1), r"probe=.*: is called as a function of one argument.*It gets the key"),
     ],
 )
