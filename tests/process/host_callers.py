@@ -19,7 +19,7 @@ from tests.process.harness import wait_until
 APP = """
     import json, logging, os, time
     from pathlib import Path
-    from modelguard import Backoff, Bounds, Host, Idle, Loading, guard, isolate
+    from modelguard import Backoff, Bounds, Host, Loading, Idle, guard, isolate
 
     HERE = Path(__file__).parent
 
