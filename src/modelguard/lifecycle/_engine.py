@@ -393,13 +393,13 @@ class Engine(GuardContext[M], fork.Forkable):
         if _reload.active():
             _reload.unload(self)
             return
-        with waiting_for(self.state):
-            yield from until_ended(self.state, self.state.withdraw(), limit)  # a first load counts too
+        with waiting_for(self.state), self.state.about_to_unload():
+            yield from until_ended(self.state, self.state.job, limit)  # a load that has nothing to replace counts too
             job = None
             while self.state.current is not None and job is None:
                 job = self.state.request_if_idle((Reason("requested", "requested"),), urgent=True, unloads=True)
                 self._start(job)
-                yield from until_ended(self.state, job or self.state.withdraw(), limit)
+                yield from until_ended(self.state, job or self.state.job, limit)
 
     def rollback(self) -> None:
         """Make the generation that the current one has replaced current again; a load under way is cancelled.

@@ -124,7 +124,6 @@ class LoadJob:
         replaces: There is a current generation that it has yet to replace.
         unloads: It releases the current generation and loads none. Those who need one meanwhile wait for its end.
         by_policy: Nobody but a policy asked for it, so it does not begin while the guard is paused.
-        withdrawn: What it would replace is about to be released, so it need not begin for a policy.
         covers: The last request that its load answers; later ones make that load stale. None before the load begins.
         cancelled: A rollback came before its model took calls, so that model is discarded.
         threads: Identities of the threads that do its work, to detect a load that waits for itself.
@@ -139,7 +138,6 @@ class LoadJob:
     by_policy: bool = field(kw_only=True, default=False)
     covers: int | None = field(init=False, default=None)
     cancelled: bool = field(init=False, default=False)
-    withdrawn: bool = field(init=False, default=False)
     threads: set[int] = field(init=False, default_factory=set)
     ended: Future[None] = field(init=False, default_factory=promise)
 
@@ -251,6 +249,7 @@ class GuardState(Generic[M]):
         epoch: How many forks lie between this process and the one that made the guard.
         job: The load under way, if any.
         paused: Policies start nothing. What others ask for goes on.
+        unloads: How many wait to release the model. Meanwhile policies start nothing either.
         watched: Somebody waits for the ends of calls.
         on_retire: Called with a generation that takes no new calls from now on, under ``lock``.
     """
@@ -274,6 +273,7 @@ class GuardState(Generic[M]):
         self.epoch = 0
         self.job: LoadJob | None = None
         self.paused = self.watched = False
+        self.unloads = 0
         self.on_retire: Callable[[Generation[M]], object] = lambda _: None
         self.requests = 0
         self.reloads = 0
@@ -564,7 +564,7 @@ class GuardState(Generic[M]):
         current, or there is nothing to release.
         """
         with self.lock:
-            if self.job is not None or self.closed or (by_policy and self.paused):
+            if self.job is not None or self.closed or (by_policy and self._policies_wait):
                 return None
             if instead_of not in (None, self.current) or (unloads and self.current is None):
                 return None
@@ -678,16 +678,24 @@ class GuardState(Generic[M]):
                 self.postpone(None)
             return changed
 
-    def withdraw(self) -> LoadJob | None:
-        """Have a policy's job that has not begun given up; returns the job under way, whoever asked for it."""
+    @contextmanager
+    def about_to_unload(self) -> Iterator[None]:
+        """Let policies start nothing for the block, and give up what they asked for and has not begun."""
         with self.lock:
-            if self.job is not None:
-                self.job.withdrawn = True
-            return self.job
+            self.unloads += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.unloads -= 1
 
     def holds_back(self, job: LoadJob) -> bool:
-        """Whether a job must not begin: only a policy asked for it, and it was withdrawn or the guard is paused."""
-        return job.by_policy and (self.paused or job.withdrawn)
+        """Whether a job must not begin: only a policy asked for it, and policies may start nothing now."""
+        return job.by_policy and self._policies_wait
+
+    @property
+    def _policies_wait(self) -> bool:
+        return self.paused or self.unloads > 0
 
     def put_off(self, job: LoadJob) -> bool:
         """Give up a policy's job that has not begun; false if somebody else has asked for a load meanwhile."""
@@ -760,6 +768,7 @@ class GuardState(Generic[M]):
         self.epoch += 1
         self.postponed = self.last_release = self.least_memory = None
         self.watched = False
+        self.unloads = 0
         self.draining.clear()
         self.abandoned.clear()
         self.left_behind = LeftBehind()

@@ -188,7 +188,7 @@ class TestPause:
         guard.check()
         assert waiting.wait(60)
         unloading = world.spawn(guard.unload)
-        until(lambda: getattr(guard.engine.state.job, "withdrawn", False))
+        until(lambda: getattr(guard.engine.state, "unloads", 0))
         go.set()
         unloading.result(60)
         assert ("idle", 1) == (guard.status().state, len(world.seen(LoadStarted)))
