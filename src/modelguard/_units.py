@@ -13,7 +13,8 @@ from modelguard.errors import InvalidOption
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    import inspect
+    from collections.abc import Callable, Collection, Iterable
 
 T = TypeVar("T")
 
@@ -212,7 +213,7 @@ def instance(value: object, argument: str, kind: type[T], what: str, *, fix: str
     return value
 
 
-def function(value: object, argument: str, of: str, *, fix: str) -> None:
+def function(value: object, argument: str, of: str, *, fix: str, arguments: int | None = None) -> None:
     """Check that a value can be called.
 
     Args:
@@ -220,12 +221,41 @@ def function(value: object, argument: str, of: str, *, fix: str) -> None:
         argument: The name of the caller's argument, for the error.
         of: What it is a function of, for the error: ``"one item"``.
         fix: What to write instead.
+        arguments: How many it gets, of a plain function whose result is used at once. Default: not checked.
 
     Raises:
-        InvalidOption: It cannot be called.
+        InvalidOption: It cannot be called, or not with so many arguments, or it is a coroutine function.
     """
     if not callable(value):
         raise InvalidOption(argument, value, why=f"must be a function of {of}, not {kind_of(value)}", fix=fix)
+    if arguments is None:
+        return
+    import inspect  # here, because few need it
+
+    if inspect.iscoroutinefunction(value):
+        raise InvalidOption(argument, value, why=f"must be a plain function of {of}, not a coroutine function", fix=fix)
+    if (found := misfit(value, arguments)) is not None:
+        raise InvalidOption(argument, value, why=f"is called as a function of {of}: {found}", fix=fix)
+
+
+def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
+    import inspect  # as above
+
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError):  # many built-in functions have none
+        return None
+
+
+def misfit(function: Callable[..., object], arguments: int) -> str | None:
+    """Why it cannot be called with so many positional arguments; None if it can, as far as its signature is known."""
+    if (signature := signature_of(function)) is None:
+        return None
+    try:
+        signature.bind(*(None for _ in range(arguments)))
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def name(value: object) -> str:

@@ -17,7 +17,6 @@ from modelguard import _public, _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, PolicyNeverFires
 from modelguard.facts._gpu import Gpu
 from modelguard.lifecycle import policies, runtime
-from modelguard.lifecycle._misuse import misfit
 from modelguard.lifecycle._models import KnownModels, is_model
 from modelguard.lifecycle.policies import (
     TTL,
@@ -94,7 +93,7 @@ class Replay:
         fix = "Write max_slowdown=2 for twice as long, or None."
         if max_slowdown is not None:
             max_slowdown = policies.factor_of(max_slowdown, "max_slowdown", most=sys.float_info.max, fix=fix)
-        _units.function(same, "same", "two answers", fix="Write for example same=numpy.allclose.")
+        _units.function(same, "same", "two answers", fix="Write for example same=numpy.allclose.", arguments=2)
         vars(self).update(
             count=_units.whole_number(count, "count"),
             min_agreement=policies.share(min_agreement, "min_agreement", example=0.95),
@@ -353,7 +352,7 @@ _FIXES = {
 
 def takes_old_model(validate: Any) -> bool:
     """Whether ``validate`` has a second parameter that needs a value: for the old model."""
-    return callable(validate) and misfit(validate, 2) is None and misfit(validate, 1) is not None
+    return callable(validate) and _units.misfit(validate, 2) is None and _units.misfit(validate, 1) is not None
 
 
 def check_callable(argument: str, value: object, *, arguments: int, fix: str) -> None:
@@ -366,7 +365,7 @@ def check_callable(argument: str, value: object, *, arguments: int, fix: str) ->
     if not callable(value):
         why = f"must be {how}, not {_units.kind_of(value)}"
         raise InvalidOption(argument, value, why=why, fix=fix)
-    if (found := misfit(value, arguments)) is not None:
+    if (found := _units.misfit(value, arguments)) is not None:
         raise InvalidOption(argument, value, why=f"is called as {how}: {found}", fix=fix)
 
 

@@ -42,7 +42,7 @@ def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, k
     traceback = error.__traceback__
     if traceback is None or traceback.tb_next is not None:  # a frame of the function was entered
         return None
-    if (signature := signature_of(function)) is None:
+    if (signature := _units.signature_of(function)) is None:
         return None
     first = next(iter(signature.parameters), None)
     if first in kwargs and first in _RECEIVERS:  # a method that is called through its class: wrapt does not bind it
@@ -173,24 +173,13 @@ def plain_function(function: Any) -> Any:
 
 def takes_positional(function: Any) -> bool:
     """Whether it takes a positional argument, as far as its signature is known."""
-    signature = signature_of(function)
+    signature = _units.signature_of(function)
     return signature is None or any(one.kind in _POSITIONAL for one in signature.parameters.values())
-
-
-def misfit(function: Any, arguments: int) -> str | None:
-    """Why it cannot be called with so many positional arguments; None if it can, as far as its signature is known."""
-    if (signature := signature_of(function)) is None:
-        return None
-    try:
-        signature.bind(*(None for _ in range(arguments)))
-    except TypeError as error:
-        return str(error)
-    return None
 
 
 def first_name(function: Any) -> str | None:
     """The name of its first parameter, None if it has none or no signature."""
-    signature = signature_of(function)
+    signature = _units.signature_of(function)
     return None if signature is None else next(iter(signature.parameters), None)
 
 
@@ -219,13 +208,6 @@ def call_parameters(function: Any) -> inspect.Signature:
     """The signature that callers of a decorated function see, without ``self``."""
     signature = inspect.signature(plain_function(function))
     return signature.replace(parameters=list(signature.parameters.values())[receivers(function) + 1 :])
-
-
-def signature_of(function: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except (ValueError, TypeError):  # many built-in functions have none
-        return None
 
 
 def _is_being_defined(name: str) -> bool:

@@ -14,7 +14,7 @@ from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._guard_options import PoolOptions
 from modelguard.lifecycle._lease import Lease
-from modelguard.lifecycle._misuse import call_parameters, plain_function, signature_of
+from modelguard.lifecycle._misuse import call_parameters, plain_function
 from modelguard.lifecycle._models import KnownModels
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._wrappers import check_function, wrap
@@ -343,7 +343,7 @@ class Keyed(Decorator[M]):
         return wrap(function, take=take, atake=atake, owner=owner)
 
     def _by_call(self, function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        signature, key = signature_of(self._key), self._key
+        signature, key = _units.signature_of(self._key), self._key
         assert callable(key)  # noqa: S101 - names go to _by_name
 
         def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -66,7 +66,7 @@ class Weight:
     padded: bool = False
 
     def __post_init__(self) -> None:
-        _units.function(self.of, "of", "one item", fix="Write Weight(of=len), for the length of a text.")
+        _units.function(self.of, "of", "one item", fix="Write Weight(of=len), for the length of a text.", arguments=1)
         if self.most is not None:
             _units.number(self.most, "most", fix="Give the total weight of a full batch.")
         _units.flag(self.padded, "padded")
@@ -98,7 +98,7 @@ class Fair:
     def __post_init__(self) -> None:
         if self.by is not None:
             fix = "Write Fair(by=lambda item: item.tenant), or leave it out and name the header in the middleware."
-            _units.function(self.by, "by", "one item", fix=fix)
+            _units.function(self.by, "by", "one item", fix=fix, arguments=1)
         fix = 'Write shares={"gold": 4}; all other keys have 1.'
         _units.instance(self.shares, "shares", Mapping, "a dict of keys and their shares", fix=fix)  # type: ignore[type-abstract]
         for key, share in self.shares.items():
@@ -291,7 +291,7 @@ class BatchOptions:
 def read_weight(given: Callable[[Any], float] | Weight | None) -> Weight | None:
     if given is None or isinstance(given, Weight):
         return given
-    _units.function(given, "weight", "one item", fix="Write weight=len, for the length of a text.")
+    _units.function(given, "weight", "one item", fix="Write weight=len, for the length of a text.", arguments=1)
     return Weight(of=given)
 
 
@@ -300,7 +300,7 @@ def read_fair(given: Callable[[Any], Hashable] | Fair | None) -> Fair:
         return given
     if given is not None:
         fix = "Write fair_by=lambda item: item.tenant, or leave it out and name the header in the middleware."
-        _units.function(given, "fair_by", "one item", fix=fix)
+        _units.function(given, "fair_by", "one item", fix=fix, arguments=1)
     return Fair(by=given)
 
 

@@ -126,3 +126,22 @@ def test_an_invalid_breaker_is_rejected(options: dict[str, Any], argument: str) 
     with pytest.raises(InvalidOption) as rejected:
         Breaker(**options)
     assert argument == rejected.value.argument
+
+
+async def _later(item: object) -> object:
+    return item
+
+
+@pytest.mark.parametrize("argument", ["weight", "fair_by"])
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (lambda: 1, "is called as a function of one item: too many positional arguments"),
+        (lambda item, other: 1, "is called as a function of one item: missing a required argument: 'other'"),
+        (_later, "must be a plain function of one item, not a coroutine function"),
+    ],
+)
+def test_a_function_of_an_item_that_cannot_be_called_with_one(argument: str, given: object, why: str) -> None:
+    """It is refused where it is given, not at the first call; and no coroutine becomes a key of its own."""
+    with pytest.raises(InvalidOption, match=f"{argument}=.*{why}"):
+        batched(max_size=2, **{argument: given})(list)  # type: ignore[arg-type]
