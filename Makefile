@@ -24,6 +24,7 @@ CACHE ?=
 # takes longest comes first.
 JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2)))
 ALL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder --durations=40 tests/diagnosis tests/process tests/contract tests/unit
+QUICK := -m 'not thorough' $(ALL)
 PINS ?=
 LOWEST = $(shell $(PYTHON) -c 'import tomllib; \
 	print(*(line.replace(">=", "==") for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))')
@@ -32,7 +33,7 @@ SPHINX := $(BIN)/python -m sphinx -E -n -W --keep-going -q -b html -d build/doct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo environment test test-lowest check docs coverage format bench bench-quick build release-check clean
+.PHONY: help demo environment test test-all test-lowest check docs coverage format bench bench-quick build release-check clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,7 +43,10 @@ demo: $(VENV)/.demo ## Run the guarded service beside the unguarded one; two min
 
 environment: $(VENV)/.dev ## Make the environment that the targets below need, and run nothing
 
-test: $(VENV)/.dev ## Run the tests; with ARGS in one process, as pytest does
+test: $(VENV)/.dev ## Run the tests but for the thorough ones; with ARGS in one process, as pytest does
+	$(BIN)/python -m pytest $(if $(CACHE),-o cache_dir=$(CACHE)) $(or $(ARGS),$(QUICK))
+
+test-all: $(VENV)/.dev ## Run all tests
 	$(BIN)/python -m pytest $(if $(CACHE),-o cache_dir=$(CACHE)) $(or $(ARGS),$(ALL))
 
 test-lowest: ## Run the unit tests with the oldest core dependencies that pyproject.toml allows, in .venv-lowest

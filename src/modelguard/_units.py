@@ -7,7 +7,7 @@ import re
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from modelguard.errors import InvalidOption
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
@@ -133,21 +133,26 @@ def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
     return count
 
 
-def whole_number(value: int, argument: str, *, at_least: int = 1, fix: str = "") -> int:
+def whole_number(value: int, argument: str, *, at_least: int = 1, most: int = sys.maxsize, fix: str = "") -> int:
     """Check a whole number.
 
     Args:
         value: An int; True and False are not numbers here.
         argument: The name of the caller's argument, for the error.
         at_least: The smallest valid number.
+        most: The largest one.
         fix: What to write instead.
 
     Raises:
-        InvalidOption: It is not a whole number, or is too small.
+        InvalidOption: It is not a whole number, or is too small or too large.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         why, example = f"must be a whole number of at least {at_least}", f"{argument}={max(at_least, 8)}"
         raise InvalidOption(argument, value, why=why, fix=fix or f"Write for example {example}.")
+    if value > most:
+        raise InvalidOption(
+            argument, value, why=f"must be at most {most:,}", fix=fix or f"Write {argument}={at_least}."
+        )
     return value
 
 
@@ -238,7 +243,7 @@ def function(value: object, argument: str, of: str, *, fix: str, arguments: int 
         raise InvalidOption(argument, value, why=f"is called as a function of {of}: {found}", fix=fix)
 
 
-def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
+def signature_of(function: Any) -> inspect.Signature | None:
     import inspect  # as above
 
     try:

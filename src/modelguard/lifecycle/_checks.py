@@ -343,7 +343,7 @@ class Checks(Generic[M]):
         if state.closed or state.job is not None:
             self._pause = _IDLE
             return None
-        if state.failures:
+        if state.failure is not None:
             return self._due_retry()
         generation = state.current
         if generation is None:

@@ -133,7 +133,7 @@ class Engine(GuardContext[M], fork.Forkable):
         while job is not None:
             self._reload(job).run()
             self.checks.after_load()  # before the job ends: a request in between would start another thread
-            if not self.checks.needed and not self.state.failures:
+            if not self.checks.needed and self.state.failure is None:
                 TICKER.remove(self)  # nothing can become due, and a process that forks should have few threads
             job = self.state.finish(job, _MEANWHILE)
             self.changed()
@@ -195,7 +195,7 @@ class Engine(GuardContext[M], fork.Forkable):
             if state.job is None and state.failure is not None and left > 0:
                 raise state.failure.again(left)
             future = state.wait_for()
-            if state.failures:
+            if state.failure is not None:
                 reason = Reason("retry", "retry")
             else:
                 reason = Reason("woken", "next use") if state.unloaded else Reason("first_use", "first use")
@@ -443,7 +443,7 @@ class Engine(GuardContext[M], fork.Forkable):
     @property
     def ready(self) -> bool:
         state = self.state
-        ready_when_idle = state.unloaded and not state.failures and self.options.ready_when_idle
+        ready_when_idle = state.unloaded and state.failure is None and self.options.ready_when_idle
         return state.current is not None or ready_when_idle
 
     def raise_inside_call(self, action: str) -> None:

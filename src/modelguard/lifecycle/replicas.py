@@ -41,6 +41,9 @@ __all__ = [
 
 M = TypeVar("M")
 
+#: Copies at most: more than any machine holds.
+_MOST = 1_000
+
 
 class FreeReplicas(fork.Forkable, Generic[M]):
     """Hands replicas out, each to one call at a time, and has them replaced one at a time.
@@ -341,14 +344,14 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
 
     Args:
         model: A guard, whose options are used. It is not used itself.
-        count: How many copies, at least 2.
+        count: How many copies, 2 to 1,000.
 
     Raises:
         InvalidOption: ``model`` is not a guard, is in use already or has ``replay`` or ``Idle(keep="mold")``, or
             ``count`` is invalid.
     """
     _units.instance(model, "model", ModelGuard, "a guard", fix="Write replicas(guard(load, reload_on=...), 2).")
-    _units.whole_number(count, "count", at_least=2)
+    _units.whole_number(count, "count", at_least=2, most=_MOST)
     if model.engine.state.generations:
         why = "has loaded a model of its own already"
         raise InvalidOption("model", model, why=why, fix="Make a guard for the replicas alone, and do not load it.")

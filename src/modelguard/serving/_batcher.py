@@ -671,11 +671,7 @@ class Batcher:
         seconds, between = now - started - computed.stalled, max(started - ended, 0.0)
         queue = self._queue
         with self._lock:
-            if computed.error is None and computed.whole:
-                queue.record_run(batch, seconds, now, between=between)
-            for part in computed.parts:
-                queue.record_part(batch, *part, now)
-            queue.record_end(batch, seconds, now, between=between, bad=computed.bad)
+            self._learn(batch, computed, seconds, between, now)
             queue.counters.bisected += bool(computed.reruns)
             plain = batch if isinstance(batch, PlainBatch) and queue.finish_plain(batch, computed.failed) else None
             requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed) if plain is None else ([], [])
@@ -691,6 +687,17 @@ class Batcher:
         if not quiet:
             self._report(batch, computed, seconds, change)
         return now
+
+    def _learn(self, batch: Batch, computed: Computed, seconds: float, between: float, now: float) -> None:
+        queue = self._queue
+        try:
+            if computed.error is None and computed.whole:
+                queue.record_run(batch, seconds, now, between=between)
+            for part in computed.parts:
+                queue.record_part(batch, *part, now)
+            queue.record_end(batch, seconds, now, between=between, bad=computed.bad)
+        except Exception:  # noqa: BLE001 - the answers are there, whatever becomes of the figures
+            logger.exception("modelguard: %s() has not learned from a batch", self.name)
 
     def _report(self, batch: Batch, computed: Computed, seconds: float, change: CircuitChange) -> None:
         queue, now = self._queue, clock.now()

@@ -385,6 +385,8 @@ def test_wrong_arguments(modelguard_loader: Loader) -> None:
     for count in (1, 0, True, "2"):
         with pytest.raises(InvalidOption, match="whole number of at least 2"):
             replicas(nlp, count)
+    with pytest.raises(InvalidOption, match="at most 1,000"):
+        replicas(nlp, 10**400)
     nlp.load()
     with pytest.raises(InvalidOption, match="has loaded a model of its own"):
         replicas(nlp, 2)

@@ -16,6 +16,7 @@ from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 from modelguard import Breaker, Weight, batched, guard, telemetry
 from modelguard.errors import BatchFailed, CircuitOpen, ItemTooHeavy, WrongResults
 from modelguard.serving._requests import CancellableFuture
+from modelguard.serving._times import BatchTimes
 
 # Neighbours
 
@@ -254,3 +255,19 @@ def test_the_breaker_asks_its_guard_for_a_fresh_model(events: list[telemetry.Eve
     until(lambda: nlp.status().generation == 2)
     assert ("circuit open", 1) == (f.status().state, f.status().refused_open)
     assert f.ready, "without traffic there would be no probe"
+
+
+def test_answers_do_not_depend_on_what_is_learned_of_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Figures of a batch that cannot be computed cost none of its answers, and not the next batch."""
+
+    def overflow(*_: object, **__: object) -> None:
+        message = "math range error"
+        raise OverflowError(message)
+
+    f = batched(max_size=4, deadline="1m")(lambda items: [item * 2 for item in items])
+    monkeypatch.setattr(BatchTimes, "record", overflow)
+    assert [2, 4, 6, 8, 10] == [*f.map([1, 2, 3, 4, 5])]
+    assert "has not learned from a batch" in caplog.text
+    assert 4 == f(2)
