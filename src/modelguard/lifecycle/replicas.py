@@ -277,9 +277,9 @@ class ModelReplicas(ModelHandle[M]):
         limit = Timeout(timeout)
         if not wait:
             self._engines[0].state.raise_if_closed()
-            start_thread(self._roll_in_background, f"modelguard-roll-{self._name}")
+            start_thread(partial(self._roll_in_background, self._loaded()), f"modelguard-roll-{self._name}")
         elif timeout is None:
-            self._roll()
+            self._roll(self._loaded())
         else:
             waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
             waiting.block(self._until_rolled(limit))
@@ -291,7 +291,9 @@ class ModelReplicas(ModelHandle[M]):
 
     def _until_rolled(self, limit: Timeout) -> Steps[None]:
         rolling = waiting.start(
-            self._roll, f"modelguard-roll-{self._name}", self._guards[0].engine.runtime.start_thread
+            partial(self._roll, self._loaded()),
+            f"modelguard-roll-{self._name}",
+            self._guards[0].engine.runtime.start_thread,
         )
         yield Wait(rolling, limit)
         if not rolling.done():
@@ -309,14 +311,18 @@ class ModelReplicas(ModelHandle[M]):
         super()._reopen()
         self._free.closed = False
 
-    def _roll(self) -> None:
+    def _roll(self, loaded: list[ModelGuard[M]]) -> None:
         with self._free.rolling:
             for guard in self._guards:
-                guard.reload()
+                if not (guard in loaded and guard.engine.state.unloaded):  # it was unloaded after this was asked for
+                    guard.reload()
 
-    def _roll_in_background(self) -> None:
+    def _loaded(self) -> list[ModelGuard[M]]:
+        return [guard for guard in self._guards if guard.engine.state.current is not None]
+
+    def _roll_in_background(self, loaded: list[ModelGuard[M]]) -> None:
         try:
-            self._roll()
+            self._roll(loaded)
         except Exception:  # noqa: BLE001 - the failed load has its event
             logger.exception("modelguard: replicas %r were not all replaced", self._name)
 

@@ -213,9 +213,9 @@ def test_a_guards_own_policy_decides() -> None:
 
 
 def test_a_pool_renews_its_own_models() -> None:
-    """Workers of its keys may be recycled; what renews models is the pool's ttl."""
+    """Workers of its keys may be recycled; what renews models is the pool's own policy."""
     assert isolate(recycle_on=Uses(5))(pooled)
-    with pytest.raises(InvalidOption, match=r"recycle_on.*Give the pool a ttl"):
+    with pytest.raises(InvalidOption, match=r"recycle_on.*Give TTL, Changed or Idle to the pool"):
         isolate(recycle_on=TTL("1h") | Uses(5))(pooled)
 
 

@@ -363,7 +363,7 @@ class TestMolds:
 
     def test_over_a_pool_there_is_no_way_back(self) -> None:
         """The error names the function and what it cannot do: no key's mold is kept."""
-        with pytest.raises(NoPreviousModel, match=r"'voiced' has no previous model: each key of a pool"):
+        with pytest.raises(NoPreviousModel, match=r"voiced' has no previous model: each key of a pool"):
             isolate()(voiced).rollback()
 
     def test_a_pause_over_a_pool(self, seen: list[telemetry.Event]) -> None:

@@ -292,6 +292,19 @@ def test_a_reload_rolls(pair: ModelReplicas[Any], modelguard_clock: Clock, model
     assert ([2, 2], 2) == (generations(pair), modelguard_loader.alive)
 
 
+def test_an_unload_ends_a_reload_that_rolls(pair: ModelReplicas[Any], modelguard_clock: Clock) -> None:
+    """What it has released is not loaded again by a reload that was asked for before, and waits for its turn."""
+    pair.load()
+    with pair._free.rolling:
+        pair.reload(wait=False)
+        pair.unload()
+    for thread in threading.enumerate():
+        if thread.name == "modelguard-roll-nlp":
+            thread.join(TIMEOUT)
+    modelguard_clock.settle()
+    assert {"idle"} == {status.state for status in pair.status()}
+
+
 def test_a_due_policy_rolls(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """When the TTL of all is over at once, one is replaced while the other takes calls."""
     most = 0

@@ -223,7 +223,7 @@ def test_nothing_runs_before_the_first_item() -> None:
 
     before = {*threading.enumerate()}
     made = batched(max_size=4)(double)
-    assert before == {*threading.enumerate()}
+    assert before >= {*threading.enumerate()}  # those of other tests may end meanwhile
     assert ("open", 0) == (made.status().state, made.status().batches)
 
 
