@@ -53,6 +53,22 @@ INDEPENDENT = {
     "test_uwsgi.py",
 }
 
+#: Files whose tests take more than twelve seconds of CPU time together: trained models, a server for each case of many,
+#: thousands of steps. `make test-all` and `.ci/run` run them, `make test` does not. All others take a fifth of that.
+THOROUGH = {
+    f"test_{name}.py"
+    for name in """
+    allocator_pythons celery control control_isolated corpus demo diagnose doctor_services doctor_session downstream
+    example_fastapi_faulty_model example_fastapi_spacy example_fastapi_torch_cpu example_gunicorn_flask
+    example_ray_serve example_starlette_pipeline exit_statuses gunicorn gunicorn_molds gunicorn_versions handles
+    isolation isolation_chaos isolation_faults isolation_host isolation_host_servers isolation_idle
+    isolation_lifetime isolation_limits isolation_pause isolation_pool isolation_target isolation_transport
+    isolation_waiting machine model_release page prefork presets_torch ray real_models remedies run
+    serving_streams_stress serving_stress serving_web_clients sources spacy_memory stress testing torch_compile
+    transformers_real tutorial uwsgi watch wheel
+    """.split()  # noqa: SIM905 - read as words
+}
+
 #: What a `repr` says of most functions and objects.
 ADDRESS = re.compile(r" at 0x[0-9a-f]{6}")
 
@@ -62,6 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Name the tests that have to run in the same process, where there is more than one."""
     if varying := [item.nodeid for item in items if ADDRESS.search(item.nodeid)]:
         raise pytest.UsageError(f"names that differ from process to process; give ids: {', '.join(varying)}")
+    for item in items:
+        if item.path.name in THOROUGH and item.path.parent.name in {"process", "diagnosis"}:
+            item.add_marker(pytest.mark.thorough)
     if not hasattr(config, "workerinput"):  # this is not a process of xdist's
         return
     for item in items:
