@@ -113,7 +113,7 @@ class Membership:
         self.version: str | None = None
         self.gone = False
         self._joined = joined
-        self._was_ready = self._leaving = False
+        self._was_ready = False
         self._on_pause = on_pause
         self._on_loss = on_loss
         self._idle: deque[Connection] = deque()
@@ -168,7 +168,7 @@ class Membership:
 
     def leave(self, patience: float) -> None:
         """Be a client no more. The last one waits until the broker has ended, at most so many seconds."""
-        self._leaving = True
+        self.gone = True  # first: the end of the broker must not close what its answer is read from
         with suppress(OSError, EOFError):
             self._joined.channel.set_timeout(max(patience, 0.001))
             self._joined.channel.send(("leave",))
@@ -213,8 +213,8 @@ class Membership:
             self._was_ready = self._was_ready or self.ready
 
     def _broker_ended(self) -> None:
-        lost = not (self.gone or self._leaving) and self._was_ready
-        if self._leaving:  # its answer is still to be read, and then all is closed
+        lost = not self.gone and self._was_ready
+        if self.gone:  # who leaves closes the rest
             supervisor().forget(self._joined.reports.fileno())
         else:
             self._end()
