@@ -231,16 +231,25 @@ def function(value: object, argument: str, of: str, *, fix: str, arguments: int 
     Raises:
         InvalidOption: It cannot be called, or not with so many arguments, or it is a coroutine function.
     """
-    if not callable(value):
-        raise InvalidOption(argument, value, why=f"must be a function of {of}, not {kind_of(value)}", fix=fix)
-    if arguments is None:
-        return
-    import inspect  # here, because few need it
+    if arguments is not None and callable(value):
+        import inspect  # here, because few need it
 
-    if inspect.iscoroutinefunction(value):
-        raise InvalidOption(argument, value, why=f"must be a plain function of {of}, not a coroutine function", fix=fix)
-    if (found := misfit(value, arguments)) is not None:
-        raise InvalidOption(argument, value, why=f"is called as a function of {of}: {found}", fix=fix)
+        if inspect.iscoroutinefunction(value):
+            why = f"must be a plain function of {of}, not a coroutine function"
+            raise InvalidOption(argument, value, why=why, fix=fix)
+    called_as(f"a function of {of}", value, argument, arguments, fix=fix)
+
+
+def called_as(what: str, value: object, argument: str, arguments: int | None, *, fix: str) -> None:
+    """Check that a value can be called, and with so many positional arguments if their number is given.
+
+    Raises:
+        InvalidOption: It cannot.
+    """
+    if not callable(value):
+        raise InvalidOption(argument, value, why=f"must be {what}, not {kind_of(value)}", fix=fix)
+    if arguments is not None and (found := misfit(value, arguments)) is not None:
+        raise InvalidOption(argument, value, why=f"is called as {what}: {found}", fix=fix)
 
 
 def signature_of(function: Any) -> inspect.Signature | None:

@@ -35,7 +35,7 @@ from modelguard.isolation._isolation_options import (
 from modelguard.isolation._molds import MoldGuard
 from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle.handle import WAIT_FIX
+from modelguard.lifecycle.handle import check_wait
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime import waiting
 from modelguard.runtime.background import SHARED
@@ -285,7 +285,7 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
             GuardClosed: After :meth:`close`.
             InvalidOption: ``wait`` is not a bool.
         """
-        _units.instance(wait, "wait", bool, "True or False", fix=WAIT_FIX)
+        check_wait(wait)
         self._scope.reload(wait=wait, timeout=Timeout(timeout).seconds)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:

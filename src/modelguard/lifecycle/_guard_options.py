@@ -361,12 +361,7 @@ def check_callable(argument: str, value: object, *, arguments: int, fix: str) ->
     Raises:
         InvalidOption: It cannot.
     """
-    how = _HOW[arguments]
-    if not callable(value):
-        why = f"must be {how}, not {_units.kind_of(value)}"
-        raise InvalidOption(argument, value, why=why, fix=fix)
-    if (found := _units.misfit(value, arguments)) is not None:
-        raise InvalidOption(argument, value, why=f"is called as {how}: {found}", fix=fix)
+    _units.called_as(_HOW[arguments], value, argument, arguments, fix=fix)
 
 
 def check_loader(load: object, *, arguments: int = 0) -> None:

@@ -12,7 +12,7 @@ from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._wrappers import decorate, owner_of
-from modelguard.lifecycle.handle import WAIT_FIX, ModelHandle
+from modelguard.lifecycle.handle import ModelHandle, check_wait
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime.fork import WeakRegistry
 
@@ -114,7 +114,7 @@ class ModelGuard(ModelHandle[M]):
             WouldDeadlock: With ``wait``: called inside a call on this guard, or on a running event loop.
             InvalidOption: ``wait`` is not a bool.
         """
-        _units.instance(wait, "wait", bool, "True or False", fix=WAIT_FIX)
+        check_wait(wait)
         self.engine.reload(wait=wait, timeout=timeout)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:

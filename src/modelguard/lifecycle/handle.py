@@ -27,8 +27,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-#: What to write instead of a time as ``wait``.
-WAIT_FIX = "To bound the wait, give timeout='5s'."
+def check_wait(wait: object) -> None:
+    """Check the argument ``wait`` of a command: a time is given as ``timeout``."""
+    _units.instance(wait, "wait", bool, "True or False", fix="To bound the wait, give timeout='5s'.")
 
 
 class Decorator(Generic[M]):

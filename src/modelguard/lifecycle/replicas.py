@@ -18,7 +18,7 @@ from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._models import KnownModels
 from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.guard import ModelGuard, hide
-from modelguard.lifecycle.handle import WAIT_FIX, ModelHandle
+from modelguard.lifecycle.handle import ModelHandle, check_wait
 from modelguard.lifecycle.policies import Snapshot
 from modelguard.lifecycle.pool import PoolLease
 from modelguard.runtime import fork, waiting
@@ -273,7 +273,7 @@ class ModelReplicas(ModelHandle[M]):
             GuardClosed, WouldDeadlock: As :meth:`ModelGuard.reload`.
             InvalidOption: ``wait`` is not a bool, or ``timeout`` is not a duration.
         """
-        _units.instance(wait, "wait", bool, "True or False", fix=WAIT_FIX)
+        check_wait(wait)
         limit = Timeout(timeout)
         if not wait:
             self._engines[0].state.raise_if_closed()
