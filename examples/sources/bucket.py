@@ -1,32 +1,11 @@
 """An object in a bucket (S3, MinIO, Ceph, R2), by its ETag: a program that checks itself, for docs/recipes.md."""
 
-import time
-from collections.abc import Callable
-
 import boto3
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
+from stand_ins import Model, wait_until
 
 from modelguard import Changed, Loaded, Swap, guard
-
-
-class Model:
-    """Stands for a real model, made of the bytes of its file."""
-
-    def __init__(self, weights: bytes) -> None:
-        self.weights = weights
-
-    def __call__(self, text: str) -> str:
-        return f"{text}, said {self.weights.decode()}"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what the guard does in the background."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
 
 storage = ThreadedMotoServer("127.0.0.1", port=0)
 storage.start()

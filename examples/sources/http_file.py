@@ -2,31 +2,13 @@
 
 import hashlib
 import threading
-import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.request import Request, urlopen
 
+from stand_ins import Model, wait_until
+
 from modelguard import Changed, Loaded, Swap, guard
-
-
-class Model:
-    """Stands for a real model, made of the bytes of its file."""
-
-    def __init__(self, weights: bytes) -> None:
-        self.weights = weights
-
-    def __call__(self, text: str) -> str:
-        return f"{text}, said {self.weights.decode()}"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what the guard does in the background."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Files(BaseHTTPRequestHandler):

@@ -5,25 +5,15 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
 import mlflow
 from mlflow import MlflowClient
 from mlflow.pyfunc import PyFuncModel
+from stand_ins import wait_until
 
 from modelguard import Changed, Loaded, Swap, guard
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what the guard does in the background."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
 
 with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]

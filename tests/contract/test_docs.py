@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -149,7 +150,17 @@ def test_the_snippets_of_a_page_run(page: Path, code: str, optional: set[str], t
     runnable.write_text(code, encoding="utf-8")
     warnings = "default" if needed(code, WARNING) else "error"
     command = [sys.executable, "-W", warnings, runnable.name]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
+    folders = [str(page.parent)] if page.suffix == ".py" else []  # a program imports what stands beside it
+    paths = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
     assert 0 == done.returncode, f"{name_of(page)}, same line numbers:\n{done.stdout}{done.stderr}"
 
 

@@ -32,7 +32,7 @@ RECIPES = {
 def functions() -> tuple[Callable[[], Loaded[Any]], Callable[[], object]]:
     """The loader and the probe of the recipe; the rest of its program is replaced by ``URL``."""
     load, probe = RECIPES[SOURCE]
-    recipe = definitions(SOURCE, load, probe, "Model", "alias", "revision", "cache")
+    recipe = definitions(SOURCE, load, probe, "alias", "revision", "cache")
     recipe["url"] = URL
     if probe == "object_etag":
         recipe["bucket"] = bucket()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[3] / "examples" / "sources"
+sys.path.append(str(FOLDER))  # for what the programs import from beside them
 
 
 def definitions(program: str, *names: str) -> dict[str, Any]:

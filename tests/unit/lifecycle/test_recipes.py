@@ -28,7 +28,7 @@ def test_the_cache_of_the_program_is_that_of_hugging_face(
     tmp_path = tmp_path / "hub"
     tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
-    page = definitions("hugging_face_cache", "cache", "publish", "revision", "load_snapshot", "Model")
+    page = definitions("hugging_face_cache", "cache", "publish", "revision", "load_snapshot")
     first, second = "1" * 40, "2" * 40
 
     def newest() -> str:
