@@ -268,7 +268,11 @@ class Engine(GuardContext[M], fork.Forkable):
         enclosing = state.enclosing
 
         def again(generation: Generation[M], wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            result = wrapped(generation.model, *args, **kwargs)
+            try:
+                result = wrapped(generation.model, *args, **kwargs)
+            except Exception as error:
+                self.repair(generation, error, last=True)
+                raise
             if not is_lazy(type(result)):
                 return result
             generation.leases.append(None)
@@ -314,8 +318,13 @@ class Engine(GuardContext[M], fork.Forkable):
 
         return call
 
-    def repair(self, generation: Generation[M], error: Exception) -> bool:
+    def repair(self, generation: Generation[M], error: Exception, *, last: bool = False) -> bool:
         """Free the GPU memory that a failed call has left, if that was its trouble; whether to run the call again.
+
+        Args:
+            generation: What it ran on.
+            error: What it raised.
+            last: It was the second run.
 
         Raises:
             CudaAfterFork: CUDA cannot be used in this process.
@@ -324,10 +333,11 @@ class Engine(GuardContext[M], fork.Forkable):
             raise better
         if not self.runtime.gpu.is_out_of_memory(error):
             return False
-        reasons = free(self, generation, error)
+        retry = self.options.retry and not last
+        reasons = free(self, generation, error, retry=retry)
         if reasons and generation is self.state.current:
             self.checks.demand(reasons, generation)
-        return self.options.retry
+        return retry
 
     def _enter_instead_of(self, retired: Generation[M]) -> Generation[M]:
         """Take a lease again, after one that was taken in the moment of the generation's retirement."""

@@ -167,13 +167,13 @@ class Lease(Generic[M]):
         else:
             self.end(failed=False)
 
-    def repair(self, error: Exception) -> bool:
+    def repair(self, error: Exception, *, last: bool = False) -> bool:
         """Do what a failed call needs; whether it may run again on this lease. It must be ended in any case.
 
         Raises:
             CudaAfterFork: CUDA cannot be used in this process.
         """
-        return self._generation is not None and self._engine.repair(self._generation, error)
+        return self._generation is not None and self._engine.repair(self._generation, error, last=last)
 
     def end(self, *, failed: bool) -> None:
         generation = self._give_up()

@@ -365,7 +365,9 @@ def named(guard: str, gpu: Gpu, error: BaseException) -> BaseException:
     return better
 
 
-def free(guard: GuardContext[Any], generation: Generation[Any], error: BaseException) -> tuple[Reason, ...]:
+def free(
+    guard: GuardContext[Any], generation: Generation[Any], error: BaseException, *, retry: bool
+) -> tuple[Reason, ...]:
     """Free the GPU memory that a call which ran out of it has left, and report it.
 
     The traceback keeps its lines, and loses the local variables of the calls that have ended.
@@ -384,7 +386,7 @@ def free(guard: GuardContext[Any], generation: Generation[Any], error: BaseExcep
             reserved_before=None if before is None else before.reserved,
             reserved_after=None if after is None else after.reserved,
             allocated=None if after is None else after.allocated,
-            retry=guard.options.retry,
+            retry=retry,
         )
     )
     # Other calls on it have tensors of their own, which say nothing.

@@ -402,7 +402,11 @@ def _coroutine(atake: AsyncTake) -> Wrapper:
             failed = True
             if not lease.repair(error):
                 raise
-            result = await wrapped(lease.model, *args, **kwargs)
+            try:
+                result = await wrapped(lease.model, *args, **kwargs)
+            except Exception as second:
+                lease.repair(second, last=True)
+                raise
             failed = False
             return result
         finally:

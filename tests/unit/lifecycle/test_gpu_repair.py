@@ -90,11 +90,14 @@ class TestCalls:
         assert (1, 0) == (guard.status().uses, guard.status().in_flight)
 
     def test_it_is_run_only_once_more(self, world: World, make: Make, kind: str) -> None:
-        """An input that is too large for the device fails, after two runs."""
+        """An input that is too large for the device fails after two runs, and neither leaves tensors behind."""
         guard, calls = make(retry=True), Calls(world, fills=9)
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemory) as caught:
             run(calls, kind, guard)
         assert (2, 0) == (calls.runs, guard.status().in_flight)
+        assert (GB, GB) == (world.gpu.allocated[0], world.gpu.reserved[0])
+        assert "__call__" in "".join(traceback.format_exception(caught.value))
+        assert [True, False] == [event.retry for event in world.seen(GpuOutOfMemory)]
 
     def test_errors_counts_it(self, world: World, make: Make, kind: str) -> None:
         """Calls that run out of memory one after the other replace the model."""
