@@ -343,8 +343,8 @@ _PRESETS = {
         _torch_cuda_dynamic,
     ),
     "torch-cuda-latency": _Recipe(
-        "torch on a GPU where no call may wait for the allocator or for GPU code to load.",
-        lambda _: (_knobs.RECLAIMING, _knobs.EAGER_MODULES),
+        "torch on a GPU where no call may wait until the allocator frees its whole cache.",
+        lambda _: (_knobs.RECLAIMING,),
     ),
     "torch-cuda-shared": _Recipe(
         "torch in several processes on one GPU: each takes at most its part of the memory.",

@@ -280,17 +280,17 @@ def test_grpc_is_inspected_only_where_it_was_imported(monkeypatch: pytest.Monkey
     assert ThisProcess().grpc_forks() is True
 
 
-SEGMENTS, PLANS, EAGER = _knobs.EXPANDABLE_SEGMENTS, _knobs.cudnn_plans(64), _knobs.EAGER_MODULES
+SEGMENTS, PLANS, MODULES = _knobs.EXPANDABLE_SEGMENTS, _knobs.cudnn_plans(64), _knobs.LAZY_MODULES
 
 
-@pytest.mark.parametrize("knob", [SEGMENTS, PLANS, EAGER], ids=lambda knob: knob.name)
+@pytest.mark.parametrize("knob", [SEGMENTS, PLANS, MODULES], ids=lambda knob: knob.name)
 @pytest.mark.parametrize("cuda", ["not imported", "not initialised"])
 def test_gpu_settings_count_until_cuda_is_initialised(knob: Knob, cuda: Cuda) -> None:
     """Even after the import of torch."""
     assert "applied" == effect_of(knob, None, History(cuda=cuda))[0]
 
 
-@pytest.mark.parametrize("knob", [SEGMENTS, PLANS, EAGER], ids=lambda knob: knob.name)
+@pytest.mark.parametrize("knob", [SEGMENTS, PLANS, MODULES], ids=lambda knob: knob.name)
 def test_gpu_settings_do_nothing_in_a_torch_without_cuda(knob: Knob) -> None:
     """Such a torch reads none of them for a GPU, and the report says so."""
     state, evidence = effect_of(knob, None, History(cuda="not built in"))
@@ -318,11 +318,9 @@ def test_an_allocator_that_says_nothing() -> None:
 
 def test_gpu_code_is_loaded_when_cuda_is_initialised() -> None:
     """After that the variable counts only if the program was started with it."""
-    assert "too late" == effect_of(EAGER, None, History(cuda="initialised"))[0]
-    assert (
-        "applied"
-        == effect_of(EAGER, "EAGER", History(cuda="initialised", started_with={"CUDA_MODULE_LOADING": "EAGER"}))[0]
-    )
+    assert "too late" == effect_of(MODULES, None, History(cuda="initialised"))[0]
+    started = History(cuda="initialised", started_with={"CUDA_MODULE_LOADING": "LAZY"})
+    assert "applied" == effect_of(MODULES, "LAZY", started)[0]
 
 
 def test_cudnn_says_nothing() -> None:

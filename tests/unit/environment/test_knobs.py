@@ -21,7 +21,6 @@ ALL = [
     _knobs.RECLAIMING,
     _knobs.fraction(3),
     _knobs.cudnn_plans(1024),
-    _knobs.EAGER_MODULES,
     _knobs.LAZY_MODULES,
 ]
 
