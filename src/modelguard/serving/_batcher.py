@@ -676,7 +676,9 @@ class Batcher:
             plain = batch if isinstance(batch, PlainBatch) and queue.finish_plain(batch, computed.failed) else None
             requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed) if plain is None else ([], [])
             change = queue.record_verdict(batch, computed.verdict, now)
-        # Before the answers: who gets one needs the interpreter's lock next.
+        # Before the answers: who gets one needs the interpreter's lock next, and finds the fresh model asked for.
+        if change == "opened":
+            self._ask_for_model()
         quiet = change is None and computed.error is None and self._events.quiet(queue)
         if plain is not None:
             plain.deliver(computed.outcomes)
@@ -705,9 +707,7 @@ class Batcher:
             self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
             self._events.refused(queue, now)
             self._report_refusals()
-            if change == "opened" and self._breaker is not None and self._breaker.reload is not None:
-                self._breaker.reload.reload(wait=False)
-        except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread
+        except Exception:  # noqa: BLE001 - an observer may not end this thread
             logger.exception("modelguard: %s() goes on", self.name)
 
     def _answer(self, requests: list[Request], outcomes: list[Any]) -> None:
@@ -732,9 +732,18 @@ class Batcher:
             self._events.refused(self._queue, now)
             if hung:
                 self._events.hung(self._queue, self._limits.hang_after)
-                if self._breaker is not None and self._breaker.reload is not None:
-                    self._breaker.reload.reload(wait=False)
-        except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread
+        except Exception:  # noqa: BLE001 - an observer may not end this thread
+            logger.exception("modelguard: %s() goes on", self.name)
+        if hung:
+            self._ask_for_model()
+
+    def _ask_for_model(self) -> None:
+        """Ask the guard of the breaker for a fresh model."""
+        source = None if self._breaker is None else self._breaker.reload
+        try:
+            if source is not None:
+                source.reload(wait=False)
+        except Exception:  # noqa: BLE001 - a closed guard may not end this thread
             logger.exception("modelguard: %s() goes on", self.name)
 
     def check_time(self) -> None:

@@ -486,6 +486,22 @@ class TestBatched:
         modelguard_clock.advance("1h")
         assert 1 == f(1)
 
+    def test_who_gets_the_error_that_opens_a_circuit_finds_the_reload_begun(self, modelguard_clock: Clock) -> None:
+        """So ``settle()`` waits for the fresh model, each time."""
+        model = guard(object, reload_on=None)
+        model.load()
+
+        @batched(max_size=1, breaker=Breaker(failures=1, cooldown="1h", max_cooldown="1h", reload=model))
+        def f(_items: list[int]) -> list[int]:
+            raise OSError("broken")
+
+        for generation in range(2, 12):
+            with pytest.raises(OSError, match="broken"):
+                f(1)
+            modelguard_clock.settle()
+            assert generation == model.status().generation
+            modelguard_clock.advance("1h")
+
     def test_a_batch_overstays(self, modelguard_clock: Clock) -> None:
         """A batch that runs for longer than ``hang_after`` counts as hung."""
         model = Gated()
