@@ -54,7 +54,7 @@ INDEPENDENT = {
 }
 
 #: Files whose tests take more than twelve seconds of CPU time together: trained models, a server for each case of many,
-#: thousands of steps. `make test-all` and `.ci/run` run them, `make test` does not. All others take a fifth of that.
+#: thousands of steps. `make test-all` and `.ci/run --all` run them, `make test` does not. All others take a fifth of that.
 THOROUGH = {
     f"test_{name}.py"
     for name in """
