@@ -54,18 +54,18 @@ INDEPENDENT = {
 }
 
 #: Files whose tests take more than twelve seconds of CPU time together: trained models, a server for each case of many,
-#: thousands of steps. `make test-all` and `.ci/run --all` run them, `make test` does not. All others take a fifth of that.
+#: thousands of steps. `make test-all` and `.ci/run --all` run them, `make test` does not. The others take a fifth of it.
 THOROUGH = {
     f"test_{name}.py"
     for name in """
     allocator_pythons celery control control_isolated corpus demo diagnose doctor_services doctor_session downstream
-    example_fastapi_faulty_model example_fastapi_spacy example_fastapi_torch_cpu example_field example_gunicorn_flask
-    example_ray_serve example_starlette_pipeline exit_statuses gunicorn gunicorn_molds gunicorn_versions handles
-    isolation isolation_chaos isolation_faults isolation_host isolation_host_servers isolation_idle
-    isolation_lifetime isolation_limits isolation_pause isolation_pool isolation_servers isolation_target isolation_transport
-    isolation_waiting machine model_release page prefork presets_torch ray real_models remedies run
-    serving_streams_stress serving_stress serving_web_clients sources spacy_memory stress testing torch_compile
-    transformers_real tutorial uwsgi watch wheel
+    example_fastapi_faulty_model example_fastapi_spacy example_fastapi_torch_cpu example_field
+    example_gunicorn_flask example_ray_serve example_starlette_pipeline exit_statuses gunicorn gunicorn_molds
+    gunicorn_versions handles isolation isolation_chaos isolation_faults isolation_host isolation_host_servers
+    isolation_idle isolation_lifetime isolation_limits isolation_pause isolation_pool isolation_servers
+    isolation_target isolation_transport isolation_waiting machine model_release page prefork presets_torch ray
+    real_models remedies run serving_streams_stress serving_stress serving_web_clients sources spacy_memory stress
+    testing torch_compile transformers_real tutorial uwsgi watch wheel
     """.split()  # noqa: SIM905 - read as words
 }
 
