@@ -54,7 +54,7 @@ INDEPENDENT = {
 }
 
 #: Files whose tests take more than twelve seconds of CPU time together: trained models, a server for each case of many,
-#: thousands of steps. `make test-all` and `.ci/run --all` run them, `make test` does not. The others take a fifth of it.
+#: thousands of steps. `make test-all` and `.ci/run --all` run them, `make test` does not. The others take a fifth.
 THOROUGH = {
     f"test_{name}.py"
     for name in """
