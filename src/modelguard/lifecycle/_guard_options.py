@@ -53,7 +53,7 @@ class Replay:
     The guard keeps copies of the arguments of recent calls. A reload runs these calls on both models, once the new one
     is loaded, validated and warm, and rejects it (``ModelRejected``) if too few answers agree, or if it is too slow::
 
-        nlp = guard(load, reload_on=Changed(etag), replay=Replay(100, min_agreement=0.95, same=close_enough))
+        nlp = guard(load, reload_on=Changed(etag), swap=Swap(replay=Replay(100, min_agreement=0.95, same=close_enough)))
 
     Args:
         count: How many calls are kept, the latest ones. Default 100.
