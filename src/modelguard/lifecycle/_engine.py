@@ -516,10 +516,18 @@ class Engine(GuardContext[M], fork.Forkable):
 
     def shut_down(self, timeout: float | None = None) -> None:
         """:meth:`close` without its checks, for an owner that has made them."""
+        self.end(self.refuse(), timeout)
+
+    def refuse(self) -> list[Generation[M]]:
+        """Refuse calls from now on; returns what is to be drained and released. Waits for nothing."""
         TICKER.remove(self)
-        for old in (self.state.close(), self.state.take_previous()):  # once it is closed, nothing is kept any more
-            if old is not None:
-                drain_and_release(self, old, timeout)
+        ended = (self.state.close(), self.state.take_previous())  # once it is closed, nothing is kept any more
+        return [old for old in ended if old is not None]
+
+    def end(self, ended: list[Generation[M]], timeout: float | None) -> None:
+        """Drain and release what :meth:`refuse` has returned. It may have been reopened meanwhile."""
+        for old in ended:
+            drain_and_release(self, old, timeout)
         if self.recorded is not None:
             self.recorded.clear()
 
