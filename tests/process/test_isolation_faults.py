@@ -358,3 +358,21 @@ def test_an_owner_that_blocks_signals_hears_how_workers_end() -> None:
     )
     assert "exit status 3" in told[0]
     assert 1 == told[1]
+
+
+def test_workers_leave_nothing_that_development_mode_warns_of() -> None:
+    """What ends with its process is closed all the same, or each worker that ends writes a warning to the log."""
+    assert [] == run_python(
+        """
+        import json, logging
+        from tests.process.isolated_functions import where
+
+        said = []
+        logging.getLogger("py.warnings").addFilter(lambda record: said.append(record.getMessage()) or True)
+        with where:
+            where()
+        print(json.dumps([one for one in said if "modelguard" in one]))
+        """,
+        60,
+        PYTHONDEVMODE="1",
+    )
