@@ -7,6 +7,7 @@ does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, insta
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 import threading
@@ -48,7 +49,9 @@ _MEANWHILE = (Reason("requested", "requested during a load"),)
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 #: Results of these types cannot be lazy. One look-up in this set saves two failed attribute look-ups on most calls.
+#: Files in memory are iterators, but hold all their content already.
 EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset})
+EAGER |= {io.BytesIO, io.StringIO}
 
 _engines: WeakRegistry[Engine[Any]] = WeakRegistry()
 fork.at_fork(fork.Rank.IMPORTS, before=fork.finish_imports)
