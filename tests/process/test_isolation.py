@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import logging
 import os
 import signal
@@ -102,6 +103,11 @@ class TestCalls:
         with using(functions.where) as where, ThreadPoolExecutor(2) as pool:
             workers = {worker for _, worker in pool.map(where, [0.5, 0.5])}
         assert 2 == len(workers)
+
+    def test_a_file_in_memory_crosses(self) -> None:
+        """An image or a sound that is returned is a result like others, though Python can iterate over it."""
+        with using(functions.echo) as echo:
+            assert b"RIFF" == echo(io.BytesIO(b"RIFF")).getvalue()
 
     def test_an_error_crosses_with_its_traceback(self) -> None:
         """The caller gets the function's own error, and sees where in the worker it was raised."""

@@ -330,3 +330,49 @@ PROCESSES = """
 status = app.predict.status()
 result = [status.broker, status.mold, sorted(one.pid for one in status.workers)]
 """
+
+
+def test_an_owner_that_blocks_signals_hears_how_workers_end() -> None:
+    """Threads that wait for signals block them in all others. Molds have no part in that, else they miss SIGCHLD."""
+    told = run_python(
+        """
+        import json, os, signal, time
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        from modelguard.errors import WorkerCrashed
+        from tests.process.isolated_functions import ends
+
+        with ends:
+            try:
+                ends("exit")
+            except WorkerCrashed as error:
+                said = str(error)
+            idle = [one.pid for one in ends.status().workers if one.state == "idle"]
+            for pid in idle:
+                os.kill(pid, signal.SIGKILL)
+            until = time.monotonic() + 20
+            while ends.status().crashed < 1 + len(idle) and time.monotonic() < until:
+                time.sleep(0.01)
+            print(json.dumps([said, ends.status().crashed - len(idle)]))
+        """,
+        60,
+    )
+    assert "exit status 3" in told[0]
+    assert 1 == told[1]
+
+
+def test_workers_leave_nothing_that_development_mode_warns_of() -> None:
+    """What ends with its process is closed all the same, or each worker that ends writes a warning to the log."""
+    assert [] == run_python(
+        """
+        import json, logging
+        from tests.process.isolated_functions import where
+
+        said = []
+        logging.getLogger("py.warnings").addFilter(lambda record: said.append(record.getMessage()) or True)
+        with where:
+            where()
+        print(json.dumps([one for one in said if "modelguard" in one]))
+        """,
+        60,
+        PYTHONDEVMODE="1",
+    )

@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -261,8 +261,8 @@ class _Mold:
         _processes.set_oom_score(_processes.OOM_SCORE)
         _processes.step_forward(self._place.priority)
         _processes.enter("worker")
-        channel = Channel(socket.socket(fileno=fd))
-        Serving(self, channel).run()
+        with closing(Channel(socket.socket(fileno=fd))) as channel:  # else Python's development mode complains
+            Serving(self, channel).run()
 
 
 def _start_behind_others(place: _processes.Place, work: Callable[[], None], name: str) -> None:

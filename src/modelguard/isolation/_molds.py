@@ -22,7 +22,7 @@ from modelguard import telemetry
 from modelguard.errors import GuardClosed, NoPreviousModel, NotSupported, Reloading
 from modelguard.facts import _proc
 from modelguard.isolation import _processes, _supervisor, status
-from modelguard.isolation._channel import Channel, failed_load, pair
+from modelguard.isolation._channel import Channel, Unreadable, failed_load, pair
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import MoldOrders, Worker, WorkerPlan, Workers
 from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor, weakly
@@ -202,7 +202,10 @@ class Mold(MoldOrders):
     def _hear(self, control: Channel, gone: Callable[[], object]) -> None:
         try:
             while True:
-                self._heed(control, *control.receive())
+                try:
+                    self._heed(control, *control.receive())
+                except Unreadable as error:  # no descriptor is free for that of a worker, which tells its number itself
+                    logger.warning("%s: a report of its mold is lost: %s", self.instructions.options.name, error)
                 if not control.has_unread:
                     return
         except (EOFError, OSError):
@@ -261,7 +264,7 @@ class Mold(MoldOrders):
         """A worker is ready; from now on its channel belongs to its callers. Or it has died."""
         self._supervisor.forget(worker.channel.fileno())
         try:
-            worker.channel.receive()
+            _, worker.pid, _ = worker.channel.receive()  # the mold tells it too, but later perhaps
         except (EOFError, OSError):  # the mold reports how it ended
             worker.channel.close()
             return

@@ -7,6 +7,7 @@ does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, insta
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 import threading
@@ -48,7 +49,9 @@ _MEANWHILE = (Reason("requested", "requested during a load"),)
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 #: Results of these types cannot be lazy. One look-up in this set saves two failed attribute look-ups on most calls.
+#: Files in memory are iterators, but hold all their content already.
 EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset})
+EAGER |= {io.BytesIO, io.StringIO}
 
 _engines: WeakRegistry[Engine[Any]] = WeakRegistry()
 fork.at_fork(fork.Rank.IMPORTS, before=fork.finish_imports)
@@ -122,7 +125,11 @@ class Engine(GuardContext[M], fork.Forkable):
             self.runtime.start_thread(lambda: self._run(job), f"modelguard-load-{self.name}")
         except RuntimeError as error:  # the system gives no thread, or the interpreter is shutting down
             if job.unloads:
-                return self._start(self.state.finish(job, _MEANWHILE))
+                if waiting.on_any_loop():
+                    self._start(self.state.finish(job, _MEANWHILE))
+                    return False
+                self._run(job)  # a release needs no thread of its own
+                return True
             # Reported to those who wait and not raised: this may be the end of a call that succeeded.
             self._reload(job).fail(LoadFailed, str(error), error)
             self.changed()
@@ -408,7 +415,8 @@ class Engine(GuardContext[M], fork.Forkable):
             job = None
             while self.state.current is not None and job is None:
                 job = self.state.request_if_idle((Reason("requested", "requested"),), urgent=True, unloads=True)
-                self._start(job)
+                if not self._start(job) and job is not None:
+                    raise RuntimeError(f"guard {self.name!r} was not unloaded: the system gives no thread")
                 yield from until_ended(self.state, job or self.state.job, limit)
 
     def rollback(self) -> None:
@@ -511,10 +519,18 @@ class Engine(GuardContext[M], fork.Forkable):
 
     def shut_down(self, timeout: float | None = None) -> None:
         """:meth:`close` without its checks, for an owner that has made them."""
+        self.end(self.refuse(), timeout)
+
+    def refuse(self) -> list[Generation[M]]:
+        """Refuse calls from now on; returns what is to be drained and released. Waits for nothing."""
         TICKER.remove(self)
-        for old in (self.state.close(), self.state.take_previous()):  # once it is closed, nothing is kept any more
-            if old is not None:
-                drain_and_release(self, old, timeout)
+        ended = (self.state.close(), self.state.take_previous())  # once it is closed, nothing is kept any more
+        return [old for old in ended if old is not None]
+
+    def end(self, ended: list[Generation[M]], timeout: float | None) -> None:
+        """Drain and release what :meth:`refuse` has returned. It may have been reopened meanwhile."""
+        for old in ended:
+            drain_and_release(self, old, timeout)
         if self.recorded is not None:
             self.recorded.clear()
 

@@ -28,6 +28,8 @@ else:
 
 def is_lazy(kind: type) -> bool:
     """Whether a result of this type does its work later."""
+    if kind in EAGER:
+        return False
     if hasattr(kind, "__next__") or hasattr(kind, "__anext__"):
         return True
     return kind is types.CoroutineType or hasattr(kind, "add_done_callback")

@@ -304,8 +304,12 @@ class ModelReplicas(ModelHandle[M]):
         limit = Timeout(timeout)
         for engine in self._engines:
             engine.check_closable()
-        self._free.close()  # of all before the first of them drains, else the others would take its calls
-        super().close(limit.left())
+        # All before the first of them drains, else the others would take its calls, and one that was reopened meanwhile
+        # would be closed again.
+        self._free.close()
+        ended = [(engine, engine.refuse()) for engine in self._engines]
+        for engine, old in ended:
+            engine.end(old, limit.left())
 
     def _reopen(self) -> None:
         super()._reopen()

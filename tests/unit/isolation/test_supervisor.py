@@ -6,13 +6,15 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from modelguard.isolation import _supervisor
-from modelguard.isolation._channel import Channel
+from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._mold_workers import Worker
+from modelguard.isolation._molds import Mold
 from modelguard.isolation._supervisor import Supervisor
 from modelguard.runtime import child_processes
 
@@ -143,3 +145,20 @@ def test_a_worker_s_descriptor_is_not_closed_while_it_is_used(monkeypatch: pytes
     ended.join(PATIENCE)
     assert worker.pidfd is None
     worker.channel.close()
+
+
+def test_a_report_that_cannot_be_read_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    """Where no descriptor is free for a worker's, the end of another one is heard all the same, and at once."""
+    heard: list[tuple[object, ...]] = []
+    mold: Any = SimpleNamespace(
+        _heed=lambda _control, *report: heard.append(report),
+        instructions=SimpleNamespace(options=SimpleNamespace(name="f")),
+    )
+    ours, theirs = map(Channel, pair())
+    theirs.send_pickled(b"no pickle", [])
+    theirs.send(("exit", 1, 0))
+    Mold._hear(mold, ours, lambda: None)
+    assert [("exit", 1, 0)] == heard
+    assert "f: a report of its mold is lost" in caplog.text
+    ours.close()
+    theirs.close()

@@ -193,6 +193,23 @@ class TestNoThread:
             self.starve(world)
         assert [1] == [event.generation for event in world.seen(GenerationReleased)]
 
+    def test_an_unload_needs_none(self, world: World) -> None:
+        """It releases in the thread that asks for it."""
+        guard = world.guard()
+        guard.load()
+        self.starve(world)
+        guard.unload()
+        assert ("idle", 1) == (guard.status().state, world.last(GenerationReleased).generation)
+
+    def test_an_unload_on_an_event_loop_says_so(self, world: World) -> None:
+        """A loop must not wait for calls that need it, so the model stays, and the error tells it."""
+        guard = world.guard()
+        guard.load()
+        self.starve(world)
+        with pytest.raises(RuntimeError, match="was not unloaded: the system gives no thread"):
+            asyncio.run(guard.aunload())
+        assert "ready" == guard.status().state
+
 
 def test_events_tell_a_load_from_start_to_end(world: World) -> None:
     """A load emits two events: its start with the reason, and its end with time and size."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
+from tests.unit.lifecycle.world import until
 
 from modelguard import TTL, Idle, MemoryGrowth, MemoryLimit, Swap, Uses, batched, guard
 from modelguard.errors import (
@@ -477,3 +479,17 @@ def test_loads_and_releases_may_be_bounded() -> None:
     pair.unload(timeout=TIMEOUT)
     assert ["idle", "idle"] == [one.state for one in pair.status()]
     pair.close()
+
+
+def test_what_is_reopened_while_it_closes_stays_open(pair: ModelReplicas[Any]) -> None:
+    """An exit that was cancelled goes on in its thread, and must not close what the next entry has opened."""
+    pair.load()
+    with ExitStack() as held:
+        for _ in range(2):
+            held.enter_context(pair.lease())
+        closing = threading.Thread(target=contextvars.Context().run, args=(pair.close,))
+        closing.start()
+        until(lambda: pair.status()[0].state == "closed")
+        pair.__enter__()
+    closing.join(TIMEOUT)
+    assert ["ready", "ready"] == [status.state for status in pair.status()]
