@@ -31,7 +31,7 @@ __all__ = [
 
 #: No priority is higher: ageing makes up for priorities in finite time.
 _HIGHEST = 1000
-#: A web request with more calls than this forgets those that have their answers.
+#: A web request with more calls than this, and twice as many as waited then, forgets those that have their answers.
 _MANY_CALLS = 64
 
 
@@ -63,6 +63,7 @@ class WebRequest:
         self._deadline = math.inf if timeout is None else clock.now() + timeout
         self._on_first_call = on_first_call
         self._calls: list[Call] = []
+        self._many = _MANY_CALLS
         self._answered = False
         self.disconnected = False
 
@@ -82,8 +83,9 @@ class WebRequest:
             if self._answered:
                 return
             disconnected = self.disconnected
-            if len(self._calls) >= _MANY_CALLS:
+            if len(self._calls) >= self._many:
                 self._calls = [call for call in self._calls if not call.done]
+                self._many = max(_MANY_CALLS, 2 * len(self._calls))  # else thousands would be looked at with each
             self._calls.append(call)
             on_first_call, self._on_first_call = self._on_first_call, None
         if disconnected:

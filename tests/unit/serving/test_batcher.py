@@ -173,6 +173,25 @@ def test_a_request_that_makes_many_calls_does_not_keep_them(model: Gated) -> Non
     assert len(web_request._calls) <= 65
 
 
+def test_thousands_of_calls_of_one_request_are_not_looked_at_with_each() -> None:
+    """Else the items of one large ``amap`` would block the event loop for seconds."""
+    looks = 0
+
+    class Waiting:
+        @property
+        def done(self) -> bool:
+            nonlocal looks
+            looks += 1
+            return False
+
+        def cancel(self) -> None: ...
+
+    web_request = WebRequest()
+    for _ in range(4000):
+        web_request.add(Waiting())
+    assert looks <= 8000
+
+
 def test_a_caller_that_is_interrupted_leaves_the_queue(model: Gated) -> None:
     """Ctrl-C in a blocking call takes its item out."""
     f = batched(max_size=1)(model)
