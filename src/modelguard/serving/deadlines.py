@@ -146,15 +146,16 @@ class Bound(ContextDecorator):
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._tokens: list[Token[Scope | None]] = []
+        self._tokens: dict[int, Token[Scope | None]] = {}  # by the scope: one block may be entered by many at once
 
     def __enter__(self) -> None:
         outer = current_scope.get() or _UNBOUNDED
-        until = min(outer.deadline, clock.now() + self._timeout)
-        self._tokens.append(current_scope.set(replace(outer, deadline=until)))
+        scope = replace(outer, deadline=min(outer.deadline, clock.now() + self._timeout))
+        self._tokens[id(scope)] = current_scope.set(scope)
 
     def __exit__(self, *exc_info: object) -> None:
-        current_scope.reset(self._tokens.pop())
+        token = self._tokens.pop(id(current_scope.get()), None)
+        current_scope.reset(self._tokens.popitem()[1] if token is None else token)
 
     def _recreate_cm(self) -> Self:
         return type(self)(self._timeout)  # a decorated function may run in several threads at once

@@ -81,6 +81,22 @@ def test_a_deadline_decorates_plain_functions() -> None:
     assert left() is None
 
 
+def test_many_tasks_enter_one_block() -> None:
+    """Such as one at the top of a module; each has its own time."""
+    block = deadline("1h")
+
+    async def step(turns: int) -> float | None:
+        with block:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return left()
+
+    async def main() -> list[float | None]:
+        return await asyncio.gather(*(step(turns) for turns in (3, 1, 2)))
+
+    assert all(3500 < (found or 0) <= 3600 for found in asyncio.run(main()))
+
+
 def test_a_deadline_is_not_asynchronous() -> None:
     """``async with`` and a coroutine function are rejected with what to write: the block itself never waits."""
 
