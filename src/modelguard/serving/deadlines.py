@@ -200,14 +200,34 @@ def _inside(change: Callable[[Scope], Scope]) -> Iterator[None]:
         current_scope.reset(token)
 
 
-def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> AbstractContextManager[None]:
+class OnBehalf:
+    """A block that may be left and entered again, between the parts of a response: what a generator set there stays.
+
+    Made by :func:`on_behalf_of`.
+    """
+
+    def __init__(self, web_request: WebRequest, key: Hashable, priority: int) -> None:
+        self._web_request = web_request
+        self._key = key
+        self._priority = priority
+        self._scope: Scope | None = None
+        self._token: Token[Scope | None] | None = None
+
+    def __enter__(self) -> None:
+        outer = current_scope.get() or _UNBOUNDED
+        key, priority = outer.key if self._key is None else self._key, max(outer.priority, self._priority)
+        scope = self._scope or replace(outer, web_request=self._web_request, key=key, priority=priority)
+        self._token = current_scope.set(scope)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._scope = current_scope.get()
+        if self._token is not None:
+            current_scope.reset(self._token)
+
+
+def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> OnBehalf:
     """Make the batched calls inside the block for a web request, under its key and with its priority."""
-
-    def change(outer: Scope) -> Scope:
-        own = outer.key if key is None else key
-        return replace(outer, web_request=web_request, key=own, priority=max(outer.priority, priority))
-
-    return _inside(change)
+    return OnBehalf(web_request, key, priority)
 
 
 def caller(key: Hashable, *, priority: int = 0) -> AbstractContextManager[None]:
