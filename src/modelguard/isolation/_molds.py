@@ -261,7 +261,7 @@ class Mold(MoldOrders):
         """A worker is ready; from now on its channel belongs to its callers. Or it has died."""
         self._supervisor.forget(worker.channel.fileno())
         try:
-            worker.channel.receive()
+            _, worker.pid, _ = worker.channel.receive()  # the mold tells it too, but later perhaps
         except (EOFError, OSError):  # the mold reports how it ended
             worker.channel.close()
             return

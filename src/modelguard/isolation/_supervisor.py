@@ -412,8 +412,10 @@ if sys.platform != "win32":
 #: Where this package is imported from: the fresh interpreter finds it there before it knows the owner's path.
 _PACKAGES = str(Path(__file__).parents[2])
 
+#: The new process has the signal mask of the thread that starts it, which may keep SIGCHLD from a mold.
 _PROGRAM = (
-    "import sys; sys.path.insert(0, {packages!r}); from modelguard.isolation.{module} import main; main({numbers})"
+    "import signal, sys; signal.pthread_sigmask(signal.SIG_SETMASK, ()); sys.path.insert(0, {packages!r}); "
+    "from modelguard.isolation.{module} import main; main({numbers})"
 )
 
 #: The highest of the descriptors for input, output and errors.

@@ -122,7 +122,11 @@ class Engine(GuardContext[M], fork.Forkable):
             self.runtime.start_thread(lambda: self._run(job), f"modelguard-load-{self.name}")
         except RuntimeError as error:  # the system gives no thread, or the interpreter is shutting down
             if job.unloads:
-                return self._start(self.state.finish(job, _MEANWHILE))
+                if waiting.on_any_loop():
+                    self._start(self.state.finish(job, _MEANWHILE))
+                    return False
+                self._run(job)  # a release needs no thread of its own
+                return True
             # Reported to those who wait and not raised: this may be the end of a call that succeeded.
             self._reload(job).fail(LoadFailed, str(error), error)
             self.changed()
@@ -408,7 +412,8 @@ class Engine(GuardContext[M], fork.Forkable):
             job = None
             while self.state.current is not None and job is None:
                 job = self.state.request_if_idle((Reason("requested", "requested"),), urgent=True, unloads=True)
-                self._start(job)
+                if not self._start(job) and job is not None:
+                    raise RuntimeError(f"guard {self.name!r} was not unloaded: the system gives no thread")
                 yield from until_ended(self.state, job or self.state.job, limit)
 
     def rollback(self) -> None:
