@@ -16,7 +16,7 @@ import pytest
 from tests.unit.frameworks.refusals import ERRORS, IDS, NAME
 from tests.unit.serving.gated import Gated, until
 
-from modelguard import Fair, batched
+from modelguard import Fair, batched, deadline
 from modelguard.errors import DeadlineExceeded, InvalidOption, Overloaded
 from modelguard.frameworks import grpc as frameworks_grpc
 from modelguard.serving.deadlines import left
@@ -126,6 +126,31 @@ def check(failed: Any, status: int, retry: float | None) -> None:
     assert (retry is None) == (pushback is None)
     if retry is not None:
         assert 1000 * retry <= int(pushback) <= 1500 * retry + 2000
+
+
+@pytest.mark.parametrize("server", ["threads", "aio", "aio in threads"])
+def test_a_deadline_of_a_stream_holds_from_part_to_part(server: str) -> None:
+    """The block is the servicer's own; the server does other things in the middle of it."""
+
+    def bounded(request: Any, context: Any) -> Iterator[str]:
+        with deadline("1h"):
+            for _ in range(3):
+                yield str((left() or 0) > 3500)
+
+    async def async_bounded(request: Any, context: Any) -> AsyncIterator[str]:
+        with deadline("1h"):
+            for _ in range(3):
+                yield str((left() or 0) > 3500)
+
+    async def read_all(method: Any) -> list[str]:
+        return [part async for part in method("x")]
+
+    if server == "threads":
+        with serving(bounded, "unary_stream") as method:
+            found = list(method("x"))
+    else:
+        found = aio(async_bounded if server == "aio" else bounded, read_all, "unary_stream")
+    assert ["True"] * 3 == found
 
 
 @pytest.mark.parametrize(("error", "status", "retry"), ERRORS, ids=IDS)

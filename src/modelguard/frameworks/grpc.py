@@ -26,15 +26,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Unpack
 
 from modelguard import _extras
 from modelguard.errors import ModelGuardError
 from modelguard.frameworks._web import CallOptions, Web
-from modelguard.serving.deadlines import WebRequest, on_behalf_of
+from modelguard.serving.deadlines import OnBehalf, WebRequest, on_behalf_of
 
 __all__ = ["aio_interceptor", "interceptor"]
 
@@ -49,10 +48,6 @@ _CODES = {
 _PUSHBACK = "grpc-retry-pushback-ms"
 #: gRPC gives a call without a deadline one in the far future. More seconds than these are none: a year.
 _NO_DEADLINE = 365 * 86_400.0
-
-
-#: Gives a block for the batched calls of one RPC.
-_Scope = Callable[[], AbstractContextManager[None]]
 
 
 def interceptor(**options: Unpack[CallOptions]) -> Any:
@@ -116,25 +111,30 @@ class _Wrapping:
 
     def _wrapped(self, function: Any, *, streaming: bool) -> Any:
         def serve(request: Any, context: Any) -> Any:
-            with self._serving(context, self._abort) as scope, scope():
+            with self._serving(context, self._abort) as scope, scope:
                 return function(request, context)
 
         def serve_stream(request: Any, context: Any) -> Iterator[Any]:
             with self._serving(context, self._end_stream) as scope:
-                with scope():
+                with scope:
                     parts = iter(function(request, context))
-                while True:
-                    with scope():
-                        try:
-                            part = next(parts)
-                        except StopIteration:
-                            return
-                    yield part
+                try:
+                    while True:
+                        with scope:
+                            try:
+                                part = next(parts)
+                            except StopIteration:
+                                return
+                        yield part
+                finally:
+                    if isinstance(parts, Generator):
+                        with scope:  # its blocks end here
+                            parts.close()
 
         return serve_stream if streaming else serve
 
     @contextmanager
-    def _serving(self, context: Any, end: Callable[[Any, Exception], object]) -> Iterator[_Scope]:
+    def _serving(self, context: Any, end: Callable[[Any, Exception], object]) -> Iterator[OnBehalf]:
         request, scope = self._begin(context)
         if not context.add_callback(request.disconnect):  # it has ended already
             request.disconnect()
@@ -145,12 +145,12 @@ class _Wrapping:
         finally:
             request.answered()
 
-    def _begin(self, context: Any) -> tuple[WebRequest, _Scope]:
+    def _begin(self, context: Any) -> tuple[WebRequest, OnBehalf]:
         bounds = (self._web.limit, context.time_remaining())
         timeout = min((bound for bound in bounds if bound is not None and bound < _NO_DEADLINE), default=None)
         request = WebRequest(timeout)
         caller = self._web.caller(context, lambda name: dict(context.invocation_metadata()).get(name.lower()))
-        return request, partial(on_behalf_of, request, *caller)
+        return request, on_behalf_of(request, *caller)
 
     def _abort(self, context: Any, error: Exception) -> None:
         context.abort(*self._status(context, error))
@@ -191,13 +191,13 @@ class _AioInterceptor(_Wrapping):
     def _wrapped(self, function: Any, *, streaming: bool) -> Any:
         async def serve(request: Any, context: Any) -> Any:
             async with self._aserving(context) as scope:
-                with scope():
+                with scope:
                     return await function(request, context)
 
         async def serve_generator(request: Any, context: Any) -> AsyncIterator[Any]:
             async with aclosing(function(request, context)) as parts, self._aserving(context) as scope:
                 while True:
-                    with scope():
+                    with scope:
                         try:
                             part = await anext(parts)
                         except StopAsyncIteration:
@@ -211,7 +211,7 @@ class _AioInterceptor(_Wrapping):
         return super()._wrapped(function, streaming=streaming)  # gRPC calls it in a thread
 
     @asynccontextmanager
-    async def _aserving(self, context: Any) -> AsyncIterator[_Scope]:
+    async def _aserving(self, context: Any) -> AsyncIterator[OnBehalf]:
         request, scope = self._begin(context)
         try:
             yield scope

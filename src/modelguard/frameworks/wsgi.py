@@ -74,7 +74,7 @@ class _Body:
 
     def __init__(self, request: WebRequest, start_response: Callable[..., Any], caller: tuple[Hashable, int]) -> None:
         self._request = request
-        self._caller = caller
+        self._on_behalf = on_behalf_of(request, *caller)
         self._start_response = start_response
         self._start: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._result: Any = ()
@@ -84,7 +84,7 @@ class _Body:
         self.begun = False
 
     def begin(self, app: App, environ: dict[str, Any]) -> Iterable[bytes]:
-        with on_behalf_of(self._request, *self._caller):
+        with self._on_behalf:
             self._result = app(environ, self._note_start)
             if _is_ready(self._result, environ):
                 self._begin()
@@ -105,7 +105,7 @@ class _Body:
     def __next__(self) -> bytes:
         if self._first:
             return self._first.pop(0)
-        with on_behalf_of(self._request, *self._caller):
+        with self._on_behalf:
             return next(self._chunks)
 
     def close(self) -> None:
@@ -114,7 +114,8 @@ class _Body:
         close = getattr(self._result, "close", None)
         self._result = ()
         if close is not None:
-            close()
+            with self._on_behalf:  # blocks of a generator end here
+                close()
 
     def _note_start(self, *args: Any, **kwargs: Any) -> Any:
         """Stands for ``start_response``: the real one is called with the first bytes."""

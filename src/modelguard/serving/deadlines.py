@@ -31,7 +31,7 @@ __all__ = [
 
 #: No priority is higher: ageing makes up for priorities in finite time.
 _HIGHEST = 1000
-#: A web request with more calls than this forgets those that have their answers.
+#: A web request with more calls than this, and twice as many as waited then, forgets those that have their answers.
 _MANY_CALLS = 64
 
 
@@ -63,6 +63,7 @@ class WebRequest:
         self._deadline = math.inf if timeout is None else clock.now() + timeout
         self._on_first_call = on_first_call
         self._calls: list[Call] = []
+        self._many = _MANY_CALLS
         self._answered = False
         self.disconnected = False
 
@@ -82,8 +83,9 @@ class WebRequest:
             if self._answered:
                 return
             disconnected = self.disconnected
-            if len(self._calls) >= _MANY_CALLS:
+            if len(self._calls) >= self._many:
                 self._calls = [call for call in self._calls if not call.done]
+                self._many = max(_MANY_CALLS, 2 * len(self._calls))  # else thousands would be looked at with each
             self._calls.append(call)
             on_first_call, self._on_first_call = self._on_first_call, None
         if disconnected:
@@ -139,20 +141,27 @@ _UNBOUNDED = Scope()
 current_scope: ContextVar[Scope | None] = ContextVar("modelguard scope", default=None)
 
 
+def _leave(token: Token[Scope | None]) -> None:
+    # It may end in another context than it began in, as generators do that a framework runs in threads step by step.
+    with contextlib.suppress(ValueError):
+        current_scope.reset(token)
+
+
 class Bound(ContextDecorator):
     """A block whose batched calls have a deadline. Made by :func:`deadline`; also decorates plain functions."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._tokens: list[Token[Scope | None]] = []
+        self._tokens: dict[int, Token[Scope | None]] = {}  # by the scope: one block may be entered by many at once
 
     def __enter__(self) -> None:
         outer = current_scope.get() or _UNBOUNDED
-        until = min(outer.deadline, clock.now() + self._timeout)
-        self._tokens.append(current_scope.set(replace(outer, deadline=until)))
+        scope = replace(outer, deadline=min(outer.deadline, clock.now() + self._timeout))
+        self._tokens[id(scope)] = current_scope.set(scope)
 
     def __exit__(self, *exc_info: object) -> None:
-        current_scope.reset(self._tokens.pop())
+        token = self._tokens.pop(id(current_scope.get()), None)
+        _leave(self._tokens.popitem()[1] if token is None else token)
 
     def _recreate_cm(self) -> Self:
         return type(self)(self._timeout)  # a decorated function may run in several threads at once
@@ -160,8 +169,10 @@ class Bound(ContextDecorator):
     if not TYPE_CHECKING:  # checkers reject these; without a checker they need a message that says what to write
 
         def __call__(self, function: Any) -> Any:
-            if inspect.iscoroutinefunction(function):
-                why = "is a coroutine function, which runs after the deadline's block has ended"
+            later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+            if any(runs_later(function) for runs_later in later):
+                kind = "coroutine" if later[0](function) else "generator"
+                why = f"is a {kind} function, which runs after the deadline's block has ended"
                 fix = "Write inside it: with deadline(...):"
                 raise InvalidOption("function", function, why=why, fix=fix)
             return super().__call__(function)
@@ -176,7 +187,9 @@ def deadline(timeout: _units.Duration) -> Bound:
     """Bound the batched calls inside the block: they must have their answers within ``timeout`` from now.
 
     Blocks can be nested; an inner one can only shorten the time. The bound follows the context into tasks and into
-    threads that are started with it (``asyncio.to_thread``, Starlette's thread pool), not into other threads.
+    threads that are started with it (``asyncio.to_thread``, Starlette's thread pool), not into other threads. Of a
+    plain generator, Starlette and FastAPI run each step in a context of its own: there the bound ends with the first
+    ``yield``. So write ``async def`` for a dependency or a response that has such a block.
 
     Args:
         timeout: Time from the start of the block; zero admits nothing.
@@ -194,17 +207,37 @@ def _inside(change: Callable[[Scope], Scope]) -> Iterator[None]:
     try:
         yield
     finally:
-        current_scope.reset(token)
+        _leave(token)
 
 
-def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> AbstractContextManager[None]:
+class OnBehalf:
+    """A block that may be left and entered again, between the parts of a response: what a generator set there stays.
+
+    Made by :func:`on_behalf_of`.
+    """
+
+    def __init__(self, web_request: WebRequest, key: Hashable, priority: int) -> None:
+        self._web_request = web_request
+        self._key = key
+        self._priority = priority
+        self._scope: Scope | None = None
+        self._token: Token[Scope | None] | None = None
+
+    def __enter__(self) -> None:
+        outer = current_scope.get() or _UNBOUNDED
+        key, priority = outer.key if self._key is None else self._key, max(outer.priority, self._priority)
+        scope = self._scope or replace(outer, web_request=self._web_request, key=key, priority=priority)
+        self._token = current_scope.set(scope)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._scope = current_scope.get()
+        if self._token is not None:
+            _leave(self._token)
+
+
+def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> OnBehalf:
     """Make the batched calls inside the block for a web request, under its key and with its priority."""
-
-    def change(outer: Scope) -> Scope:
-        own = outer.key if key is None else key
-        return replace(outer, web_request=web_request, key=own, priority=max(outer.priority, priority))
-
-    return _inside(change)
+    return OnBehalf(web_request, key, priority)
 
 
 def caller(key: Hashable, *, priority: int = 0) -> AbstractContextManager[None]:

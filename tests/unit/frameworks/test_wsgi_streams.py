@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import flask
 import pytest
 from tests.unit.serving.gated import until
 
-from modelguard import batched
+from modelguard import batched, deadline
 from modelguard.errors import DeadlineExceeded
 from modelguard.frameworks import wsgi
+from modelguard.serving.deadlines import current_scope, left
 
 if TYPE_CHECKING:
     from flask.testing import FlaskClient
@@ -57,6 +58,27 @@ def test_the_deadline_holds_until_the_end_of_the_response(client: FlaskClient) -
         for _ in response.response:
             pass
     response.close()
+
+
+def test_a_block_holds_from_part_to_part_of_a_response() -> None:
+    """The block is in a generator of the application; what surrounds that is set anew for each part."""
+
+    def parts() -> Iterator[bytes]:
+        with deadline("1h"):
+            for _ in range(3):
+                yield b"+" if (left() or 0) > 3500 else b"-"
+
+    def app(environ: object, start_response: Any) -> Iterator[bytes]:
+        start_response("200 OK", [])
+        return parts()
+
+    middleware = wsgi.ModelGuardMiddleware(app, fair_by="X-Tenant")
+    environ = {"REQUEST_METHOD": "GET", "HTTP_X_TENANT": "a"}
+    assert b"+++" == b"".join(middleware(environ, lambda *_: None))
+    left_early: Any = middleware(environ, lambda *_: None)
+    next(left_early)
+    left_early.close()
+    assert current_scope.get() is None, "the next request of this thread would be this one's caller's"
 
 
 def test_a_refusal_comes_before_the_response_begins(client: FlaskClient) -> None:

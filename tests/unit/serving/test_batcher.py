@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import signal
 import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -15,7 +17,7 @@ from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 from modelguard import batched, deadline, telemetry
 from modelguard.errors import CallerGone, DeadlineExceeded, InvalidOption, Overloaded, QueueFull
 from modelguard.serving import _batcher
-from modelguard.serving.deadlines import WebRequest, left, on_behalf_of
+from modelguard.serving.deadlines import WebRequest, caller, current_scope, left, on_behalf_of
 from modelguard.testing import Clock
 
 # Bounds and deadlines
@@ -81,17 +83,54 @@ def test_a_deadline_decorates_plain_functions() -> None:
     assert left() is None
 
 
+def test_many_tasks_enter_one_block() -> None:
+    """Such as one at the top of a module; each has its own time."""
+    block = deadline("1h")
+
+    async def step(turns: int) -> float | None:
+        with block:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return left()
+
+    async def main() -> list[float | None]:
+        return await asyncio.gather(*(step(turns) for turns in (3, 1, 2)))
+
+    assert all(3500 < (found or 0) <= 3600 for found in asyncio.run(main()))
+
+
+@pytest.mark.parametrize("block", [lambda: deadline("1h"), lambda: caller("a")])
+def test_a_block_may_end_in_another_context(block: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """FastAPI runs each step of a plain generator, a dependency or a response, in a copy of its own."""
+
+    def parts() -> Iterator[None]:
+        with block():
+            yield
+
+    stepped = parts()
+    contextvars.copy_context().run(next, stepped)
+    assert current_scope.get() is None
+    assert contextvars.copy_context().run(next, stepped, "the end") == "the end"
+
+
 def test_a_deadline_is_not_asynchronous() -> None:
-    """``async with`` and a coroutine function are rejected with what to write: the block itself never waits."""
+    """``async with`` and functions that run later are rejected with what to write: the block itself never waits."""
 
     async def step() -> None: ...
+
+    def parts() -> Iterator[None]:
+        yield
+
+    async def async_parts() -> AsyncIterator[None]:
+        yield
 
     async def block() -> None:
         async with deadline("1s"):  # type: ignore[attr-defined]
             pass
 
-    with pytest.raises(InvalidOption, match=r"Write inside it: with deadline\(...\):"):
-        deadline("1s")(step)
+    for function in (step, parts, async_parts):
+        with pytest.raises(InvalidOption, match=r"Write inside it: with deadline\(...\):"):
+            deadline("1s")(function)
     with pytest.raises(TypeError, match=r"Write `with deadline\(...\):`, without async"):
         asyncio.run(block())
 
@@ -171,6 +210,25 @@ def test_a_request_that_makes_many_calls_does_not_keep_them(model: Gated) -> Non
         for n in range(1000):
             f(n)
     assert len(web_request._calls) <= 65
+
+
+def test_thousands_of_calls_of_one_request_are_not_looked_at_with_each() -> None:
+    """Else the items of one large ``amap`` would block the event loop for seconds."""
+    looks = 0
+
+    class Waiting:
+        @property
+        def done(self) -> bool:
+            nonlocal looks
+            looks += 1
+            return False
+
+        def cancel(self) -> None: ...
+
+    web_request = WebRequest()
+    for _ in range(4000):
+        web_request.add(Waiting())
+    assert looks <= 8000
 
 
 def test_a_caller_that_is_interrupted_leaves_the_queue(model: Gated) -> None:
