@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
+from tests.unit.serving.gated import TIMEOUT, Gated, next_turn, queued, until
 
 from modelguard import batched, deadline, telemetry
 from modelguard.errors import CallerGone, DeadlineExceeded, InvalidOption, Overloaded, QueueFull
@@ -90,7 +90,7 @@ def test_many_tasks_enter_one_block() -> None:
     async def step(turns: int) -> float | None:
         with block:
             for _ in range(turns):
-                await asyncio.sleep(0)
+                await next_turn()
             return left()
 
     async def main() -> list[float | None]:
