@@ -99,7 +99,7 @@ def test_many_tasks_enter_one_block() -> None:
     assert all(3500 < (found or 0) <= 3600 for found in asyncio.run(main()))
 
 
-@pytest.mark.parametrize("block", [lambda: deadline("1h"), lambda: caller("a")])
+@pytest.mark.parametrize("block", [lambda: deadline("1h"), lambda: caller("a")], ids=["deadline", "caller"])
 def test_a_block_may_end_in_another_context(block: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     """FastAPI runs each step of a plain generator, a dependency or a response, in a copy of its own."""
 
