@@ -507,13 +507,13 @@ class CircuitOpen(Overloaded):
     """The model has failed several times in a row, so it gets no requests for a while.
 
     Attributes:
-        function: The batched function's name.
-        failures: How many batches have failed in a row.
+        function: The function's name.
+        failures: How many runs have failed in a row: batches, or calls of an isolated function.
     """
 
     def __init__(self, function: str, *, failures: int, retry_after: float) -> None:
         super().__init__(
-            f"{function}(): {failures} batches have failed in a row; next try in {retry_after:.1f} s",
+            f"{function}(): {failures} runs have failed in a row; next try in {retry_after:.1f} s",
             retry_after=retry_after,
         )
         self.function = function
@@ -524,12 +524,12 @@ class DeadlineExceeded(ModelGuardError, TimeoutError):
     """The request was accepted, but its deadline passed in the queue or during the batch; a web service answers 504.
 
     Attributes:
-        function: The batched function's name.
+        function: The function's name.
         waited: Seconds since the request arrived.
     """
 
-    def __init__(self, function: str, *, waited: float) -> None:
-        super().__init__(f"{function}(): no answer within the deadline; {waited:.3f} s have passed")
+    def __init__(self, function: str, *, waited: float, why: str = "no answer within the deadline") -> None:
+        super().__init__(f"{function}(): {why}; {waited:.3f} s have passed")
         self.function = function
         self.waited = waited
 

@@ -198,18 +198,21 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
     seen = _allocator_problems.observe(pid, root=root)
     environ = _proc.if_readable(_proc.environment, pid, root) or {}
     processes = tuple(_tree(pid, root, answers))
-    unknown = () if environ else (f"process {pid} has overwritten the environment that it was started with",)
+    python = _with_patch(_interpreter(_proc.maps(pid, root)), pid, root)
+    unknown = [] if environ else [f"process {pid} has overwritten the environment that it was started with"]
+    if python is None:
+        unknown.append(f"process {pid} runs no Python, or one that was not recognised: most checks have nothing to look at")
     where = f"the environment that process {pid} was started with"
     return Facts(
         subject,
         machine(root, pid),
         (*known_variables(environ, where), *dict.fromkeys(_set_later(processes))),
-        _with_patch(_interpreter(_proc.maps(pid, root)), pid, root),
+        python,
         seen.problems,
         _server(_words(pid, root), processes, answers),
         processes,
         tuple(_stale_metrics(environ, root)),
-        unknown=unknown,
+        unknown=tuple(unknown),
         misspelt=tuple(misspelt_variables(environ, where)),
     )
 

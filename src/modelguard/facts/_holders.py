@@ -448,7 +448,8 @@ def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf, by: 
         end: When to give up, in this thread's CPU time.
         by: The last place on the way; None for any.
     """
-    modules = {id(_attributes(module)): label for label, module in list(sys.modules.items())}
+    # Of a module's names the first counts: where multiprocessing is imported, __main__ has another one.
+    modules = {id(_attributes(module)): label for label, module in reversed(list(sys.modules.items()))}
     start = _Node(target, "")
     first = start if by is None else _before(by, [start], modules)
     return first if isinstance(first, str) else _search(first, modules, {id(target), id(first.one), *hidden}, end)

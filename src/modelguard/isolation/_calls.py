@@ -317,7 +317,8 @@ class Source:
             self._waiting.pop(claim, None)
 
     def _too_late(self, claim: Claim) -> DeadlineExceeded:
-        return DeadlineExceeded(self.name, waited=time.monotonic() - claim.limits.arrived)
+        why = "no worker was free within the deadline"
+        return DeadlineExceeded(self.name, waited=time.monotonic() - claim.limits.arrived, why=why)
 
     def _reloading(self, since: float) -> Reloading:
         return Reloading(self.name, waited=time.monotonic() - since)

@@ -364,7 +364,7 @@ class Engine(GuardContext[M], fork.Forkable):
     # Loads
 
     def load(self, timeout: _units.Duration | None = None) -> None:
-        waiting.raise_on_event_loop(self.name, "load", "await guard.aload()")
+        waiting.raise_on_event_loop(self.name, "load", "await guard.aload(), or async with")
         self.ensure_loaded(timeout)
 
     def ensure_loaded(self, timeout: _units.Duration | None = None) -> None:

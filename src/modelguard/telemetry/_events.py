@@ -686,10 +686,10 @@ class RequestsRefused(Event, level=logging.WARNING):
 
 
 class CircuitOpened(Event, level=logging.WARNING):
-    """Several consecutive batches have failed, or a probe has failed: requests are refused for a while.
+    """Several consecutive runs have failed, or a probe has failed: requests are refused for a while.
 
     Attributes:
-        failures: How many consecutive batches have failed.
+        failures: How many consecutive runs have failed: batches, or calls of an isolated function.
         retry_after: Seconds until the next probe.
         error: The error of the last one.
     """
@@ -700,7 +700,7 @@ class CircuitOpened(Event, level=logging.WARNING):
 
     def _sentence(self) -> str:
         retry = f"next try in {self.retry_after:.1f} s"
-        return f"circuit open after {self.failures} failed batches, {retry}: {self.error}"
+        return f"circuit open after {self.failures} failed runs, {retry}: {self.error}"
 
 
 class CircuitClosed(Event):

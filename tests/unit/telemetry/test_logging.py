@@ -352,7 +352,7 @@ LINES: list[tuple[Event, str, str]] = [
     (
         CircuitOpened(guard="nlp", failures=5, retry_after=1.5, error="ValueError: no"),
         "WARNING",
-        "circuit open after 5 failed batches, next try in 1.5 s: ValueError: no",
+        "circuit open after 5 failed runs, next try in 1.5 s: ValueError: no",
     ),
     (CircuitClosed(guard="nlp"), "INFO", "circuit closed"),
     (
