@@ -188,6 +188,24 @@ class TestOneProcess:
                 client.close()
             wait_until(lambda: ctl(service.pid, "pause")[0] == 0, "the slots are free")
 
+    def test_a_process_without_descriptors_left(self) -> None:
+        """A client waits until there is one again. Meanwhile the process does not look for it without a pause."""
+        with program() as service:
+            service.do(
+                "import resource, time; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
+                "kept = [os.dup(0) for _ in range(65 - len(os.listdir('/proc/self/fd')))]; print(flush=True)"
+            )
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(_client.address(service.pid))
+                client.sendall(b'{"command": "status"}\n')
+                busy = service.do(
+                    "began = time.process_time(); time.sleep(1); print(time.process_time() - began, flush=True)"
+                )
+                assert float(busy) < 0.3
+                service.do("os.closerange(kept[0], kept[-1] + 1); print(flush=True)")
+                client.settimeout(30)
+                assert b'"nlp"' in client.recv(65_536)
+
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
     def test_other_users_are_refused(self) -> None:
         """The kernel says who they are; nothing is read from them."""
