@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
-from modelguard import batched
+from modelguard import batched, telemetry
 from modelguard.errors import WouldDeadlock
 from modelguard.runtime.clock import Watch
 
@@ -87,6 +87,31 @@ def test_a_callback_may_call_again(model: Gated) -> None:
     f.submit(1).add_done_callback(lambda _: chained.append(f.submit(2)))
     until(lambda: bool(chained))
     assert 2 == chained[0].result(TIMEOUT)
+
+
+@pytest.mark.parametrize("way", ["a call", "map", "close"])
+@pytest.mark.parametrize("by", ["a callback", "a hook"])
+def test_what_a_batch_thread_runs_beside_batches_must_not_wait_for_it(model: Gated, by: str, way: str) -> None:
+    """It would wait for ever: the thread that computes batches waits for itself."""
+    model.gate.set()
+    f = batched(max_size=1, deadline="10s")(model)
+    found: list[Any] = []
+
+    def wait(_: object) -> None:
+        if not found:
+            with pytest.raises(WouldDeadlock, match="runs this callback or hook") as refused:
+                {"a call": lambda: f(2), "map": lambda: list(f.map([2])), "close": f.close}[way]()
+            found.append(refused.value)
+
+    remove = telemetry.add_hook(wait) if by == "a hook" else lambda: None
+    try:
+        future = f.submit(1)
+        if by == "a callback":
+            future.add_done_callback(wait)
+        until(lambda: bool(found))
+    finally:
+        remove()
+    assert 3 == f(3)
 
 
 def test_a_second_free_thread_is_woken_for_what_is_left(model: Gated) -> None:
