@@ -69,7 +69,9 @@ def receive(connected: socket.socket, longest: int, seconds: float) -> Any:
         connected.settimeout(left)
         chunk = connected.recv(min(_CHUNK, longest + 1 - len(line)))
         line += chunk
-        if not chunk or len(line) > longest:
+        if len(line) > longest:
+            raise Malformed(f"it sent more than {longest} bytes")
+        if not chunk:
             raise Malformed
     try:
         return json.loads(line)

@@ -80,12 +80,20 @@ _OF_GUARD = ("uses", "model_bytes", "load_seconds")
 _OF_ISOLATED = ("mold", "queued", "recycled", "crashed", "timed_out", "broker")
 
 
+#: The longest text in an answer, in characters: the error of a load may contain the input, or a whole page of HTML.
+_LONGEST_TEXT = 1000
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
+
+
 def figures(target: Target) -> dict[str, Any]:
     status: Any = target.status()
     if isinstance(target, ModelPool):
         # Keys are what the application says, and no JSON.
-        models = {repr(key): size for key, size in status.models.items()}
-        kept = {"models": models, "idle": [repr(key) for key in status.idle]}
+        models = {_short(repr(key)): size for key, size in status.models.items()}
+        kept = {"models": models, "idle": [_short(repr(key)) for key in status.idle]}
         return _told(status, _OF_POOL) | {"state": state_of(target), "ready": not target.closed} | kept
     found = _told(status, _OF_BOTH) | {"ready": target.ready, "postponed": None}
     if (waits := status.postponed) is not None:
@@ -99,7 +107,8 @@ def figures(target: Target) -> dict[str, Any]:
 
 
 def _told(status: object, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(status, name) for name in names}
+    values = {name: getattr(status, name) for name in names}
+    return {name: _short(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 # What can be asked of the guards, pools and isolated functions of a process, whichever way the command comes.
@@ -176,7 +185,7 @@ def _do(command: Command, target: Target, limit: Timeout, *, wait: bool) -> str 
         else:  # a pool reloads each model at its next use, so there is nothing to wait for
             getattr(target, command)()
     except ModelGuardError as refusal:
-        return str(refusal)
+        return _short(str(refusal))
     return None
 
 
@@ -365,6 +374,9 @@ def _answer(request: Any) -> dict[str, Any]:
         results = run(command, name, wait=wait, timeout=timeout, brokers=brokers)
     except InvalidOption as error:
         return {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 - the repr of a policy or of a pool's key may raise
+        logger.exception("modelguard: %s, asked by a client, failed", command)
+        return {"error": f"{command} failed with {type(error).__name__}; its log says where"}
     return {"guards": [result.as_dict() for result in results]}
 
 

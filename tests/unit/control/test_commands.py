@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import ModelGuard, ModelPool, control, guard, pool
+from modelguard import TTL, ModelGuard, ModelPool, control, guard, pool
 from modelguard.control import _listener
 from modelguard.errors import InvalidOption, LoadFailed, NotSupported
 from modelguard.isolation import _processes, status
@@ -53,6 +53,32 @@ class TestCommands:
         """It loads nothing, and says so."""
         assert "never loaded" in str(ask("reload", "asr")["asr"])
         assert "new" == pair[1].status().state
+
+    def test_an_answer_has_no_long_texts(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The error of a load may be a whole page, and an answer has a longest length."""
+
+        def refuse(*_: object, **__: object) -> None:
+            raise LoadFailed("nlp", "x" * 10_000, retry_after=1.0)
+
+        monkeypatch.setattr(type(pair[0]), "reload", refuse)
+        assert 1000 == len(str(ask("reload", "nlp")["nlp"]))
+        keyed = pool(lambda _: {}, max_memory="1 GB", name="keyed")
+        with keyed.lease("k" * 10_000):
+            (key,) = _listener.figures(keyed)["models"]
+        assert 1000 == len(key)
+
+    def test_what_raises_when_it_is_shown_is_an_error(self, pair: Pair) -> None:
+        """A policy's own code may; the client learns that, and the next command is heard."""
+
+        class Mine(TTL):
+            def __repr__(self) -> str:
+                raise RuntimeError("mine")
+
+        kept = guard(dict, reload_on=Mine("1h"), name="kept")
+        assert {"error": "status failed with RuntimeError; its log says where"} == _listener._answer(
+            {"command": "status"}
+        )
+        kept.close()
 
     def test_unload_pause_and_resume(self, pair: Pair) -> None:
         """Each does what the method of the guard does."""
