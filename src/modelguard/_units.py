@@ -7,7 +7,7 @@ import re
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from modelguard.errors import InvalidOption
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
@@ -282,6 +282,21 @@ def name(value: object) -> str:
         why = "must be text that is not empty"
         raise InvalidOption("name", value, why=why, fix="Give a short name, or leave it out.")
     return printable(value)
+
+
+class KeyedName(str):
+    """The name of one model of a pool, such as ``voices['ja']``. It knows that of the pool, for what counts by name."""
+
+    __slots__ = ("pool",)
+    pool: str
+
+    def __new__(cls, pool: str, key: object, text: str | None = None) -> Self:
+        made = super().__new__(cls, printable(f"{pool}[{key!r}]") if text is None else text)
+        made.pool = printable(pool)
+        return made
+
+    def __getnewargs__(self) -> tuple[str, None, str]:  # type: ignore[override] # events come from other processes
+        return self.pool, None, str(self)
 
 
 def process_id(value: int, argument: str) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from modelguard import _units
 from modelguard.errors import GuardClosed, ModelGuardError, Overloaded
 from modelguard.isolation._calls import Claim, Limits, Source, Taken
 from modelguard.isolation._channel import Channel
@@ -323,7 +324,7 @@ class PoolScope(MoldScope):
         self.reopen = self._pool.reopen
 
     def _engine_of(self, key: Any, _world: Runtime) -> Engine[Mold]:
-        options = replace(self._options, name=f"{self.name}[{key!r}]")
+        options = replace(self._options, name=_units.KeyedName(self.name, key))
         molds = MoldGuard(options, self._source.options_for(key), key=key, retries=False)
         self._guards.add(molds)
         molds.follow_pause(paused=self._pool.paused)  # last, so that no pause is missed

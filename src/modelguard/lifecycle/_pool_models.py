@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Generic, TypeVar
 
+from modelguard import _units
 from modelguard.errors import GuardClosed, LoadFailed, Overloaded
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._readings import Probe
@@ -147,7 +148,7 @@ class Known(Generic[M]):
         self.probe: Probe | None = None
         if policy is not None:
             own = Changed(partial(policy.probe, key), policy.every, jitter=policy.jitter, timeout=policy.timeout)
-            self.probe = Probe(f"{name}[{key!r}]", own)
+            self.probe = Probe(_units.KeyedName(name, key), own)
         self.size: int | None = None
         self.failed: Engine[M] | None = None
         self.idle = False

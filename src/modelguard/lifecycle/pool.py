@@ -235,7 +235,7 @@ def pool(
     )
 
     def options_for(key: Any) -> GuardOptions[Any]:
-        return replace(common, load=partial(load, key), name=f"{title}[{key!r}]")
+        return replace(common, load=partial(load, key), name=_units.KeyedName(title, key))
 
     def make(key: Any, runtime: Runtime) -> Engine[Any]:
         # Without ticks: a key whose load failed is tried again when somebody asks for it.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
+from modelguard import _units
 from modelguard.runtime import fork
 from modelguard.telemetry import _events as events
 from modelguard.telemetry.reasons import ReasonKind
@@ -292,6 +293,10 @@ WRITE_LOCK = threading.RLock()
 fork.at_fork(fork.Rank.METRICS, before=WRITE_LOCK.acquire, in_parent=WRITE_LOCK.release, in_child=WRITE_LOCK.release)
 
 
+#: Gauges that say something of one model. The models of a pool are counted together, and have none of these.
+_OF_ONE_MODEL = frozenset({"load.failing", "generation", "model.size", "idle"})
+
+
 class Recorder:
     """Passes the measures of events to a recording function, one event at a time.
 
@@ -338,12 +343,16 @@ class Recorder:
         told = tuple(measures(event))
         if not told:
             return
-        subject = told[0].metric.subject
-        if (subject, event.guard) not in self._seen:
-            self._seen.add((subject, event.guard))
+        subject, name = told[0].metric.subject, event.guard
+        if isinstance(name, _units.KeyedName):  # with keys in a label, a metric would grow forever
+            name, told = name.pool, tuple(one for one in told if one.metric.name not in _OF_ONE_MODEL)
+        if (subject, name) not in self._seen:
+            self._seen.add((subject, name))
             told = (*_zeros(subject), *told)
         for metric, value, amount in told:
-            self._record(metric, (event.guard,) if value is None else (event.guard, value), amount)
+            self._record(metric, (name,) if value is None else (name, value), amount)
+        if name is not event.guard:
+            return
         if isinstance(event, events.LoadFinished | events.RolledBack):
             self._show_version(event.guard, event.generation, event.version)
         elif isinstance(event, events.GenerationReleased) and event.generation == self._shown_generation(event.guard):

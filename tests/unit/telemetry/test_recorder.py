@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from modelguard import telemetry
+from modelguard import Loaded, _units, pool, telemetry
 from modelguard.telemetry import Event, _metrics
 from modelguard.telemetry._metrics import Metric, Recorder, measures
 
@@ -25,6 +27,32 @@ def test_a_first_increase_can_be_seen() -> None:
     told = len(seen)
     recorder(REFUSED)
     assert len([*measures(REFUSED)]) == len(seen) - told, "zeros are reported once"
+
+
+def test_the_models_of_a_pool_are_counted_together() -> None:
+    """A pool may have a key for each tenant: with keys in a label, the metrics would grow for ever."""
+    seen: list[tuple[str, tuple[str, ...]]] = []
+    remove = telemetry.add_hook(Recorder(lambda metric, labels, _: seen.append((metric.name, labels))))
+    voices = pool(lambda key: Loaded({"model": key}, version="1"), max_memory="1 GB", max_models=2, name="voices")
+    try:
+        for key in range(10):
+            with voices.lease(f"tenant {key}"):
+                pass
+    finally:
+        voices.close()
+        remove()
+    assert {"voices"} == {labels[0] for _, labels in seen}
+    assert 10 == seen.count(("loads", ("voices", "first"))) - 1, "one is the zero"
+    assert 10 == seen.count(("release.duration", ("voices",)))
+    assert not {"generation", "model.size", "model.info", "load.failing"} & {name for name, _ in seen}
+
+
+def test_the_name_of_a_pools_model_is_text() -> None:
+    """In logs, and in events that come from other processes."""
+    name = _units.KeyedName("voices", "a\nb")
+    assert r"voices['a\nb']" == name
+    for again in (pickle.loads(pickle.dumps(name)), copy.deepcopy(name), _units.name(name)):
+        assert (name, "voices") == (again, again.pool)  # type: ignore[attr-defined]
 
 
 def test_an_event_in_the_middle_of_another_waits() -> None:
