@@ -163,8 +163,10 @@ class Bound(ContextDecorator):
     if not TYPE_CHECKING:  # checkers reject these; without a checker they need a message that says what to write
 
         def __call__(self, function: Any) -> Any:
-            if inspect.iscoroutinefunction(function):
-                why = "is a coroutine function, which runs after the deadline's block has ended"
+            later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+            if any(runs_later(function) for runs_later in later):
+                kind = "coroutine" if later[0](function) else "generator"
+                why = f"is a {kind} function, which runs after the deadline's block has ended"
                 fix = "Write inside it: with deadline(...):"
                 raise InvalidOption("function", function, why=why, fix=fix)
             return super().__call__(function)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import threading
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -98,16 +99,23 @@ def test_many_tasks_enter_one_block() -> None:
 
 
 def test_a_deadline_is_not_asynchronous() -> None:
-    """``async with`` and a coroutine function are rejected with what to write: the block itself never waits."""
+    """``async with`` and functions that run later are rejected with what to write: the block itself never waits."""
 
     async def step() -> None: ...
+
+    def parts() -> Iterator[None]:
+        yield
+
+    async def async_parts() -> AsyncIterator[None]:
+        yield
 
     async def block() -> None:
         async with deadline("1s"):  # type: ignore[attr-defined]
             pass
 
-    with pytest.raises(InvalidOption, match=r"Write inside it: with deadline\(...\):"):
-        deadline("1s")(step)
+    for function in (step, parts, async_parts):
+        with pytest.raises(InvalidOption, match=r"Write inside it: with deadline\(...\):"):
+            deadline("1s")(function)
     with pytest.raises(TypeError, match=r"Write `with deadline\(...\):`, without async"):
         asyncio.run(block())
 
