@@ -105,7 +105,7 @@ class _WatchedClient(Client):
         self._ahead = 0  # its size in bytes
         self._buffered = asyncio.Event()
         self._end: Message | None = None  # the disconnect
-        self._app_receives = False
+        self._app_receives = 0  # how many of its tasks: frameworks poll beside one that waits
         self._watch_wanted = False
         self._answered = False
         self._watcher: asyncio.Task[None] | None = None
@@ -118,11 +118,11 @@ class _WatchedClient(Client):
                 self._buffered.clear()
                 await self._buffered.wait()
                 continue
-            self._app_receives = True
+            self._app_receives += 1
             try:
                 message = await self._receive()
             finally:
-                self._app_receives = False
+                self._app_receives -= 1
                 self._watch_again()
             self._note(message)
             return message

@@ -41,6 +41,37 @@ def test_a_request_without_batched_calls_costs_no_task() -> None:
     assert ([1, 1], []) == (tasks, client.received)
 
 
+def test_a_poll_beside_a_task_that_waits_for_the_disconnect_starts_no_watcher(model: Gated) -> None:
+    """As Starlette's ``is_disconnected()`` in a streaming response: the watcher would take the task's disconnect."""
+    f = batched(max_size=1)(model)
+    model.gate.set()
+    client, inside = Client(), 0
+
+    async def receive() -> Any:
+        nonlocal inside
+        inside += 1
+        try:
+            return await client.receive()
+        finally:
+            inside -= 1
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        waits = asyncio.create_task(receive())
+        await a_turn()
+        await f.aio(1)
+        poll = asyncio.create_task(receive())
+        await asyncio.sleep(0)
+        poll.cancel()
+        await asyncio.wait([poll])
+        await a_turn()
+        assert 1 == inside
+        client.disconnect()
+        assert "http.disconnect" == (await asyncio.wait_for(waits, 10))["type"]
+
+    asyncio.run(ModelGuardMiddleware(app)(scope(), receive, client.send))
+
+
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """Drop what other tests have left."""
     gc.collect()
