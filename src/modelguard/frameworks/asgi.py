@@ -19,6 +19,7 @@ import importlib
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Never, Unpack
@@ -203,11 +204,15 @@ class Response:
         await _respond(send, "http.response", self._answer, self._answer.body_for(scope.get("method")))
 
 
+#: Seconds that an error page is held back while the application goes on: with background tasks, and raises nothing.
+_PATIENCE = 0.25
+
+
 class HeldResponse:
     """The response of an application. An error page is held back until it is known what it stands for.
 
-    A mounted Starlette or FastAPI application answers 500 to every error before it raises it again. If that is an error
-    of modelguard, its own answer is sent instead.
+    A mounted Starlette or FastAPI application answers 500 to every error before it raises it again, at once. If that is
+    an error of modelguard, its own answer is sent instead.
     """
 
     def __init__(self, scope: Scope, client: Client, send: Send) -> None:
@@ -215,6 +220,7 @@ class HeldResponse:
         self._client = client
         self._send = send
         self._held: list[Message] = []
+        self._releasing: asyncio.Task[None] | None = None
         self.begun = False
 
     async def send(self, message: Message) -> None:
@@ -225,6 +231,8 @@ class HeldResponse:
         error_page = kind == "http.response.start" and message["status"] == HTTPStatus.INTERNAL_SERVER_ERROR
         if error_page or (len(self._held) == 1 and kind == "http.response.body" and not message.get("more_body")):
             self._held.append(message)
+            if kind == "http.response.body":
+                self._look_later()
             return
         await self.release()
         self.begun = self.begun or kind == "http.response.start"
@@ -235,8 +243,26 @@ class HeldResponse:
         self._held = []
         await Response(answer)(self._scope, self._client.receive, self._send)
 
+    def _look_later(self) -> None:
+        with suppress(RuntimeError):  # on Trio the page waits for the application's end
+            loop = asyncio.get_running_loop()
+            loop.call_later(_PATIENCE, self._look, loop, loop.time())
+
+    def _look(self, loop: asyncio.AbstractEventLoop, since: float) -> None:
+        if not self._held:
+            return
+        if loop.time() - since < 2 * _PATIENCE:
+            self._releasing = loop.create_task(self._release())
+        else:  # something has held the loop up, and so the application
+            self._look_later()
+
     async def release(self) -> None:
         """Send what was held back."""
+        if self._releasing is not None:
+            await self._releasing
+        await self._release()
+
+    async def _release(self) -> None:
         held, self._held = self._held, []
         self.begun = self.begun or bool(held)
         for message in held:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from typing import Any
 
 import pytest
-from tests.unit.frameworks.asgi_by_hand import Client, ask, raising, serve
+from tests.unit.frameworks.asgi_by_hand import Client, a_turn, ask, raising, scope, seen, serve
 from tests.unit.frameworks.refusals import ERRORS, FIGURE, IDS, NAME
 
 from modelguard.errors import BatchFailed, DeadlineExceeded, InvalidOption, ItemRefused, QueueFull, WouldDeadlock
+from modelguard.frameworks import asgi
 from modelguard.frameworks.asgi import ModelGuardMiddleware
 from modelguard.serving.deadlines import left
 
@@ -137,3 +139,38 @@ def test_lifespan_passes_through() -> None:
     assert [*connection, None] == given
     assert mine is given[0]
     assert [] == client.sent
+
+
+@pytest.mark.parametrize("then", ["nothing", "an error of ours"])
+def test_an_error_page_does_not_wait_for_background_tasks(monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """It is held back while it may stand for an error of ours, which a framework raises at once."""
+    monkeypatch.setattr(asgi, "_PATIENCE", 0.05)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"mine"})
+        await seen(lambda: len(client.sent) == 2)  # a background task
+        if then != "nothing":
+            raise QueueFull(NAME, queued=FIGURE, retry_after=3)
+
+    client = Client()
+    with pytest.raises(QueueFull) if then != "nothing" else contextlib.nullcontext():
+        asyncio.run(serve(ModelGuardMiddleware(app), client))
+    assert (500, b"mine") == (client.status, client.body)
+
+
+def test_an_error_page_waits_on_while_the_event_loop_is_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The application could not raise its error in that time either, as where a load holds the interpreter's lock."""
+    monkeypatch.setattr(asgi, "_PATIENCE", 60.0)
+
+    async def main() -> None:
+        client, loop = Client(), asyncio.get_running_loop()
+        response = asgi.HeldResponse(scope(), asgi.Client(client.receive, None), client.send)
+        await response.send({"type": "http.response.start", "status": 500, "headers": []})
+        await response.send({"type": "http.response.body", "body": b"mine"})
+        for late, sent in ((1000, 0), (0, 2)):
+            response._look(loop, loop.time() - late)
+            await a_turn()
+            assert sent == len(client.sent)
+
+    asyncio.run(main())
