@@ -134,8 +134,8 @@ def assert_no_growth(
 
     Raises:
         AssertionError: Memory grows with the calls.
-        InvalidOption: ``fn`` is not callable, ``inputs`` is empty or an iterator that ends too early, or a number is
-            invalid.
+        InvalidOption: ``fn`` is not callable, or returns a coroutine or an asynchronous generator without being
+            ``async``; ``inputs`` is empty or an iterator that ends too early, or a number is invalid.
         WouldDeadlock: ``fn`` is async, and an event loop is running here.
     """
     __tracebackhide__ = True
@@ -277,6 +277,12 @@ def _runner(fn: Callable[[Any], object]) -> _Run:
     def run(given: list[Any]) -> None:
         for item in given:
             result = fn(item)
+            if inspect.iscoroutine(result) or inspect.isasyncgen(result):
+                if inspect.iscoroutine(result):
+                    result.close()
+                why = f"returned {_units.kind_of(result)}, which would not be run"
+                fix = "Write async def run(item): ... around it, and pass that."
+                raise InvalidOption("fn", fn, why=why, fix=fix)
             if hasattr(type(result), "__next__"):
                 deque(result, maxlen=0)  # type: ignore[call-overload]
             del result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -179,6 +179,19 @@ def test_on_a_running_loop_it_says_so() -> None:
 
     with pytest.raises(WouldDeadlock, match="running event loop"):
         asyncio.run(test())
+
+
+def test_what_would_not_be_run_is_refused() -> None:
+    """A coroutine that nobody awaits, or an asynchronous generator: the test would pass whatever leaks."""
+
+    async def step(_: int) -> None: ...
+
+    async def parts(_: int) -> AsyncIterator[int]:
+        yield 1
+
+    for function in (lambda item: step(item + 1), parts):
+        with pytest.raises(InvalidOption, match="which would not be run"):
+            assert_no_growth(function, [1])
 
 
 def test_lazy_results_are_read() -> None:
