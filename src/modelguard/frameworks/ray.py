@@ -345,7 +345,7 @@ class Replica:
             return _response(timeout)
         try:
             item = json.loads(await request.body())
-        except ValueError:
+        except (ValueError, RecursionError):
             return _response(problem(HTTPStatus.BAD_REQUEST, "The body must be one item as JSON."))
         try:
             return await self._function.aio(item, timeout=timeout)

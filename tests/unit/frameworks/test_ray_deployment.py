@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from modelguard import Uses, batched, guard
 from modelguard.errors import GuardClosed, InvalidOption, NotSupported, QueueFull
@@ -310,3 +311,18 @@ def test_a_closed_function_raises_its_own_error(replica: Any) -> None:
             await made(1)
 
     asyncio.run(live())
+
+
+@pytest.mark.parametrize("body", [b"", b"no json", b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_json_is_the_clients_fault(replica: Any, body: bytes) -> None:
+    """It gets 400, also where Python's reader gives up because of its depth."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def live() -> int:
+        made = await begun(replica(batch_of()))
+        answer = await made(Request({"type": "http", "method": "POST", "headers": []}, receive))
+        return int(answer.status_code)
+
+    assert 400 == asyncio.run(live())
