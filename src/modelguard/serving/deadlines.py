@@ -141,6 +141,12 @@ _UNBOUNDED = Scope()
 current_scope: ContextVar[Scope | None] = ContextVar("modelguard scope", default=None)
 
 
+def _leave(token: Token[Scope | None]) -> None:
+    # It may end in another context than it began in, as generators do that a framework runs in threads step by step.
+    with contextlib.suppress(ValueError):
+        current_scope.reset(token)
+
+
 class Bound(ContextDecorator):
     """A block whose batched calls have a deadline. Made by :func:`deadline`; also decorates plain functions."""
 
@@ -155,7 +161,7 @@ class Bound(ContextDecorator):
 
     def __exit__(self, *exc_info: object) -> None:
         token = self._tokens.pop(id(current_scope.get()), None)
-        current_scope.reset(self._tokens.popitem()[1] if token is None else token)
+        _leave(self._tokens.popitem()[1] if token is None else token)
 
     def _recreate_cm(self) -> Self:
         return type(self)(self._timeout)  # a decorated function may run in several threads at once
@@ -181,7 +187,9 @@ def deadline(timeout: _units.Duration) -> Bound:
     """Bound the batched calls inside the block: they must have their answers within ``timeout`` from now.
 
     Blocks can be nested; an inner one can only shorten the time. The bound follows the context into tasks and into
-    threads that are started with it (``asyncio.to_thread``, Starlette's thread pool), not into other threads.
+    threads that are started with it (``asyncio.to_thread``, Starlette's thread pool), not into other threads. Of a
+    plain generator, Starlette and FastAPI run each step in a context of its own: there the bound ends with the first
+    ``yield``. So write ``async def`` for a dependency or a response that has such a block.
 
     Args:
         timeout: Time from the start of the block; zero admits nothing.
@@ -199,7 +207,7 @@ def _inside(change: Callable[[Scope], Scope]) -> Iterator[None]:
     try:
         yield
     finally:
-        current_scope.reset(token)
+        _leave(token)
 
 
 class OnBehalf:
@@ -224,7 +232,7 @@ class OnBehalf:
     def __exit__(self, *exc_info: object) -> None:
         self._scope = current_scope.get()
         if self._token is not None:
-            current_scope.reset(self._token)
+            _leave(self._token)
 
 
 def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> OnBehalf:

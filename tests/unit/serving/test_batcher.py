@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 from modelguard import batched, deadline, telemetry
 from modelguard.errors import CallerGone, DeadlineExceeded, InvalidOption, Overloaded, QueueFull
 from modelguard.serving import _batcher
-from modelguard.serving.deadlines import WebRequest, left, on_behalf_of
+from modelguard.serving.deadlines import WebRequest, caller, current_scope, left, on_behalf_of
 from modelguard.testing import Clock
 
 # Bounds and deadlines
@@ -96,6 +97,20 @@ def test_many_tasks_enter_one_block() -> None:
         return await asyncio.gather(*(step(turns) for turns in (3, 1, 2)))
 
     assert all(3500 < (found or 0) <= 3600 for found in asyncio.run(main()))
+
+
+@pytest.mark.parametrize("block", [lambda: deadline("1h"), lambda: caller("a")], ids=["deadline", "caller"])
+def test_a_block_may_end_in_another_context(block: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """FastAPI runs each step of a plain generator, a dependency or a response, in a copy of its own."""
+
+    def parts() -> Iterator[None]:
+        with block():
+            yield
+
+    stepped = parts()
+    contextvars.copy_context().run(next, stepped)
+    assert current_scope.get() is None
+    assert contextvars.copy_context().run(next, stepped, "the end") == "the end"
 
 
 def test_a_deadline_is_not_asynchronous() -> None:
