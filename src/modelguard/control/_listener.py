@@ -267,7 +267,7 @@ class _Listener:
         self._reader = self._writer = -1
         try:
             self._socket.bind(_client.address(os.getpid()))
-            self._socket.listen(_MOST)
+            self._socket.listen()  # more than are served: the others learn that, and need not try again
             self._socket.settimeout(0)
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
