@@ -61,7 +61,7 @@ def test_a_poll_beside_a_task_that_waits_for_the_disconnect_starts_no_watcher(mo
         await a_turn()
         await f.aio(1)
         poll = asyncio.create_task(receive())
-        await asyncio.sleep(0)
+        await a_turn()
         poll.cancel()
         await asyncio.wait([poll])
         await a_turn()

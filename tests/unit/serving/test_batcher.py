@@ -90,8 +90,10 @@ def test_many_tasks_enter_one_block() -> None:
     async def step(turns: int) -> float | None:
         with block:
             for _ in range(turns):
-                await asyncio.sleep(0)
-            return left()
+                await asyncio.to_thread(lambda: None)
+            found = left()
+        assert left() is None
+        return found
 
     async def main() -> list[float | None]:
         return await asyncio.gather(*(step(turns) for turns in (3, 1, 2)))
