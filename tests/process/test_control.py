@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,6 +189,21 @@ class TestOneProcess:
             for client in silent:
                 client.close()
             wait_until(lambda: ctl(service.pid, "pause")[0] == 0, "the slots are free")
+
+    def test_more_clients_than_may_wait(self) -> None:
+        """They wait for the process, and then say that it is busy, and not that it takes no commands."""
+        with program() as service, contextlib.ExitStack() as stack:
+            os.kill(service.pid, signal.SIGSTOP)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    client = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    client.settimeout(0)
+                    client.connect(_client.address(service.pid))
+            assert [service.pid] == _client.listening_below(service.pid)
+            with pytest.raises(_client.Busy, match="others wait"):
+                _client._connect(service.pid, patience=0.2)
+            threading.Timer(1, os.kill, (service.pid, signal.SIGCONT)).start()
+            assert "8 other commands are under way" in str(_client.ask(service.pid, _client.Request("status")).error)
 
     def test_a_process_without_descriptors_left(self) -> None:
         """A client waits until there is one again. Meanwhile the process does not look for it without a pause."""

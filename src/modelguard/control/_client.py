@@ -81,10 +81,16 @@ def receive(connected: socket.socket, longest: int, seconds: float) -> Any:
 
 #: Seconds in which a process must have answered, beside those that the command itself may take.
 _PATIENCE = 10.0
+#: Seconds between two attempts to connect where too many others do.
+_PAUSE = 0.05
 
 
 class Unreachable(Exception):
     """The process takes no commands, or not this user's."""
+
+
+class Busy(Unreachable):
+    """It takes commands, and others wait before this one."""
 
 
 @dataclass(frozen=True)
@@ -172,11 +178,11 @@ def _exchanged(pid: int, content: object, seconds: float) -> tuple[socket.socket
         raise Unreachable(f"process {pid} did not answer{late}") from None
 
 
-def _connect(pid: int) -> socket.socket:
+def _connect(pid: int, patience: float = _PATIENCE) -> socket.socket:
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connected.settimeout(_PATIENCE)
-        connected.connect(address(pid))
+        _connect_to(pid, connected, time.monotonic() + patience)
         # The kernel says who listens: no other process can take the name of this one.
         found, user = peer(connected)
     except ConnectionRefusedError:
@@ -192,6 +198,19 @@ def _connect(pid: int) -> socket.socket:
     return connected
 
 
+def _connect_to(pid: int, connected: socket.socket, until: float) -> None:
+    while True:
+        try:
+            connected.connect(address(pid))
+        except BlockingIOError:  # as many wait as may
+            if time.monotonic() >= until:
+                why = f"process {pid} does not take commands now: others wait, and it does not come to them"
+                raise Busy(why) from None
+            time.sleep(_PAUSE)
+        else:
+            return
+
+
 def listening_below(pid: int) -> list[int]:
     """The processes below this one, itself included, that take commands, parents before children.
 
@@ -203,9 +222,13 @@ def listening_below(pid: int) -> list[int]:
         raise ProcessLookupError(3, f"process {pid} {_proc.absence(pid)}")
     found = []
     for process in _proc.descendants(pid, known):
-        with suppress(Unreachable, OSError):
-            _connect(process.pid).close()
-            found.append(process.pid)
+        try:
+            _connect(process.pid, patience=0.0).close()
+        except Busy:
+            pass
+        except (Unreachable, OSError):
+            continue
+        found.append(process.pid)
     return found
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -192,6 +193,8 @@ def _do(command: Command, target: Target, limit: Timeout, *, wait: bool) -> str 
 _MOST = 8
 #: Seconds in which a client must have sent its request, and taken its answer.
 _PATIENCE = 10.0
+#: Seconds until a connection is looked at again that could not be accepted.
+_PAUSE = 0.1
 
 _listener: _Listener | None = None
 _lock = threading.Lock()
@@ -264,7 +267,7 @@ class _Listener:
         self._reader = self._writer = -1
         try:
             self._socket.bind(_client.address(os.getpid()))
-            self._socket.listen(_MOST)
+            self._socket.listen()  # more than are served: the others learn that, and need not try again
             self._socket.settimeout(0)
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
@@ -304,8 +307,10 @@ class _Listener:
                     break
                 _reload_all()
             if self._socket.fileno() in ready:
-                with contextlib.suppress(OSError):  # the client has gone
+                try:
                     self._accept(self._socket.accept()[0])
+                except OSError:  # the client has gone; or there is no descriptor for it, and it waits on
+                    time.sleep(_PAUSE)
         self._socket.close()
         os.close(self._reader)
         self._ended.set()

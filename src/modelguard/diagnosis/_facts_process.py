@@ -373,6 +373,8 @@ def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]
     """
     try:
         connection = _client.inspect(pid)
+    except _client.Busy:
+        raise
     except _client.Unreachable:
         require_attachable(pid, interpreter)
         with attached(pid) as inside:

@@ -318,6 +318,15 @@ class Batcher:
     def limits(self) -> Limits:
         return self._limits
 
+    @property
+    def occupied(self) -> bool:
+        """Whether the caller is a callback or a hook that one of its threads runs between two batches."""
+        reference = getattr(_own, "batcher", None)
+        if reference is None or reference() is not self:
+            return False
+        scope = current_scope.get()
+        return scope is None or self not in scope.enclosing
+
     def configure(self, changes: Changes) -> None:
         """Change options while requests are served, all of them or none. What waits keeps its deadline.
 
@@ -824,6 +833,10 @@ class Batcher:
         return f"<Batcher {self.name!r}>"
 
 
+#: Of a thread that computes batches: whose they are.
+_own = threading.local()
+
+
 def _serve(holder: list[Batcher], wakeup: Wakeup) -> None:
     """Runs in each thread of a batcher. One that waits for work does not keep the batcher, nor its instance, alive."""
     batcher: Batcher | None
@@ -831,7 +844,7 @@ def _serve(holder: list[Batcher], wakeup: Wakeup) -> None:
         batcher = holder.pop()
     except IndexError:  # whoever started this thread was interrupted meanwhile, and counts without it
         return
-    reference = weakref.ref(batcher)
+    _own.batcher = reference = weakref.ref(batcher)
     expired = False
     while batcher is not None:
         pause = batcher.turn(wakeup, expired=expired)

@@ -192,9 +192,12 @@ class Decorated(Entered):
         self._methods: BoundMethods | None = None
         self._method_of: tuple[Any, str] | None = None
 
-    def _refuse_on_loop(self, why: str, instead: str) -> None:
+    def _refuse_to_block(self, why: str, instead: str) -> None:
         if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none
             raise WouldDeadlock(self.name, why=f"{why} the running event loop", fix=f"Write: {instead}.")
+        if self._batcher.occupied:
+            fix = "Call it in another thread; or f.submit(item), which does not block."
+            raise WouldDeadlock(self.name, why=f"{why} its own thread, which runs this callback or hook", fix=fix)
 
     def _put(
         self,
@@ -292,7 +295,7 @@ class Decorated(Entered):
         Raises:
             WouldDeadlock: On a running event loop (use :meth:`aclose`), or from inside the batch function.
         """
-        self._refuse_on_loop("close() would block", "await f.aclose()")
+        self._refuse_to_block("close() would block", "await f.aclose()")
         self._batcher.close(_units.seconds(timeout, "timeout", zero=True))
 
     async def aclose(self, timeout: _units.Duration = _CLOSE_TIMEOUT) -> None:
@@ -395,14 +398,15 @@ class Batched(Decorated, Generic[X, Y]):
                 DeadlineExceeded: The time ran out.
                 ItemRefused: The item cannot be put into a batch.
                 BatchFailed: The batch failed, and no single item was at fault.
-                WouldDeadlock: On a running event loop (use :meth:`aio`), or from inside the batch function.
+                WouldDeadlock: On a running event loop (use :meth:`aio`), from inside the batch function, or from a
+                    callback or hook that its thread runs.
                 GuardClosed: After :meth:`close`.
                 TypeError: There is not exactly one positional argument, or the keyword arguments do not fit.
                 Exception: What the function raised, or returned, for this item.
             """
             if item is _NO_ITEM or others:
                 raise self._arguments.wrong_count(len(others) + (item is not _NO_ITEM))
-            self._refuse_on_loop("the call would block", "await f.aio(item)")
+            self._refuse_to_block("the call would block", "await f.aio(item)")
             if sys.is_finalizing():  # called by a finalizer, when threads do not run any more
                 raise GuardClosed(self.name)
             request = Request(item)
@@ -483,7 +487,7 @@ class Batched(Decorated, Generic[X, Y]):
         if others:
             raise self._arguments.wrong_count(1 + len(others))
         self._arguments.check_items(items)
-        self._refuse_on_loop("map() would block", "await f.amap(items)")
+        self._refuse_to_block("map() would block", "await f.amap(items)")
         return self._map(items, {"timeout": timeout, "priority": priority, **extras})
 
     async def amap(

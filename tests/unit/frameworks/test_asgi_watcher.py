@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tests.unit.frameworks.asgi_by_hand import Client, a_turn, alone, fine, scope, serve
-from tests.unit.serving.gated import Gated, next_turn, until
+from tests.unit.serving.gated import Gated, until
 
 from modelguard import batched
 from modelguard.frameworks.asgi import ModelGuardMiddleware
@@ -61,7 +61,7 @@ def test_a_poll_beside_a_task_that_waits_for_the_disconnect_starts_no_watcher(mo
         await a_turn()
         await f.aio(1)
         poll = asyncio.create_task(receive())
-        await next_turn()
+        await a_turn()
         poll.cancel()
         await asyncio.wait([poll])
         await a_turn()

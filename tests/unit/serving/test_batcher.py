@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import TIMEOUT, Gated, next_turn, queued, until
+from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
 from modelguard import batched, deadline, telemetry
 from modelguard.errors import CallerGone, DeadlineExceeded, InvalidOption, Overloaded, QueueFull
@@ -90,8 +90,10 @@ def test_many_tasks_enter_one_block() -> None:
     async def step(turns: int) -> float | None:
         with block:
             for _ in range(turns):
-                await next_turn()
-            return left()
+                await asyncio.to_thread(lambda: None)
+            found = left()
+        assert left() is None
+        return found
 
     async def main() -> list[float | None]:
         return await asyncio.gather(*(step(turns) for turns in (3, 1, 2)))

@@ -33,7 +33,7 @@ def test_all_kinds_of_calls_run_in_their_own_thread() -> None:
     me = threading.current_thread().name
     assert (me, 1, 3) == f(1, plus=2) == asyncio.run(f.aio(1, plus=2)) == f.submit(1, plus=2).result(0)
     assert [(me, 1, 1), (me, 1, 2)] == list(f.map([1, 2]))
-    assert before == {*threading.enumerate()}
+    assert before >= {*threading.enumerate()}  # those of earlier tests end
     assert (0, 0) == (f.status().answered, f.status().batches), "nothing is counted"
 
 
