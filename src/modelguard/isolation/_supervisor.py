@@ -412,9 +412,12 @@ if sys.platform != "win32":
 #: Where this package is imported from: the fresh interpreter finds it there before it knows the owner's path.
 _PACKAGES = str(Path(__file__).parents[2])
 
-#: The new process has the signal mask of the thread that starts it, which may keep SIGCHLD from a mold.
+#: Python's own modules come first: there may be a ``queue.py`` in the working directory, or an old ``pathlib.py`` among
+#: the packages. The signal mask is that of the thread that starts the process, and may keep SIGCHLD from a mold.
 _PROGRAM = (
-    "import signal, sys; signal.pthread_sigmask(signal.SIG_SETMASK, ()); sys.path.insert(0, {packages!r}); "
+    "import os, sys; del sys.path[: 0 if sys.flags.safe_path else 1]; own = os.path.dirname(os.__file__); "
+    "sys.path.insert(sys.path.index(own) + 1 if own in sys.path else 0, {packages!r}); "
+    "import signal; signal.pthread_sigmask(signal.SIG_SETMASK, ()); "
     "from modelguard.isolation.{module} import main; main({numbers})"
 )
 

@@ -411,7 +411,9 @@ class TestFiles:
         assert file.closed
 
 
-@pytest.mark.parametrize("value", [[1], (1,), {1: 2}, "text", 7, None, range(3), {1}.__iter__, io.BytesIO, io.BytesIO(b"a")])
+@pytest.mark.parametrize(
+    "value", [[1], (1,), {1: 2}, "text", 7, None, range(3), {1}.__iter__, io.BytesIO, io.BytesIO(b"a")]
+)
 def test_what_is_not_lazy_is_returned_as_it_is(guard: ModelGuard[Any], value: Any) -> None:
     """Lists, texts and other finished results keep no lease and are not wrapped."""
     assert (True, 0) == (guard(lambda _model: value)() is value, in_flight(guard))
