@@ -419,3 +419,19 @@ def test_modules_of_the_same_names_as_pythons_own_are_not_imported(tmp_path: Pat
         check=False,
     )
     assert (0, "7\n") == (done.returncode, done.stdout), done.stderr[-3000:]
+
+
+def test_a_working_directory_that_is_removed_ends_no_reload(tmp_path: Path) -> None:
+    """A deploy removes the folder of the old release, in which its processes are still."""
+    (tmp_path / "release").mkdir()
+    program = f"""
+        import json, os
+        from tests.process.isolated_functions import where
+        os.chdir({str(tmp_path / "release")!r})
+        with where:
+            before = where()[0]
+            os.rmdir({str(tmp_path / "release")!r})
+            where.reload()
+            print(json.dumps(before != where()[0]))
+    """
+    assert run_python(program, 60)
