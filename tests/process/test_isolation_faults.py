@@ -20,6 +20,8 @@ import pytest
 from tests.process.harness import cgroup, run_python, wait_until
 from tests.process.host_callers import APP, Caller, CallFailed, end_all, family, molds, write
 
+import modelguard
+
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -376,3 +378,60 @@ def test_workers_leave_nothing_that_development_mode_warns_of() -> None:
         60,
         PYTHONDEVMODE="1",
     )
+
+
+@pytest.mark.parametrize("where", ["the working directory", "the packages"])
+@pytest.mark.parametrize("scope", ["process", "host"])
+def test_modules_of_the_same_names_as_pythons_own_are_not_imported(tmp_path: Path, where: str, scope: str) -> None:
+    """Where a script of another folder is run, and beside old packages, which Python itself finds after its own."""
+    packages = Path(modelguard.__file__).parents[1]
+    here, site, app = (tmp_path / name for name in ("here", "site", "app"))
+    for folder in (here, site, app):
+        folder.mkdir()
+    (site / "modelguard").symlink_to(packages / "modelguard")
+    for name in ("asyncio", "pathlib", "queue", "signal", "token"):
+        ((here if where == "the working directory" else site) / f"{name}.py").write_text("raise ImportError")
+    (app / "functions.py").write_text(
+        f"from modelguard import isolate\n@isolate(workers=1, scope={scope!r})\ndef f(value):\n    return value\n"
+    )
+    (app / "main.py").write_text(
+        textwrap.dedent(
+            f"""
+            import sys
+            first = next(at for at, one in enumerate(sys.path) if one.endswith("-packages"))
+            sys.path.insert(first, {str(site)!r})
+            import functions
+            if __name__ == "__main__":
+                with functions.f:
+                    print(functions.f(7))
+            """
+        )
+    )
+    environment = {**os.environ, "MODELGUARD_RUNTIME_DIR": str(tmp_path / "run")}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [sys.executable, str(app / "main.py")],
+        cwd=here,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (0, "7\n") == (done.returncode, done.stdout), done.stderr[-3000:]
+
+
+def test_a_working_directory_that_is_removed_ends_no_reload(tmp_path: Path) -> None:
+    """A deploy removes the folder of the old release, in which its processes are still."""
+    (tmp_path / "release").mkdir()
+    program = f"""
+        import json, os
+        from tests.process.isolated_functions import where
+        os.chdir({str(tmp_path / "release")!r})
+        with where:
+            before = where()[0]
+            os.rmdir({str(tmp_path / "release")!r})
+            where.reload()
+            print(json.dumps(before != where()[0]))
+    """
+    assert run_python(program, 60)

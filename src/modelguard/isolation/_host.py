@@ -129,7 +129,8 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
     """
     module, name = options.function
     if options.function not in _places:
-        _places[options.function] = os.getcwd(), repr(sys.path)  # noqa: PTH109 - as text
+        # By a way that also works in a folder that was removed, as by a deploy: molds import the module there.
+        _places[options.function] = os.readlink("/proc/self/cwd"), repr(sys.path)  # noqa: PTH115 - as text
         _supervisor.note_imported()
     folder, path = _places[options.function]
     return {

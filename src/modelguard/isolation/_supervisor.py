@@ -343,11 +343,19 @@ def _stamp(path: str) -> tuple[int, int] | None:
 #: Of multiprocessing's data, what makes an interpreter resemble its owner; the rest concerns multiprocessing itself.
 _KEYS = ("dir", "init_main_from_name", "init_main_from_path", "orig_dir", "sys_argv", "sys_path")
 
+#: What :func:`preparation` has found last.
+_known: dict[str, Any] = {}
+
 
 def preparation() -> dict[str, Any]:
     """What :func:`become_like` needs: path, arguments and main module of this process, as ``multiprocessing`` sends."""
-    data: Mapping[str, Any] = spawn.get_preparation_data("modelguard")
-    chosen = {key: data[key] for key in _KEYS if key in data}
+    try:
+        _known.update(spawn.get_preparation_data("modelguard"))
+    except FileNotFoundError:  # the working directory was removed, as by a deploy; new processes are in it all the same
+        if not _known:
+            raise RuntimeError("this process's working directory was removed before its first mold was made") from None
+        _known.pop("dir", None)
+    chosen = {key: _known[key] for key in _KEYS if key in _known}
     main = chosen.get("init_main_from_path")
     if main is not None and _is_of_a_server(os.path.abspath(main)):  # noqa: PTH100
         del chosen["init_main_from_path"]
@@ -412,9 +420,12 @@ if sys.platform != "win32":
 #: Where this package is imported from: the fresh interpreter finds it there before it knows the owner's path.
 _PACKAGES = str(Path(__file__).parents[2])
 
-#: The new process has the signal mask of the thread that starts it, which may keep SIGCHLD from a mold.
+#: Python's own modules come first: there may be a ``queue.py`` in the working directory, or an old ``pathlib.py`` among
+#: the packages. The signal mask is that of the thread that starts the process, and may keep SIGCHLD from a mold.
 _PROGRAM = (
-    "import signal, sys; signal.pthread_sigmask(signal.SIG_SETMASK, ()); sys.path.insert(0, {packages!r}); "
+    "import os, sys; del sys.path[: 0 if sys.flags.safe_path else 1]; own = os.path.dirname(os.__file__); "
+    "sys.path.insert(sys.path.index(own) + 1 if own in sys.path else 0, {packages!r}); "
+    "import signal; signal.pthread_sigmask(signal.SIG_SETMASK, ()); "
     "from modelguard.isolation.{module} import main; main({numbers})"
 )
 
