@@ -201,7 +201,9 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
     python = _with_patch(_interpreter(_proc.maps(pid, root)), pid, root)
     unknown = [] if environ else [f"process {pid} has overwritten the environment that it was started with"]
     if python is None:
-        unknown.append(f"process {pid} runs no Python, or one that was not recognised: most checks have nothing to look at")
+        unknown.append(
+            f"process {pid} runs no Python, or one that was not recognised: most checks have nothing to look at"
+        )
     where = f"the environment that process {pid} was started with"
     return Facts(
         subject,
