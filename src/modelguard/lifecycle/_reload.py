@@ -9,7 +9,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +24,7 @@ from modelguard.lifecycle import _guard_options, _models
 from modelguard.lifecycle._models import is_plain_value
 from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release, release_and_report
-from modelguard.lifecycle._state import Generation, GuardContext, LoadJob
+from modelguard.lifecycle._state import Generation, GuardContext, LoadJob, Outcome
 from modelguard.runtime import own_thread
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import resolve
@@ -345,8 +345,14 @@ def unload(guard: GuardContext[Any]) -> None:
 
 def _install(guard: GuardContext[Any], loaded: object) -> None:
     state, number = guard.state, guard.state.generations
-    state.install(LoadJob((), urgent=True), guard.made(loaded, 0.0), discardable=False)
+    installed = state.install(LoadJob((), urgent=True), guard.made(loaded, 0.0), discardable=False)
+    _tell([] if installed is None else installed[1])
     _undo.append(lambda: state.forget_current(number))
+
+
+def _tell(waiting: Iterable[Future[Outcome]]) -> None:
+    for future in waiting:
+        future.set_result(None)
 
 
 # After a call that failed because of the GPU: free what it left there, and give obscure errors a name.
@@ -617,11 +623,15 @@ class Reload(Generic[M]):
             generation.fruitless_reloads = self._fruitless_reloads
             waited = 0.0 if since is None else guard.runtime.clock() - since
             keep = guard.options.swap.keep_previous and swap == "load_first" and not self._protects_memory()
-            installed, over = guard.state.install(self._job, generation, discardable=discardable, keep=keep)
-            if installed:
-                guard.shown.show(generation.version)
-                self._readings.loaded(generation, at_load, replaced=swap != "first")
-                self._emit_finished(generation, swap, waited)
+            installed = guard.state.install(self._job, generation, discardable=discardable, keep=keep)
+            if installed is not None:
+                over, waiting = installed
+                try:  # who waits for a load finds it shown, logged and counted
+                    guard.shown.show(generation.version)
+                    self._readings.loaded(generation, at_load, replaced=swap != "first")
+                    self._emit_finished(generation, swap, waited)
+                finally:
+                    _tell(waiting)
                 for old in over:
                     drain_and_release(guard, old)
                 return

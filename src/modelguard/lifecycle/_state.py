@@ -587,7 +587,7 @@ class GuardState(Generic[M]):
 
     def install(
         self, job: LoadJob, generation: Generation[M], *, discardable: bool, keep: bool = False
-    ) -> tuple[bool, list[Generation[M]]]:
+    ) -> tuple[list[Generation[M]], list[Future[Outcome]]] | None:
         """Make ``generation`` the current one.
 
         Args:
@@ -597,13 +597,14 @@ class GuardState(Generic[M]):
             keep: Whether the generation that it replaces is kept for a rollback.
 
         Returns:
-            Whether it is current now, and the generations that the caller must drain and release.
+            The generations that the caller must drain and release, and those who wait, whom it must tell; None if
+            ``generation`` must not be used.
         """
         with self.lock:
             covers = job.covers or 0
             stale = discardable and self.requests > covers and self.current is not None
             if self.closed or job.cancelled or stale:
-                return False, []
+                return None
             if generation.number > 1 and not self.unloaded:
                 self.reloads += 1
             over = [] if (outdated := self.take_previous()) is None else [outdated]
@@ -619,10 +620,7 @@ class GuardState(Generic[M]):
             job.replaces = False  # done: the rest of the job is the end of the old generation
             self.model_bytes = max(self.model_bytes or 0, generation.model_bytes)
             self._forget_failures()
-            waiting = self._answered(covers)
-        for future in waiting:
-            future.set_result(None)
-        return True, over
+            return over, self._answered(covers)
 
     def fail(self, job: LoadJob, failure: LoadFailed, *, retry_at: float) -> None:
         """Record that a load has failed, and tell everyone who waits for it, once.

@@ -78,7 +78,8 @@ _hooks: tuple[Hook, ...] | None = None  # None: the defaults, chosen at the firs
 def add_hook(hook: Hook, *, level: int | str = logging.DEBUG) -> Callable[[], None]:
     """Call ``hook`` with the events from now on, in addition to the existing hooks.
 
-    Hooks run in the thread in which the event happens, but never while a guard holds its lock. They should be fast.
+    Hooks run in the thread in which the event happens, but never while a guard holds its lock. They should be fast:
+    who waits for a load goes on when its events have been told.
 
     Args:
         hook: A function of one event.

@@ -44,10 +44,17 @@ def test_a_generator_that_is_still_running_opens_no_closed_guard(world: World) -
 def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: World) -> None:
     """The thread of the first load still reports it: the callers of the reopened guard do not wait in vain."""
     guard = world.guard()
-    ending = threading.Event()
-    remove = telemetry.add_hook(lambda event: isinstance(event, LoadFinished) and ending.wait(TIMEOUT))
+    begun, ending = threading.Event(), threading.Event()
+
+    def report(event: telemetry.Event) -> None:
+        if isinstance(event, LoadFinished):
+            begun.set()
+            ending.wait(TIMEOUT)
+
+    remove = telemetry.add_hook(report)
     try:
-        assert 1 == outcome(world.spawn(number, guard))
+        first = world.spawn(number, guard)
+        assert begun.wait(TIMEOUT)
         guard.close()
         guard.engine.reopen()
         again = world.spawn(number, guard)
@@ -55,7 +62,7 @@ def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: Wo
     finally:
         ending.set()
         remove()
-    assert 2 == outcome(again)
+    assert (2, 2) == (outcome(first), outcome(again))
 
 
 def test_calls_under_way_are_waited_for(world: World) -> None:
