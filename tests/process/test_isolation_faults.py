@@ -103,7 +103,7 @@ def test_whoever_the_kernel_kills_for_want_of_memory_is_replaced(folder: Path, v
         for caller in (one, two):
             Path(made, "cgroup.procs").write_text(str(caller.pid))
             caller.call()
-        wait_until(lambda: 3 == len(one.run("result = [w.pid for w in app.predict.status().workers]")), "the workers")
+        wait_until(lambda: 2 == len(one.run("result = [w.pid for w in app.predict.status().workers]")), "the workers")
         one.begin("result = app.predict('sleep', 600.0)")
         busy = "result = [w.pid for w in app.predict.status().workers if w.state == 'busy']"
         wait_until(lambda: two.run(busy), "the call")
@@ -307,7 +307,7 @@ def test_a_tree_that_is_stopped_and_continued(folder: Path, scope: str) -> None:
     write(folder, code.replace("time.sleep(value)", "[time.sleep(0.02) for _ in range(round(50 * value))]"))
     with Caller(folder) as one:
         one.run("app.predict.load()")
-        wait_until(lambda: 3 == one.run("result = len(app.predict.status().workers)"), "the spare worker")
+        wait_until(lambda: 2 == one.run("result = len(app.predict.status().workers)"), "the workers")
         before = processes = one.run(PROCESSES)
         one.run("load = Load(4, lambda: app.predict('sleep', 0.5))")
         wait_until(lambda: one.run(ANSWERED) > 4, "traffic")

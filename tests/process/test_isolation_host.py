@@ -175,10 +175,10 @@ class TestOneMold:
 
             two.run("app.predict.reload()")
             wait_until(lambda: count("LoadFinished") == 2, "both loads")
-            wait_until(lambda: count("WorkerStarted") == 6, "two workers and a spare one of each mold")
+            wait_until(lambda: count("WorkerStarted") == 4, "two workers of each mold")
             one.run("app.predict()")
             assert 2 == count("LoadFinished")
-            assert 6 == count("WorkerStarted")
+            assert 4 == count("WorkerStarted")
 
     def test_max_queue_counts_the_calls_of_all(self, folder: Path) -> None:
         """The queue is the host's: with one worker and two places, the fourth call is refused, whoever makes it."""

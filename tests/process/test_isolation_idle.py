@@ -67,7 +67,7 @@ class TestAKeptMold:
             kept()
             wait_until(lambda: of(telemetry.WorkersReleased, seen), "the end of the workers")
             event = of(telemetry.WorkersReleased, seen)[0]
-            assert (3, ["Idle('300ms', keep='mold')"]) == (event.workers, [str(reason) for reason in event.reasons])
+            assert (2, ["Idle('300ms', keep='mold')"]) == (event.workers, [str(reason) for reason in event.reasons])
             assert event.freed > 0.9 * functions.CACHE
             assert event.bytes_after > 0
             assert {"idle"} == {end.cause for end in of(telemetry.WorkerEnded, seen)}
@@ -94,7 +94,7 @@ class TestAKeptMold:
             wait_idle(kept)
             with ThreadPoolExecutor(8) as threads:
                 assert 1 == len({mold for mold, _ in threads.map(lambda _: kept(0.05), range(8))})
-            wait_until(lambda: 3 == len(kept.status().workers), "all workers")
+            wait_until(lambda: 2 == len(kept.status().workers), "all workers")
 
     def test_loading_brings_the_workers_back(self) -> None:
         """``load()``, ``aload()``, and entering it again: a worker can answer afterwards."""
@@ -134,7 +134,7 @@ class TestAKeptMold:
         with using(functions.kept) as kept:
             kept.pause()
             wait_until(lambda: kept.status().postponed is not None, "it is due")
-            assert 3 == len(kept.status().workers)
+            assert 2 == len(kept.status().workers)
             kept.resume()
             wait_idle(kept)
             assert kept()

@@ -75,6 +75,6 @@ def test_nothing_is_left_of_a_server(tmp_path: Path, number: signal.Signals) -> 
     """Neither after its graceful end, nor after SIGKILL."""
     with started(tmp_path, ASGI, *UVICORN) as server:
         processes = psutil.Process(server.process.pid).children(recursive=True)
-        assert len(processes) >= 3  # the mold, two workers, and soon a spare one
+        assert len(processes) >= 3  # the mold and two workers
         server.process.send_signal(number)
         wait_until(lambda: not [one for one in processes if alive(one.pid)], "their end")

@@ -62,7 +62,8 @@ class WorkerPlan:
     """Decides over workers.
 
     A worn worker takes calls until another one can take its place, and replacements start one at a time, so capacity
-    never falls below ``size``. A spare worker waits for that, so a worn or dead worker is replaced without a delay.
+    never falls below ``size``. From the first worn or dead worker on a spare one is kept, so the next is replaced without
+    a delay: a sound model needs none, and it holds memory.
     After several deaths in a row, a new worker starts after a backoff, and then the breaker opens. While the function
     is paused, worn workers stay, and only those that have ended are replaced. All workers can be ended until the next
     call.
@@ -85,6 +86,7 @@ class WorkerPlan:
         self._idle: list[PlannedWorker] = []
         self._last = 0
         self._failed_starts = 0
+        self._keeps_spare = False
         self._asked = False
         self._closed = False
         self.presence: Presence = "present"
@@ -215,6 +217,7 @@ class WorkerPlan:
             if member.probe:
                 self.circuit.probe_inconclusive()
             return
+        self._keeps_spare = True
         self.failures += 1
         if self.failures > 1:
             self.start_at = now + self._backoff.seconds(self.failures - 1, draw)
@@ -230,8 +233,10 @@ class WorkerPlan:
             return
         members = self.members.values()
         to_replace = [] if self.paused else [member for member in members if member.worn]
+        self._keeps_spare = self._keeps_spare or bool(to_replace)
+        spare = self._spare if self._keeps_spare else 0
         # While workers keep dying, one is enough: for the probe.
-        wanted = self._size + self._spare if self.circuit.state == "closed" else 1
+        wanted = self._size + spare if self.circuit.state == "closed" else 1
         # Never more than one above the size, so a worn worker's last call may delay the start of the next spare one.
         staying = len(members) - len(to_replace)
         missing = min(wanted - staying, self._size + 1 - len(members))

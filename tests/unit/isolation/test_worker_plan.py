@@ -78,12 +78,40 @@ class TestCalls:
 
 class TestSpare:
     def spared(self) -> WorkerPlan:
-        """Two calls at a time, and one worker more."""
+        """Two calls at a time, and one worker more, as one has died."""
         plan = WorkerPlan(2, spare=1, breaker=Breaker(), backoff=Backoff(1, 60))
+        self.start(plan)
+        assert 2 == len(plan.members)
+        died = plan.take()
+        assert died is not None
+        plan.lost(died.number, 0.0, draw=1.0)
+        self.start(plan)
+        for _ in range(2):  # the circuit and the backoff forget it
+            member = plan.take()
+            assert member is not None
+            plan.answered(member.number, worn=False)
+        return plan
+
+    def start(self, plan: WorkerPlan) -> None:
         for order in plan.settle(0.0):
             assert isinstance(order, Start)
             plan.started(order.number)
-        return plan
+
+    def test_it_comes_with_the_first_replacement(self) -> None:
+        """A sound model pays for no worker that it does not need."""
+        plan = WorkerPlan(2, spare=1, breaker=Breaker(), backoff=Backoff(1, 60))
+        self.start(plan)
+        worn = plan.take()
+        assert worn is not None
+        plan.answered(worn.number, worn=False)
+        assert [] == plan.settle(0.0)
+        plan.take()
+        plan.answered(worn.number, worn=True)
+        self.start(plan)  # beside the worn worker, which serves meanwhile
+        orders = plan.settle(0.0)
+        assert [worn.number] == numbers(orders, End)
+        assert 1 == len(numbers(orders, Start))
+        assert 3 == len(plan.members)
 
     def test_it_takes_no_calls_of_its_own(self) -> None:
         """As many calls run at a time as there are workers without it."""
@@ -100,7 +128,7 @@ class TestSpare:
         assert not plan.answered(worn.number, worn=True)
         orders = plan.settle(0.0)
         assert [worn.number] == numbers(orders, End)
-        assert [4] == numbers(orders, Start)
+        assert 1 == len(numbers(orders, Start))
         assert plan.take() is not None
 
     def test_it_takes_the_place_of_a_dead_worker_at_once(self) -> None:
