@@ -62,11 +62,10 @@ class WorkerPlan:
     """Decides over workers.
 
     A worn worker takes calls until another one can take its place, and replacements start one at a time, so capacity
-    never falls below ``size``. From the first worn or dead worker on a spare one is kept, so the next is replaced without
-    a delay: a sound model needs none, and it holds memory.
-    After several deaths in a row, a new worker starts after a backoff, and then the breaker opens. While the function
-    is paused, worn workers stay, and only those that have ended are replaced. All workers can be ended until the next
-    call.
+    never falls below ``size``. From the first worn or dead worker on, a spare one is kept, so the next is replaced
+    without a delay: a sound model needs none, and it holds memory. After several deaths in a row, a new worker starts
+    after a backoff, and then the breaker opens. While the function is paused, worn workers stay, and only those that
+    have ended are replaced. All workers can be ended until the next call.
     """
 
     def __init__(
