@@ -15,6 +15,9 @@ from typing import Any, Protocol
 import _isolated
 import _isolation_peers
 
+#: Of the isolated function.
+WORKERS = 2
+
 
 class Side(Protocol):
     """A way of having the model, and of replacing it."""
@@ -41,7 +44,7 @@ class Worker:
 
     def count(self) -> int:
         status = _isolated.entities.status()
-        complete = all(one.state != "starting" for one in status.workers) and len(status.workers) > len("12")
+        complete = all(one.state != "starting" for one in status.workers) and len(status.workers) >= WORKERS
         return status.recycled if complete else status.recycled - 1
 
 
