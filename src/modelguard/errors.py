@@ -126,6 +126,19 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an error; an error whose text fails is still an error."""
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001 - whatever a class of the user's raises there
+        return "(no text)"
+
+
+def told(error: BaseException) -> str:
+    """Type and text of an error."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
 def _rebuild(cls: type[ModelGuardError], args: tuple[Any, ...], fields: dict[str, Any]) -> ModelGuardError:
     # Errors that are also a TimeoutError have OSError's layout, which only its constructor creates.
     error = (OSError if issubclass(cls, OSError) else Exception).__new__(cls, *args)

@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from modelguard.errors import ForkHazard, GuardClosed
+from modelguard.errors import ForkHazard, GuardClosed, told
 from modelguard.frameworks._workers import MetricFiles, PreforkOptions, log_report
 from modelguard.isolation._channel import Channel, Unreadable, failed_load, pair
 from modelguard.isolation._mold import loading, unload
@@ -418,7 +418,7 @@ class Molds:
             self._before_worker()
             pid = os.fork()
         except BaseException as error:  # noqa: BLE001 - this process ends here
-            answers.send((0, f"{type(error).__name__}: {error}"))
+            answers.send((0, told(error)))
             os._exit(0)
         if pid:
             answers.send((pid, ""))

@@ -29,6 +29,7 @@ from modelguard.errors import (
     TransferRefused,
     UnhashableKey,
     WorkerCrashed,
+    told,
 )
 from modelguard.isolation import _channel
 from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unreadable, with_remote_traceback
@@ -478,7 +479,7 @@ class Caller:
         try:
             content = _channel.dumps((*call.arguments, call.trace))
         except Exception as error:
-            why = f"{_culprit(call.arguments)}: {type(error).__name__}: {error}"
+            why = f"{_culprit(call.arguments)}: {told(error)}"
             raise TransferRefused(self._name, what="arguments", why=why) from error
         size = _channel.size(content)
         if size > self._max_bytes:

@@ -27,7 +27,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any
 
-from modelguard.errors import LoadFailed, ModelRejected, RemoteError
+from modelguard.errors import LoadFailed, ModelRejected, RemoteError, text_of, told
 from modelguard.lifecycle._reload import Rejected
 
 # Pickles whose large buffers stay outside: arrays and tensors are not copied into the pickle.
@@ -312,13 +312,13 @@ class Channel:
             try:
                 return loads(memoryview(data)[_HEADER.size : end], ())
             except Exception as error:
-                raise Unreadable(f"{type(error).__name__}: {error}") from error
+                raise Unreadable(told(error)) from error
         if len(self._fds) < fds:
             raise Unreadable("no file descriptor is free to receive it")
         try:
             return self._rebuilt(data, end, parts, loads, shared=bool(shared))
         except Exception as error:
-            raise Unreadable(f"{type(error).__name__}: {error}") from error
+            raise Unreadable(told(error)) from error
 
     def _rebuilt(self, data: bytes, end: int, parts: int, loads: Loads, *, shared: bool) -> Any:
         if not parts:
@@ -466,13 +466,6 @@ def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseExc
 def described(error: BaseException, name: str, text: str) -> RemoteError:
     kind = type(error)
     return RemoteError(name, kind=f"{kind.__module__}.{kind.__qualname__}", text=text)
-
-
-def text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 - an error whose text fails is still an error
-        return "(no text)"
 
 
 def load_failure(error: BaseException, name: str, *, plain: bool, unwrap: bool = True) -> tuple[BaseException, str]:

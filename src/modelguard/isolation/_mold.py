@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from modelguard import prefork
 from modelguard._function_kinds import FunctionKind
-from modelguard.errors import RemoteError, TransferRefused
+from modelguard.errors import RemoteError, TransferRefused, text_of, told
 from modelguard.isolation import _channel, _isolation_options, _processes, _supervisor
 from modelguard.isolation._channel import (
     AnswerKind,
@@ -32,7 +32,6 @@ from modelguard.isolation._channel import (
     described,
     load_failure,
     portable,
-    text_of,
 )
 from modelguard.isolation._isolation_options import Source, source_of_stub
 from modelguard.isolation._supervisor import Instructions
@@ -385,7 +384,7 @@ class Serving:
         try:
             content = _channel.dumps((int(kind), value, self._mold.worn))
         except BaseException as error:  # noqa: BLE001 - pickling runs any code
-            self._refuse("result", f"{_describe(value)}: {type(error).__name__}: {error}")
+            self._refuse("result", f"{_describe(value)}: {told(error)}")
             return False
         size = _channel.size(content)
         if size > self._max_bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from modelguard import telemetry
+from modelguard.errors import told
 from modelguard.facts._gpu import use_of
 from modelguard.lifecycle import _reload, runtime
 from modelguard.lifecycle._readings import Readings
@@ -33,9 +34,6 @@ _ADVICE = (
 
 
 M = TypeVar("M")
-
-#: What a policy may raise without harming the call that ends: its sys.exit() is no reason to end the service.
-_POLICY_ERRORS = (Exception, SystemExit)
 
 #: Seconds between two checks of an idle guard, whose memory does not grow by itself.
 _IDLE = 1.0
@@ -333,9 +331,7 @@ class Checks(Generic[M]):
         if self._first_report(f"{callback} {about} {type(error)}"):
             where = f" (in {about})" if about else ""
             telemetry.emit(
-                telemetry.CallbackErrored(
-                    guard=self._guard.name, callback=callback, error=f"{type(error).__name__}: {error}{where}"
-                )
+                telemetry.CallbackErrored(guard=self._guard.name, callback=callback, error=f"{told(error)}{where}")
             )
 
     def _due_now(self, *, sample: bool) -> Due[M] | None:
@@ -382,9 +378,18 @@ class Checks(Generic[M]):
             try:
                 self._report_ignored_parts(member, snapshot)
                 reasons |= dict.fromkeys(member.reasons(snapshot), _asked_by(member))
-            except _POLICY_ERRORS as error:
-                self._report_error("reload_on", error, about=_name(member))
+            except BaseException as error:  # noqa: BLE001 - see there
+                self._policy_raised(member, error)
         return reasons
+
+    def _policy_raised(self, member: Policy, error: BaseException) -> None:
+        """Report it: neither its ``sys.exit()`` nor a ``CancelledError`` is a reason to end a call, or the service.
+
+        Only Ctrl-C is not the policy's. It reaches the main thread, wherever that is.
+        """
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise error
+        self._report_error("reload_on", error, about=_name(member))
 
     def _report_ignored_parts(self, policy: Policy, snapshot: Snapshot) -> None:
         for part in policy.parts():
@@ -410,8 +415,8 @@ class Checks(Generic[M]):
         for member in members:
             try:
                 next_check = member.next_check(snapshot)
-            except _POLICY_ERRORS as error:
-                self._report_error("reload_on", error, about=_name(member))
+            except BaseException as error:  # noqa: BLE001 - see there
+                self._policy_raised(member, error)
                 continue
             uses, seconds = min(uses, next_check.uses), min(seconds, next_check.seconds)
         idle = snapshot.uses == self._uses_seen

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelguard import telemetry
+from modelguard.errors import told
 from modelguard.facts._gpu import Gpu
 from modelguard.lifecycle import _models
 from modelguard.lifecycle._state import Generation, GuardContext
@@ -256,7 +257,7 @@ class Probe:
             was_given_up = call in self._hanging
             self._hanging.discard(call)
         if not was_given_up:
-            self._report(type(error).__name__, f"{type(error).__name__}: {error}")
+            self._report(type(error).__name__, told(error))
 
     def _give_up(self, call: int) -> None:
         if self._running.pop(call, None) is not None:

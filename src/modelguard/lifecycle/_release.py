@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard import _units, telemetry
+from modelguard.errors import told
 from modelguard.facts._gpu import GpuUse, use_of
 from modelguard.lifecycle._state import Generation, GuardContext
 from modelguard.runtime.waiting import resolve
@@ -63,9 +64,7 @@ def release_and_report(guard: GuardContext[M], old: Generation[M], *, drain_seco
     try:
         event = release(guard, old, drain_seconds=drain_seconds)
     except Exception as error:  # noqa: BLE001 - the new generation works, however the old one's release ends
-        telemetry.emit(
-            telemetry.CallbackErrored(guard=guard.name, callback="release", error=f"{type(error).__name__}: {error}")
-        )
+        telemetry.emit(telemetry.CallbackErrored(guard=guard.name, callback="release", error=told(error)))
     guard.state.record_release(old, event)
     guard.shown.show(guard.state.version)
     if event is None:
@@ -195,7 +194,7 @@ def unload(guard: GuardContext[M], model: M) -> str | None:
     try:
         resolve(guard.options.unload(model))
     except BaseException as error:  # noqa: BLE001 - the release goes on whatever the hook does; the event reports it
-        return f"{type(error).__name__}: {error}"
+        return told(error)
     return None
 
 

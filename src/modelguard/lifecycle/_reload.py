@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.environment import _effect
-from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected
+from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected, told
 from modelguard.facts._gpu import Gpu, free_after, use_of
 from modelguard.lifecycle import _guard_options, _models
 from modelguard.lifecycle._models import is_plain_value
@@ -147,7 +147,7 @@ def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:
         answer = _verdict(guard, generation)
         rejected = answer is not None and not answer
     except Exception as error:
-        raise Rejected(f"validate raised {type(error).__name__}: {error}") from error
+        raise Rejected(f"validate raised {told(error)}") from error
     if rejected:
         raise Rejected(f"validate returned {answer!r}")
 
@@ -461,7 +461,7 @@ class Reload(Generic[M]):
             else:
                 self._load_and_install("first")
         except BaseException as error:  # noqa: BLE001 - a fault of ours must not leave callers waiting forever
-            self.fail(LoadFailed, f"{type(error).__name__}: {error}", error)
+            self.fail(LoadFailed, told(error), error)
 
     def fail(self, kind: type[LoadFailed], reason: str, cause: BaseException | None) -> None:
         """End in failure: tell those who wait, and set the time of the next attempt."""
@@ -667,8 +667,7 @@ class Reload(Generic[M]):
             shortage = self._shortage(before) if isinstance(error, MemoryError) else ""  # while the load still holds it
             free_after(guard.runtime.gpu, error)  # who waits keeps the error, and would keep half a model
             cause = named(guard.name, guard.runtime.gpu, error)
-            said = "; ".join(filter(None, (str(cause), shortage)))
-            self.fail(LoadFailed, f"{type(cause).__name__}: {said}", cause)
+            self.fail(LoadFailed, "; ".join(filter(None, (told(cause), shortage))), cause)
         return None
 
     def _shortage(self, before: int) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypedDict, cast, get_args
 
 from modelguard import _units
 from modelguard._function_kinds import FunctionKind, kind_of
-from modelguard.errors import InvalidOption, ItemRefused, ItemTooHeavy
+from modelguard.errors import InvalidOption, ItemRefused, ItemTooHeavy, told
 from modelguard.runtime.event_loops import OwnLoop
 from modelguard.serving._requests import Group, Request
 from modelguard.serving.breaker import Breaker
@@ -685,7 +685,7 @@ class Arguments:
         try:
             weight = float(weigh(item))
         except Exception as error:
-            raise ItemRefused(self._name, why=f"the item cannot be weighed: {type(error).__name__}: {error}") from error
+            raise ItemRefused(self._name, why=f"the item cannot be weighed: {told(error)}") from error
         if not 0 <= weight < math.inf:
             raise ItemRefused(self._name, why=f"the item's weight is {weight}, and must be a number of at least 0")
         if weight > self._max_weight:
@@ -696,10 +696,10 @@ class Arguments:
         try:
             key = fair_by(item)
         except Exception as error:
-            raise ItemRefused(self._name, why=f"fair_by failed: {type(error).__name__}: {error}") from error
+            raise ItemRefused(self._name, why=f"fair_by failed: {told(error)}") from error
         try:
             hash(key)
         except Exception as error:  # noqa: BLE001 - whatever the key's own code raises
-            why = f"the key from fair_by must be hashable: {type(error).__name__}: {error}"
+            why = f"the key from fair_by must be hashable: {told(error)}"
             raise ItemRefused(self._name, why=why) from None
         return key

@@ -29,6 +29,7 @@ from modelguard.errors import (
     Overloaded,
     WouldDeadlock,
     WrongResults,
+    told,
 )
 from modelguard.facts._gpu import TORCH_CUDA, free_after
 from modelguard.runtime import own_thread
@@ -263,11 +264,8 @@ def batch_failed(error: BaseException, name: str, size: int) -> BatchFailed:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of an error in one line; the type alone if its ``__str__`` fails."""
-    text = ""
-    with contextlib.suppress(BaseException):  # whatever its __str__ raises, its callers get their answers
-        text = f": {error}".partition("\n")[0]
-    return _units.printable(f"{type(error).__name__}{text}")
+    """Type and text of an error in one line."""
+    return _units.printable(told(error).partition("\n")[0])
 
 
 def not_told_apart(name: str, runs: int, error: BaseException) -> Overloaded:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from modelguard import _units
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, told
 from modelguard.runtime import clock
 
 __all__ = [
@@ -274,7 +274,7 @@ def check_key(key: Hashable, argument: str) -> None:
     try:
         hash(key)
     except Exception as error:  # noqa: BLE001 - whatever the key's own code raises
-        why = f"a key must be hashable: {type(error).__name__}: {error}"
+        why = f"a key must be hashable: {told(error)}"
         raise InvalidOption(argument, key, why=why, fix="Give a text, a number or a tuple of them.") from None
 
 

@@ -224,8 +224,19 @@ class Broken(Policy):
         raise self.error
 
 
+class Unwritable(Exception):
+    """Its text fails."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 class TestAPolicyThatRaises:
-    @pytest.mark.parametrize("error", [KeyError("uptime"), SystemExit(3)], ids=["error", "exit"])
+    @pytest.mark.parametrize(
+        "error",
+        [KeyError("uptime"), SystemExit(3), asyncio.CancelledError(), Unwritable()],
+        ids=["error", "exit", "cancelled", "unwritable"],
+    )
     def test_does_not_silence_the_others(self, world: World, error: BaseException) -> None:
         """The other members of ``|`` still count, memory policies included; the broken one is named once."""
         world.inline = True
