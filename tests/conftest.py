@@ -83,8 +83,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.thorough)
     if not hasattr(config, "workerinput"):  # this is not a process of xdist's
         return
-    # Memory is read, and collected, a hundred times faster in a process that has no torch yet.
-    items.sort(key=lambda item: item.path.parent.name != "testing")
     for item in items:
         if item.path.name not in INDEPENDENT:
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
