@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.environment import _effect
-from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected, told
+from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected, shortened, told
 from modelguard.facts._gpu import Gpu, free_after, use_of
 from modelguard.lifecycle import _guard_options, _models
 from modelguard.lifecycle._models import is_plain_value
@@ -149,7 +149,7 @@ def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:
     except Exception as error:
         raise Rejected(f"validate raised {told(error)}") from error
     if rejected:
-        raise Rejected(f"validate returned {answer!r}")
+        raise Rejected(f"validate returned {shortened(answer)}")
 
 
 def _verdict(guard: GuardContext[M], generation: Generation[M]) -> object:
