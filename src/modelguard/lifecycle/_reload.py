@@ -71,12 +71,15 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Generatio
     """
 
     def work() -> Generation[M]:
-        job.threads.add(threading.get_ident())
+        me = threading.get_ident()
+        added = me not in job.threads  # else it is the thread of the job, which goes on
+        job.threads.add(me)
         try:
             return _make(guard, discard)
         finally:
             _effect.end_openmp_pool()  # this thread may be kept, and idle for minutes
-            job.threads.discard(threading.get_ident())  # the next thread may get the same identity
+            if added:
+                job.threads.discard(me)  # the next thread may get the same identity
 
     with guard.runtime.returning():  # ends here with the wait for a loader that does not end
         return _within(
