@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, shortened
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
 
 if TYPE_CHECKING:
@@ -291,7 +291,12 @@ class KeyedName(str):
     pool: str
 
     def __new__(cls, pool: str, key: object, text: str | None = None) -> Self:
-        made = super().__new__(cls, printable(f"{pool}[{key!r}]") if text is None else text)
+        if text is None:
+            try:
+                text = f"{pool}[{key!r}]"
+            except Exception:  # noqa: BLE001 - the repr of a key is code of the user's
+                text = f"{pool}[{shortened(key)}]"
+        made = super().__new__(cls, printable(text))
         made.pool = printable(pool)
         return made
 

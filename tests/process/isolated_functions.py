@@ -303,7 +303,10 @@ def plain() -> int:
 
 
 class Service:
-    """Has functions that belong to it."""
+    """Has functions that belong to it, and no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
 
     @isolate(workers=1)
     @guard(load, reload_on=None)
@@ -328,6 +331,8 @@ def items(_: Model, count: int, end: str = "") -> Iterator[int]:
     yield from range(count)
     if end == "raise":
         raise ValueError("at the end")
+    if end == "exit":
+        raise SystemExit(Service())
     if end == "die":
         os._exit(5)
 

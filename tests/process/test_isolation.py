@@ -128,6 +128,10 @@ class TestCalls:
             with pytest.raises(RemoteError, match="SystemExit: 4"):
                 echo(do="exit")
             assert 5 == echo(5)
+        with using(functions.items) as items:
+            with pytest.raises(RemoteError, match=r"SystemExit: \(no text\)"):
+                list(items(1, end="exit"))
+            assert 0 == items.status().crashed
 
     def test_log_records_and_events_reach_the_owner(
         self, caplog: pytest.LogCaptureFixture, seen: list[telemetry.Event]

@@ -456,7 +456,7 @@ def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseExc
         name: The isolated function's name.
         plain: Whether only what Python and modelguard have will do, since the rest would need its modules.
     """
-    with suppress(Exception):
+    with suppress(BaseException):  # pickling runs any code
         content = dumps(error)
         if type(loads_plain(*content) if plain else unpickle(*content)) is type(error):
             return error

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from modelguard import _public, _units
 from modelguard._function_kinds import FunctionKind, kind_of
-from modelguard.errors import InvalidOption, NotSupported
+from modelguard.errors import InvalidOption, NotSupported, shortened
 from modelguard.facts._proc import MODEL_LIBRARIES
 from modelguard.isolation import _processes
 from modelguard.lifecycle import runtime
@@ -434,7 +434,7 @@ class PoolSource(NamedTuple):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if key_of(args, kwargs) != key:  # the function calls itself, else its owner has looked
-                reason = f"this worker has the model of key {key!r} of pool {name!r} alone"
+                reason = f"this worker has the model of key {shortened(key)} of pool {name!r} alone"
                 raise NotSupported("a call with another key inside an isolated function", reason=reason)
             return keyed(*args, **kwargs)
 

@@ -327,9 +327,6 @@ class Serving:
             result = self._call(*args, **kwargs)
             if self._kind == "coroutine":
                 result = self._run(result)
-        except (KeyboardInterrupt, SystemExit) as error:
-            self._fail(RemoteError(self._name, kind=type(error).__qualname__, text=str(error)), error)
-            return
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             self._fail(error, error)
             return
@@ -400,6 +397,8 @@ class Serving:
 
     def _fail(self, error: BaseException, raised: BaseException | None) -> None:
         text = None if raised is None else "".join(traceback.format_exception(raised))
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):  # ends nothing, in the owner as here
+            error = RemoteError(self._name, kind=type(error).__qualname__, text=text_of(error))
         sent = portable(error, self._name, plain=self._mold.options.stub is not None)
         content = _channel.dumps((int(AnswerKind.ERROR), (sent, text), self._mold.worn))
         size = _channel.size(content)

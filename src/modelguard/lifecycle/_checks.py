@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
@@ -66,7 +67,10 @@ def _chosen(asked: set[Action]) -> Action:
 
 
 def _name(policy: Policy) -> str:
-    return type(policy).__name__ if policy.kind == "custom" else repr(policy)
+    if policy.kind != "custom":
+        with suppress(Exception):  # of a policy of the author's that it joins
+            return repr(policy)
+    return type(policy).__name__
 
 
 #: Seconds between two checks of what has to wait, so that what is no longer due does not go on waiting.
@@ -415,10 +419,9 @@ class Checks(Generic[M]):
         for member in members:
             try:
                 next_check = member.next_check(snapshot)
+                uses, seconds = min(uses, next_check.uses), min(seconds, next_check.seconds)
             except BaseException as error:  # noqa: BLE001 - see there
                 self._policy_raised(member, error)
-                continue
-            uses, seconds = min(uses, next_check.uses), min(seconds, next_check.seconds)
         idle = snapshot.uses == self._uses_seen
         self._uses_seen = snapshot.uses
         until_reading = self.readings.interval

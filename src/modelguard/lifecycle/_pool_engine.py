@@ -20,6 +20,7 @@ from modelguard.errors import (
     Reloading,
     UnhashableKey,
     WouldDeadlock,
+    shortened,
 )
 from modelguard.facts._proc import ShownPause
 from modelguard.lifecycle import _engine
@@ -310,7 +311,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
     def _raise_inside_lease(self, keys: tuple[K, ...]) -> None:
         for key, model in self._models.items():
             if model.encloses_this_call and (not keys or key in keys):
-                why = f"unload() inside a lease of key {key!r} would wait for that lease to end"
+                why = f"unload() inside a lease of key {shortened(key)} would wait for that lease to end"
                 raise WouldDeadlock(
                     self.name, why=why, fix="Call it outside, or use reload(), which waits for nothing."
                 )
@@ -530,7 +531,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
 
     def _return(self, model: PooledModel[M], mine: bool) -> None:  # noqa: FBT001 - by position, as it was found
         for key in [key for key, known in self._models.items() if mine and known is model]:
-            self._drop(key, model, Overloaded(f"pool {self.name!r}: who was to load key {key!r} is gone"))
+            self._drop(key, model, Overloaded(f"pool {self.name!r}: who was to load key {shortened(key)} is gone"))
         self._unpin(model)
 
     def _expired(self, model: PooledModel[M]) -> bool:
@@ -560,17 +561,17 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
     def why_full(self, key: K) -> Overloaded:
         with self._lock:
             if (model := self._models.get(key)) is not None:
-                why = f"the model of key {key!r} is still being {'loaded' if model.loading else 'replaced'}"
+                why = f"the model of key {shortened(key)} is still being {'loaded' if model.loading else 'replaced'}"
             else:
                 used, budget = (_units.format_bytes(n) for n in (self._used, self.options.max_memory))
-                why = f"no room for key {key!r}; {len(self._models)} models with {used} of {budget} are in use"
+                why = f"no room for key {shortened(key)}; {len(self._models)} models with {used} of {budget} are in use"
             return Overloaded(f"pool {self.name!r}: {why}")
 
     # Loading
 
     def _load(self, key: K, model: PooledModel[M], limit: Timeout) -> bool:
         """Load a new model; false if it must be evicted again because it does not fit."""
-        late = f"pool {self.name!r}: key {key!r} waited too long for the loads of other models"
+        late = f"pool {self.name!r}: key {shortened(key)} waited too long for the loads of other models"
         with self._turn(limit, lambda: Overloaded(late), failed=partial(self._drop, key, model)):
             self._close_evicted()  # their memory is needed now
             with self._lock:
@@ -649,7 +650,9 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
     def _drop(self, key: K, model: PooledModel[M], error: BaseException) -> None:
         failure = error if isinstance(error, Exception) else None
         with self._lock:
-            model.failure = failure or Overloaded(f"pool {self.name!r}: the load of key {key!r} was interrupted")
+            model.failure = failure or Overloaded(
+                f"pool {self.name!r}: the load of key {shortened(key)} was interrupted"
+            )
             if self._models.get(key) is model:
                 del self._models[key]
             if isinstance(failure, LoadFailed) and model.engine is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.environment import _effect
-from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected, told
+from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected, shortened, told
 from modelguard.facts._gpu import Gpu, free_after, use_of
 from modelguard.lifecycle import _guard_options, _models
 from modelguard.lifecycle._models import is_plain_value
@@ -71,12 +71,15 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Generatio
     """
 
     def work() -> Generation[M]:
-        job.threads.add(threading.get_ident())
+        me = threading.get_ident()
+        added = me not in job.threads  # else it is the thread of the job, which goes on
+        job.threads.add(me)
         try:
             return _make(guard, discard)
         finally:
             _effect.end_openmp_pool()  # this thread may be kept, and idle for minutes
-            job.threads.discard(threading.get_ident())  # the next thread may get the same identity
+            if added:
+                job.threads.discard(me)  # the next thread may get the same identity
 
     with guard.runtime.returning():  # ends here with the wait for a loader that does not end
         return _within(
@@ -149,7 +152,7 @@ def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:
     except Exception as error:
         raise Rejected(f"validate raised {told(error)}") from error
     if rejected:
-        raise Rejected(f"validate returned {answer!r}")
+        raise Rejected(f"validate returned {shortened(answer)}")
 
 
 def _verdict(guard: GuardContext[M], generation: Generation[M]) -> object:

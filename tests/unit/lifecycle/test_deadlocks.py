@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number
 
-from modelguard import Loading, ModelGuard
+from modelguard import Loading, ModelGuard, telemetry
 from modelguard.errors import LoadFailed, Overloaded, WouldDeadlock
 from modelguard.lifecycle import _engine
+from modelguard.telemetry import Event, GenerationReleased, LoadFinished
 
 INSTEAD = "Use the model itself inside the loader, or move the call to warmup"
 
@@ -41,6 +42,33 @@ def test_a_loader_that_uses_its_own_guard_is_told(world: World, use: str, option
     with pytest.raises(LoadFailed, match=INSTEAD) as failure:
         guard.load(TIMEOUT)
     assert [LoadFailed, WouldDeadlock] == causes(failure.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"loading": Loading("1h")}], ids=str)
+@pytest.mark.parametrize("use", ["reload", "unload"])
+@pytest.mark.parametrize("event", [LoadFinished, GenerationReleased])
+def test_a_hook_that_waits_for_the_load_that_it_hears_of_is_told(
+    world: World, event: type[Event], use: str, options: dict[str, Any]
+) -> None:
+    """Its thread is that of the load, to the end of the old model: waiting would keep both from ending."""
+    told: list[type[BaseException]] = []
+
+    def again(heard: Event) -> None:
+        if isinstance(heard, event) and not told:
+            try:
+                getattr(guard, use)(timeout=0.01)
+            except Exception as error:  # noqa: BLE001 - it is what the test looks at
+                told.append(type(error))
+
+    guard = world.guard(**options)
+    remove = telemetry.add_hook(again)
+    try:
+        guard.load(TIMEOUT)
+        guard.reload(timeout=TIMEOUT)
+        world.join()
+    finally:
+        remove()
+    assert [WouldDeadlock] == told
 
 
 def test_an_async_loader_that_uses_its_own_guard_is_told(world: World) -> None:

@@ -50,6 +50,16 @@ class TestARejectedModel:
         assert ([1], False) == (unloaded, guard.ready)
         assert "rejected" == world.last(LoadDiscarded).cause
 
+    def test_a_false_verdict_that_cannot_be_written(self, world: World) -> None:
+        """It rejects the model like any other."""
+
+        class Report(list[str]):
+            def __repr__(self) -> str:
+                raise LookupError("nothing to show")
+
+        with pytest.raises(ModelRejected, match="validate returned <Report instance"):
+            world.guard(validate=lambda _model: Report()).load()
+
     def test_a_raised_verdict(self, world: World) -> None:
         """``validate`` may raise as well; what it raised is the cause."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -112,6 +113,14 @@ class TestClose:
         assert (["a", "b"], ["a", "b"]) == (sorted(loaded(pool)), use(pool, "a", "b"))
 
 
+@dataclass(frozen=True, repr=False)
+class Nameless:
+    number: int
+
+    def __repr__(self) -> str:
+        raise LookupError("no name")
+
+
 class TestLease:
     @pytest.mark.parametrize("key", [[], {}, {1}, ({},)], ids=repr)
     def test_of_an_unhashable_key_is_refused_at_once(self, world: World, key: Any) -> None:
@@ -120,6 +129,16 @@ class TestLease:
             world.pool().lease(key)
         assert repr(key) == refusal.value.key
         assert isinstance(refusal.value, TypeError)
+
+    @pytest.mark.parametrize("kind", [Nameless, lambda number: 10 ** (5000 + number)], ids=["raises", "too long"])
+    def test_of_a_key_that_cannot_be_written_is_one_like_others(self, world: World, kind: Any) -> None:
+        """Its model is loaded, and gives way to that of the next key."""
+        pool = world.pool(max_models=1)
+        for number in (1, 1, 2):
+            with pool.lease(kind(number)) as model:
+                assert ["fine"] == model.words("fine")
+        assert ["a"] == use(pool, "a")
+        assert ["a"] == list(loaded(pool))
 
     def test_serves_once(self, world: World) -> None:
         """A lease cannot be used twice; the error says what to do instead."""

@@ -224,6 +224,13 @@ class Broken(Policy):
         raise self.error
 
 
+class Nameless(Broken):
+    """Nor can it be written."""
+
+    def __repr__(self) -> str:
+        raise self.error
+
+
 class Unwritable(Exception):
     """Its text fails."""
 
@@ -245,6 +252,30 @@ class TestAPolicyThatRaises:
         reported = [event.error for event in world.seen(CallbackErrored)]
         assert all("in Broken" in text for text in reported)
         assert len(reported) <= 2, "once per generation"
+
+    def test_may_be_one_that_cannot_be_written(self, world: World) -> None:
+        """Joined to another one by ``&``, its own ``repr`` is part of the name; the call that ends gets its result."""
+        world.inline = True
+        nlp = world.guard(reload_on=Nameless(KeyError("uptime")) & Uses(1) | Uses(3))
+        assert [1, 1, 1, 2] == [number(nlp) for _ in range(4)]
+        assert all("KeyError: 'uptime'" in event.error for event in world.seen(CallbackErrored))
+        assert world.seen(CallbackErrored)
+
+    def test_in_what_it_returns_does_not_silence_the_others(self, world: World) -> None:
+        """``next_check`` that returns nothing is reported like one that raises."""
+
+        class Silent(Policy):
+            def due(self, now: Snapshot) -> bool:
+                return False
+
+            def next_check(self, now: Snapshot) -> Any:
+                pass
+
+        world.inline = True
+        nlp = world.guard(reload_on=Silent() | Uses(3))
+        assert [1, 1, 1, 2] == [number(nlp) for _ in range(4)]
+        assert all("in Silent" in event.error for event in world.seen(CallbackErrored))
+        assert world.seen(CallbackErrored)
 
     def test_does_not_silence_a_memory_limit(self, world: World) -> None:
         """The safety net holds beside a policy that fails."""
