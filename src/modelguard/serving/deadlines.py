@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, ContextDecorator
+from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -242,7 +242,7 @@ def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 
     return OnBehalf(web_request, key, priority)
 
 
-def caller(key: Hashable, *, priority: int = 0) -> AbstractContextManager[None]:
+def caller(key: Hashable, *, priority: int = 0) -> Bound:
     """Say whose the batched calls inside the block are, so that callers share fairly.
 
     The web middleware does the same with its option ``fair_by``. The key follows the context into tasks and into
