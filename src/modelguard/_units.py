@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -318,6 +319,16 @@ def process_id(value: int, argument: str) -> int:
         fix = "Give the id of a running process as an int, as os.getpid() returns it and pgrep prints it."
         raise InvalidOption(argument, value, why="must be a process id", fix=fix)
     return value
+
+
+def unnameable(text: str) -> str:
+    """Why the system takes no such name of a file or word of a command; empty if it does."""
+    try:
+        if b"\0" not in os.fsencode(text):
+            return ""
+    except UnicodeEncodeError:
+        return "has a character that cannot be encoded"
+    return "has a NUL character"
 
 
 def kind_of(value: object) -> str:

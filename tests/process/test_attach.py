@@ -120,6 +120,18 @@ def test_a_process_that_is_not_python() -> None:
     assert "because it runs no Python." in done.stdout
 
 
+def test_a_process_that_has_ended_from_inside() -> None:
+    """Its parent has not collected it yet."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        done = modelguard("doctor", "--pid", str(process.pid), "--inside")
+    finally:
+        process.wait()
+    assert (2, "") == (done.returncode, done.stdout)
+    assert "has ended" in done.stderr
+
+
 def test_no_such_process_from_inside() -> None:
     """That is said, and not how a process could be asked."""
     done = modelguard("doctor", "--pid", "4194305", "--inside")

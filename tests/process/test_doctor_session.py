@@ -201,3 +201,11 @@ def test_a_command_that_does_not_serve_is_not_without_faults(tmp_path: Path) -> 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert 2 == done.returncode, done.stderr
     assert "It did not serve" in done.stdout.splitlines()[-1]
+
+
+def test_what_the_system_takes_in_no_command_is_named() -> None:
+    """Before anything is started."""
+    with pytest.raises(InvalidOption, match=r"^command='x.*has a NUL character"):
+        facts_of_command([sys.executable, "x\0"])
+    with pytest.raises(InvalidOption, match=r"^cwd=.*has a NUL character"):
+        facts_of_command([sys.executable], cwd=Path("x\0"))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from modelguard import _units
 from modelguard.diagnosis import _redact
 from modelguard.diagnosis._facts import KNOWN, Facts
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree, require_proc
@@ -309,6 +310,10 @@ def facts_of_command(
     """
     if not words:
         raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
+    for argument, texts in (("command", words), ("cwd", [os.fspath(cwd or "")])):
+        for text in texts:
+            if why := _units.unnameable(text):
+                raise InvalidOption(argument, text, why=why, fix="Remove it.")
     if request is not None:
         check_url(request)
     require_proc()

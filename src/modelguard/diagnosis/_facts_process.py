@@ -498,7 +498,8 @@ def facts_from_inside(pid: str | int) -> Facts:
     number = process_number(pid)
     require_proc()
     with readable(number):
-        _proc.maps(number)  # so that of no process that does not exist it is said how it could be asked
+        if not _proc.maps(number):  # of what does not exist, or has ended, it is not said how it could be asked
+            raise ProcessLookupError
     answers: dict[int, Mapping[str, Any]] = {}
     unknown: list[str] = ["which variables it has set for itself since it started, cannot be asked"]
     for each in dict.fromkeys([number, *(process.pid for process in _proc.tree(number))]):

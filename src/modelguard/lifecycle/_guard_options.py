@@ -482,9 +482,11 @@ def _check_memory(policy: MemoryLimit | MemoryGrowth, limit: int | None) -> None
 
 
 def _check_path(policy: Modified) -> None:
-    if not policy.path.exists():
-        warn_never_due(policy, f"{policy.path} does not exist yet, so no change can be seen until it does")
-    elif not runtime.is_whole(runtime.fingerprint(policy.path)):
+    found = runtime.fingerprint(policy.path)
+    if found is None:
+        why = "does not exist yet, or cannot be read"
+        warn_never_due(policy, f"{policy.path} {why}, so no change can be seen until that changes")
+    elif not runtime.is_whole(found):
         most = f"only the first {runtime.MAX_ENTRIES:,} files of {policy.path} are watched"
         warn_never_due(policy, f"{most}, so no change of the others is seen; name the folder of one model")
 

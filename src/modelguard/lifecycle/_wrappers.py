@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import wrapt
@@ -47,7 +47,8 @@ def keep(lease: Lease[Any], result: Any) -> Any:
     if hasattr(result, "add_done_callback"):  # a future or task: returned as it is
         result.add_done_callback(lambda _: lease.end(failed=False))
         return result
-    return (_LeasedIterator if hasattr(type(result), "__next__") else _LeasedAsyncIterator)(result, lease)
+    parts = tuple(part for name, part in _PARTS.items() if hasattr(type(result), name))
+    return _leased_kind(parts)(result, lease)
 
 
 def drive(take: Callable[[], Lease[Any]], start: Callable[[Any], Generator[Any, Any, Any]]) -> Generator[Any, Any, Any]:
@@ -132,13 +133,20 @@ class _Leased(_Proxy):
 
 
 class _LeasedGenerator(_Leased):
-    """A generator run by :func:`drive`. If it is closed before it has begun, none of that runs to end its lease."""
+    """A generator run by :func:`drive`. If it ends before it has begun, none of that runs to end its lease."""
 
     def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> Any:
         return next(self.__wrapped__)
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self.__wrapped__.throw(*error)
+        finally:
+            if self.__wrapped__.gi_frame is None:
+                self._self_lease.end(failed=False)
 
     def close(self) -> None:
         self.__wrapped__.close()
@@ -194,6 +202,27 @@ class _LeasedAsyncIterator(_Leased):
                 await self._self_lease.astep(self.__wrapped__.aclose())
         finally:
             self._self_lease.end(failed=False)
+
+
+class _LeasedAwaitable(_Leased):
+    """An iterator that can be awaited as well, as cursors of databases can: for rows, or for itself once it is open."""
+
+    def __await__(self) -> Any:
+        try:
+            result = yield from self._self_lease.astep(self.__wrapped__).__await__()
+        except BaseException as error:
+            self._self_lease.end_with(error)
+            raise
+        return self if result is self.__wrapped__ else result
+
+
+#: By the method that a result must have. It may be several of these at once.
+_PARTS = {"__next__": _LeasedIterator, "__anext__": _LeasedAsyncIterator, "__await__": _LeasedAwaitable}
+
+
+@cache
+def _leased_kind(parts: tuple[type[_Leased], ...]) -> type[_Leased]:
+    return type("_LeasedResult", parts, {})
 
 
 #: Takes a lease for a call with these arguments; for a coroutine at once, or after a wait.

@@ -504,6 +504,8 @@ def _check_path(path: object) -> None:
         why = f"must be text or a path, not {_units.kind_of(path)}"
     elif not os.fspath(path):
         why = "must be a path that is not empty"
+    else:
+        why = _units.unnameable(os.fspath(path))
     if why:
         raise InvalidOption("path", path, why=why, fix=fix)
 

@@ -791,16 +791,18 @@ class Batcher:
         self._refuse_interruption("close", "Set a flag in the handler, and close when the program ends.")
         with self._lock:
             self._queue.close()
+            drained = self._drained
         self._wake_all()
         self._settle()
-        if self._drained.wait(timeout):
-            self._drained.set()  # for others who wait
-        else:
-            with self._lock:
+        if drained.wait(timeout):
+            drained.set()  # for others who wait
+            return
+        with self._lock:
+            if self._drained is drained:  # not reopened meanwhile
                 self._queue.refuse_waiting(GuardClosed(self.name))
                 if abandon:
                     self._queue.refuse_running(GuardClosed(self.name))
-            self._settle()
+        self._settle()
 
     def reopen(self) -> None:
         if not self._queue.closed:

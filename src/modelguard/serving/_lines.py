@@ -139,14 +139,17 @@ class Fairness:
                 self._forget(flow)
 
     def recount(self, requests: Iterable[Request]) -> None:
-        """Count again what waits, after an interruption at any point."""
-        for flow in self._flows.values():
+        """Count again what waits, after an interruption at any point.
+
+        What has joined is not looked up by its key, whose own code may have been what failed.
+        """
+        known = set(self._flows.values())
+        for flow in known:
             flow.waiting, flow.cost = 0, 0.0
-        self._waiting = 0
+        self._waiting, self._greediest = 0, None
         for request in requests:
-            known = self._flows.get(request.key)
-            if known is not None and known is request.flow:
-                self._add(known, request)
+            if request.flow in known:
+                self._add(request.flow, request)
             else:
                 self.joined(request)
         if not self._waiting:

@@ -166,6 +166,7 @@ class BatchQueue:
         self.reopen()
         self.counters = Counters()
         self._probe: Request | None = None  # which tries whether the circuit can be closed
+        self._together = 1  # how many requests are admitted, or none of them
         self._joining = False  # whether requests are being admitted that belong to one that has passed the circuit
         self._recent = Recent()
         self._abandoned = 0  # requests in running batches that are done
@@ -271,9 +272,10 @@ class BatchQueue:
         """
         self.take_in()
         self.expire(now)
-        if not self.closed and self.waiting + len(requests) > self._max_queue:
-            raise self._queue_full(now)
+        self._together = len(requests)
         try:
+            if not self.closed and self.waiting + len(requests) > self._max_queue:
+                raise self._queue_full(now)
             for request in requests:
                 self.admit(request, now)
                 self._joining = True
@@ -281,7 +283,7 @@ class BatchQueue:
             self.withdraw(*requests)
             raise
         finally:
-            self._joining = False
+            self._together, self._joining = 1, False
 
     def withdraw(self, *requests: Request) -> None:
         """Undo admissions that an exception interrupted at any point: count again what is really there."""
@@ -301,7 +303,7 @@ class BatchQueue:
         circuit = self.circuit
         if circuit is None or self._joining or (pause := circuit.retry_after(now)) is None:
             return None
-        self.counters.refused_open += 1
+        self.counters.refused_open += self._together
         return CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
 
     def _admitted(self, request: Request) -> None:
@@ -346,7 +348,7 @@ class BatchQueue:
         if fairness is not None and limits.quota is not None:
             of_key = fairness.waiting_of(request.key)
             if of_key >= limits.quota:
-                self.counters.refused_quota += 1
+                self.counters.refused_quota += self._together
                 pause = self._planner.seconds_to_drain(of_key, now)
                 raise QuotaExceeded(limits.name, request.key, queued=of_key, quota=limits.quota, retry_after=pause)
         if self.waiting < limits.max_queue:
@@ -358,7 +360,7 @@ class BatchQueue:
 
     def _queue_full(self, now: float, *, displaced: bool = False) -> QueueFull:
         """The error for a request without a place; ``displaced``: it has waited, and lost its place to another one."""
-        self.counters.refused_full += 1
+        self.counters.refused_full += self._together
         pause = self._planner.seconds_to_drain(self.waiting, now)
         return QueueFull(self._limits.name, queued=self.waiting, retry_after=pause, displaced=displaced)
 
@@ -370,11 +372,11 @@ class BatchQueue:
         """
         left = request.deadline - now
         if left <= 0:
-            self.counters.expired += 1
+            self.counters.expired += self._together
             raise DeadlineExceeded(self._limits.name, waited=0.0)
         estimate = self._planner.too_late(request, self._lines, self.waiting, self.running, now)
         if estimate is not None:
-            self.counters.refused_late += 1
+            self.counters.refused_late += self._together
             raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
 
     # Out

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from modelguard.serving._requests import Group
@@ -257,7 +258,9 @@ class BatchTimes:
 
     def _learn(self) -> None:
         while self._unread:
-            self._learn_run(*self._unread.popleft())
+            run = self._unread.popleft()
+            with suppress(Exception):  # keyword arguments that raise where they are compared: others learn all the same
+                self._learn_run(*run)
         self._unread_seconds = 0.0
         self._curves.clear()
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from modelguard import _units
+from modelguard._function_kinds import kind_of
 from modelguard.errors import InvalidOption, told
 from modelguard.runtime import clock
 
@@ -121,6 +121,8 @@ class Scope:
         enclosing: The batchers whose batch functions run here, or wait for what runs here.
         key: Whose calls they are; None if that is not known.
         priority: The least that they have.
+        block: The block that made it, if one did.
+        before: The scope around that block.
     """
 
     deadline: float = math.inf
@@ -128,6 +130,8 @@ class Scope:
     enclosing: frozenset[object] = frozenset()
     key: Hashable = None
     priority: int = 0
+    block: object = field(default=None, compare=False, repr=False)
+    before: Scope | None = field(default=None, compare=False, repr=False)
 
     @property
     def nearest_deadline(self) -> float:
@@ -141,44 +145,49 @@ _UNBOUNDED = Scope()
 current_scope: ContextVar[Scope | None] = ContextVar("modelguard scope", default=None)
 
 
-def _leave(token: Token[Scope | None]) -> None:
-    # It may end in another context than it began in, as generators do that a framework runs in threads step by step.
-    with contextlib.suppress(ValueError):
-        current_scope.reset(token)
-
-
 class Bound(ContextDecorator):
-    """A block whose batched calls have a deadline. Made by :func:`deadline`; also decorates plain functions."""
+    """A block for whose batched calls something holds, as :func:`deadline` and :func:`caller` make it.
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._tokens: dict[int, Token[Scope | None]] = {}  # by the scope: one block may be entered by many at once
+    It also decorates plain functions. Several threads or tasks may be in it at once.
+
+    Args:
+        name: The function that made it, for errors.
+        change: What holds in the block, as fields of a scope, given the scope around it.
+    """
+
+    def __init__(self, name: str, change: Callable[[Scope], dict[str, Any]]) -> None:
+        self._name = name
+        self._change = change
 
     def __enter__(self) -> None:
-        outer = current_scope.get() or _UNBOUNDED
-        scope = replace(outer, deadline=min(outer.deadline, clock.now() + self._timeout))
-        self._tokens[id(scope)] = current_scope.set(scope)
+        before = current_scope.get()
+        outer = before or _UNBOUNDED
+        current_scope.set(replace(outer, **self._change(outer), block=self, before=before))
 
     def __exit__(self, *exc_info: object) -> None:
-        token = self._tokens.pop(id(current_scope.get()), None)
-        _leave(self._tokens.popitem()[1] if token is None else token)
+        # It may end in another context than it began in, as generators do that a framework runs in threads step by
+        # step: there nothing of it holds, and what holds is not its own.
+        scope = current_scope.get()
+        while scope is not None and scope.block is not self:
+            scope = scope.before
+        if scope is not None:
+            current_scope.set(scope.before)
 
     def _recreate_cm(self) -> Self:
-        return type(self)(self._timeout)  # a decorated function may run in several threads at once
+        return type(self)(self._name, self._change)  # one for each call of a decorated function
 
     if not TYPE_CHECKING:  # checkers reject these; without a checker they need a message that says what to write
 
         def __call__(self, function: Any) -> Any:
-            later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-            if any(runs_later(function) for runs_later in later):
-                kind = "coroutine" if later[0](function) else "generator"
-                why = f"is a {kind} function, which runs after the deadline's block has ended"
-                fix = "Write inside it: with deadline(...):"
+            kind = kind_of(getattr(function, "__func__", function))  # of a static method
+            if kind != "function":
+                why = f"is a {kind.removeprefix('async ')} function, which runs after the block has ended"
+                fix = f"Write inside it: with {self._name}(...):"
                 raise InvalidOption("function", function, why=why, fix=fix)
             return super().__call__(function)
 
         async def __aenter__(self) -> None:
-            raise TypeError("deadline() does not wait. Write `with deadline(...):`, without async.")
+            raise TypeError(f"{self._name}() does not wait. Write `with {self._name}(...):`, without async.")
 
         async def __aexit__(self, *exc_info: object) -> None: ...
 
@@ -198,16 +207,8 @@ def deadline(timeout: _units.Duration) -> Bound:
         InvalidOption: ``timeout`` is negative, not a number, or cannot be read.
         DeadlineExceeded: From the calls inside, when the time has passed.
     """
-    return Bound(_units.seconds(timeout, "timeout", zero=True))
-
-
-@contextmanager
-def _inside(change: Callable[[Scope], Scope]) -> Iterator[None]:
-    token = current_scope.set(change(current_scope.get() or _UNBOUNDED))
-    try:
-        yield
-    finally:
-        _leave(token)
+    seconds = _units.seconds(timeout, "timeout", zero=True)
+    return Bound("deadline", lambda outer: {"deadline": min(outer.deadline, clock.now() + seconds)})
 
 
 class OnBehalf:
@@ -232,7 +233,8 @@ class OnBehalf:
     def __exit__(self, *exc_info: object) -> None:
         self._scope = current_scope.get()
         if self._token is not None:
-            _leave(self._token)
+            with contextlib.suppress(ValueError):  # ended in another context, as a generator run in threads may be
+                current_scope.reset(self._token)
 
 
 def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> OnBehalf:
@@ -240,7 +242,7 @@ def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 
     return OnBehalf(web_request, key, priority)
 
 
-def caller(key: Hashable, *, priority: int = 0) -> AbstractContextManager[None]:
+def caller(key: Hashable, *, priority: int = 0) -> Bound:
     """Say whose the batched calls inside the block are, so that callers share fairly.
 
     The web middleware does the same with its option ``fair_by``. The key follows the context into tasks and into
@@ -258,7 +260,7 @@ def caller(key: Hashable, *, priority: int = 0) -> AbstractContextManager[None]:
     """
     check_key(key, "key")
     check_priority(priority)
-    return _inside(lambda outer: replace(outer, key=key, priority=priority))
+    return Bound("caller", lambda _outer: {"key": key, "priority": priority})
 
 
 def check_key(key: Hashable, argument: str) -> None:

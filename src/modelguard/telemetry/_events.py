@@ -577,7 +577,8 @@ class BatchFinished(Event, level=logging.DEBUG):  # it comes with every batch
         waiting: The number of items that wait for the next batch.
         wait_seconds: How long the first of its items waited.
         run_seconds: How long it ran, including reruns.
-        failed: The number of items that got an error.
+        failed: The number of items with an error as their result, also of those whose callers have left meanwhile:
+            these are ``expired`` or ``cancelled`` in the status, and not ``failed``.
         reruns: How often the function was called again to find the failing items.
         weight: The weight of the batch, with padding; 0 if items have no weights.
         padding: How much of it is padding; 0 unless the function was declared to pad.

@@ -231,6 +231,17 @@ class TestGenerators:
             conversation.send("bye")
         assert (["hello", "KeyError('k')", "bye"], 0) == (end.value.value, in_flight(guard))
 
+    @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
+    def test_that_end_before_they_begin_give_their_lease_back(
+        self, guard: ModelGuard[Any], error: BaseException
+    ) -> None:
+        """What is thrown into one that has not begun ends it, and no step of it runs."""
+        words: Any = guard(returns_generator)()
+        assert 1 == in_flight(guard)
+        with pytest.raises(type(error)):
+            words.throw(error)
+        assert (0, []) == (in_flight(guard), list(words))
+
     def test_async_ones_receive_values(self, guard: ModelGuard[Any]) -> None:
         """``asend`` and ``athrow`` work as well."""
 
@@ -354,6 +365,56 @@ class TestCoroutines:
         del coroutine
         gc.collect()
         assert 0 == in_flight(guard)
+
+
+class TestSeveralAtOnce:
+    """An iterator may be an asynchronous one and an awaitable as well: each way works, on one lease."""
+
+    class Cursor(Countdown, ACountdown):
+        def __await__(self) -> Any:
+            yield  # the next turn of the loop
+            return self if self.left else self.number()
+
+        number: Any = None
+
+    def test_each_way_works(self, world: World, guard: ModelGuard[Any]) -> None:
+        """Awaiting gives the result, or the iterator itself with its lease, and what it calls runs on its model."""
+        number = guard(lambda model: model.number)
+
+        def cursor(model: Any) -> Any:
+            made = self.Cursor(model.words(TEXT))
+            made.number = number
+            return made
+
+        async def main() -> list[Any]:
+            words = guard(cursor)()
+            same = await words
+            found = [same is words, next(words), in_flight(guard), [word async for word in same], in_flight(guard)]
+            other = guard(cursor)()
+            other.left.clear()
+            outcome(world.spawn(guard.reload))
+            found += [await other, in_flight(guard)]
+            await other.aclose()
+            return [*found, in_flight(guard)]
+
+        assert [True, "a", 1, ["b", "c"], 0, 1, 1, 0] == asyncio.run(main())
+
+    def test_an_error_ends_it(self, guard: ModelGuard[Any]) -> None:
+        """It counts as the model's."""
+        cursor = guard(lambda _model: self.Cursor([]))()
+
+        async def main() -> None:
+            await cursor
+
+        with pytest.raises(TypeError):
+            asyncio.run(main())
+        assert guard.engine.state.current is not None
+        assert (0, 1) == (in_flight(guard), guard.engine.state.current.errors)
+
+    def test_no_way_is_added(self, guard: ModelGuard[Any]) -> None:
+        """What is an iterator alone stays one."""
+        words = guard(returns_iterator)()
+        assert (False, False) == (inspect.isawaitable(words), hasattr(words, "__anext__"))
 
 
 class TestFutures:

@@ -181,6 +181,16 @@ class TestNeverFires:
         missing = tmp_path / "wieghts.bin"
         self.warned(lambda: guard(load, reload_on=Modified(missing)), "wieghts.bin does not exist yet")
 
+    def test_a_path_that_cannot_be_looked_at(self) -> None:
+        """Such as one in another user's folder, or with a name that is too long for the system."""
+        self.warned(lambda: guard(load, reload_on=Modified("a" * 5000)), "or cannot be read, so no change can be seen")
+
+    @pytest.mark.parametrize(("path", "why"), [("a\0b", "a NUL"), (Path("a\0b"), "a NUL"), ("a\ud800", "a character")])
+    def test_a_path_that_no_file_can_have(self, path: Any, why: str) -> None:
+        """It is refused where it is written."""
+        with pytest.raises(InvalidOption, match=rf"^path=.*: has {why}"):
+            Modified(path)
+
     def test_a_folder_with_more_files_than_are_watched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """No change of the others would be seen."""
         monkeypatch.setattr(runtime, "MAX_ENTRIES", 2)

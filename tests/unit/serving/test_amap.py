@@ -66,7 +66,7 @@ def test_all_of_them_find_room_or_none(model: Gated) -> None:
     async def main() -> None:
         with pytest.raises(QueueFull):
             await f.amap(["a", "b", "c"])
-        assert 2 == f.status().waiting
+        assert (2, 3) == (f.status().waiting, f.status().refused_full)
         fits = asyncio.create_task(f.amap(["d", "e"]))
         await next_turn()
         assert 4 == f.status().waiting
@@ -95,7 +95,7 @@ def test_all_of_them_are_in_time_or_none(modelguard_clock: Clock) -> None:
     async def main() -> None:
         with pytest.raises(DeadlineUnreachable):
             await f.amap(["a", "b", "c"], timeout="25s")
-        assert 0 == f.status().waiting
+        assert (0, 3) == (f.status().waiting, f.status().refused_late)
         task = asyncio.create_task(f.amap(["d"], timeout="25s"))
         await next_turn()
         assert 1 == f.status().waiting
@@ -114,7 +114,7 @@ def test_a_quota_holds_for_all_of_them(model: Gated) -> None:
         with caller("tenant"):
             with pytest.raises(QuotaExceeded):
                 await f.amap(["a", "b", "c"])
-            assert 0 == f.status().waiting
+            assert (0, 3) == (f.status().waiting, f.status().refused_quota)
             task = asyncio.create_task(f.amap(["a", "b"]))
             await next_turn()
             assert 2 == f.status().waiting

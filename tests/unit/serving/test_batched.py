@@ -371,6 +371,16 @@ def test_a_block_inside_of_another_does_not_lose_what_waits(model: Gated) -> Non
         assert [0, 1] == [future.result(TIMEOUT) for future in waiting]
 
 
+def test_a_reopening_in_the_middle_of_a_close_ends_that(model: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its refusal of calls and its wait, too: what waits then is computed."""
+    f = batched(max_size=1)(model)
+    waiting = queued(f, model, "second")
+    monkeypatch.setattr(f._batcher, "_wake_all", f._batcher.reopen)
+    f.close(0)
+    model.gate.set()
+    assert ("open", "second") == (f.status().state, waiting[0].result(TIMEOUT))
+
+
 def test_a_close_that_still_waits_does_not_refuse_what_comes_after_a_reopening(model: Gated) -> None:
     """The close returns at once, and what waits then is computed."""
     f = batched(max_size=1)(model)

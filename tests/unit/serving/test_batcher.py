@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
+import math
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -115,7 +117,32 @@ def test_a_block_may_end_in_another_context(block: Callable[[], contextlib.Abstr
     assert contextvars.copy_context().run(next, stepped, "the end") == "the end"
 
 
-def test_a_deadline_is_not_asynchronous() -> None:
+def test_a_block_that_ends_elsewhere_leaves_those_of_others_alone() -> None:
+    """One block at the top of a module: what ends in a context that knows nothing of it takes nobody else's."""
+    block = deadline("1h")
+    mine, theirs, nowhere = (contextvars.Context() for _ in range(3))
+    for each in (mine, theirs):
+        each.run(block.__enter__)
+    nowhere.run(block.__exit__)
+    for each in (theirs, mine):
+        assert each.run(left) is not None
+        each.run(block.__exit__)
+        assert each.run(current_scope.get) is None
+
+
+def test_a_block_may_be_used_again() -> None:
+    """One after the other and inside itself, of either kind."""
+    for block in (deadline("1h"), caller("a")):
+        for _ in range(2):
+            with block, block:
+                inner = current_scope.get()
+                assert inner is not None
+                assert (inner.key, inner.deadline) != (None, math.inf)
+            assert current_scope.get() is None
+
+
+@pytest.mark.parametrize(("block", "name"), [(deadline("1s"), "deadline"), (caller("a"), "caller")])
+def test_a_block_is_not_asynchronous(block: Any, name: str) -> None:
     """``async with`` and functions that run later are rejected with what to write: the block itself never waits."""
 
     async def step() -> None: ...
@@ -126,15 +153,26 @@ def test_a_deadline_is_not_asynchronous() -> None:
     async def async_parts() -> AsyncIterator[None]:
         yield
 
-    async def block() -> None:
-        async with deadline("1s"):  # type: ignore[attr-defined]
+    class Called:
+        async def __call__(self) -> None: ...
+
+    async def enter() -> None:
+        async with block:
             pass
 
-    for function in (step, parts, async_parts):
-        with pytest.raises(InvalidOption, match=r"Write inside it: with deadline\(...\):"):
-            deadline("1s")(function)
-    with pytest.raises(TypeError, match=r"Write `with deadline\(...\):`, without async"):
-        asyncio.run(block())
+    for function in (
+        step,
+        parts,
+        async_parts,
+        staticmethod(step),
+        functools.partial(step),
+        Called(),
+        Called().__call__,
+    ):
+        with pytest.raises(InvalidOption, match=rf"Write inside it: with {name}\(...\):"):
+            block(function)
+    with pytest.raises(TypeError, match=rf"Write `with {name}\(...\):`, without async"):
+        asyncio.run(enter())
 
 
 def test_no_time_at_all_admits_nothing(model: Gated) -> None:

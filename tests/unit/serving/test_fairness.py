@@ -457,6 +457,36 @@ def test_keys_that_change_are_forgotten_too() -> None:
     assert (2_000, 0) == (computed, len(fairness))
 
 
+class Incomparable:
+    """A key that raises when it is compared, once it is broken."""
+
+    broken = False
+
+    def __hash__(self) -> int:
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        if self.broken:
+            raise RuntimeError("not to be compared")
+        return isinstance(other, Incomparable)
+
+
+def test_a_key_that_cannot_be_compared_is_its_callers_error_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call is undone, and changes nothing for others: not their counts, nor whose turn it is."""
+    queue = fair_queue(max_queue=5, max_size=5)
+    for name in ("first", "second"):
+        queue.admit(request(name, key=Incomparable()), 0.0)
+    monkeypatch.setattr(Incomparable, "broken", True)
+    refused = request("refused", key=Incomparable())
+    with pytest.raises(RuntimeError, match="not to be compared"):
+        queue.admit(refused, 0.0)
+    queue.withdraw(refused)  # as the batcher does then
+    fill(queue, {"a": 3})
+    with pytest.raises(QueueFull):
+        queue.admit(request("late", key="a"), 0.0)
+    assert {"first", "second", ("a", 0), ("a", 1), ("a", 2)} == {*taken(queue, 0.0)}
+
+
 @pytest.mark.parametrize("key", [float("nan"), 1.0, True, (), frozenset()])
 def test_any_hashable_value_is_a_key(key: Any) -> None:
     """A key that is not equal to itself has its own quota and turn as well."""

@@ -220,3 +220,21 @@ def test_quantiles_are_values_that_occurred() -> None:
     found = Quantiles.of(float(n) for n in range(100))
     assert (50.0, 90.0, 99.0, 99.0) == (found.p50, found.p90, found.p99, found.max)
     assert 0.0 == Quantiles.of([]).p99
+
+
+def test_arguments_that_cannot_be_compared_are_left_out() -> None:
+    """Their runs teach nothing, and those of others are learned from all the same."""
+
+    class Incomparable:
+        def __hash__(self) -> int:
+            return 7
+
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("not to be compared")
+
+    times = learned([(4, 0.4)] * 5)
+    for _ in range(3):
+        times.record(4, 0.0, ((("mode", Incomparable, Incomparable())),), 0.4, 0.0)
+    for _ in range(20):
+        times.record(4, 0.0, None, 0.4, 0.0)
+    assert 0.3 < curve(times).seconds(4, 0.0) < 0.6

@@ -151,7 +151,7 @@ class TestPublish:
         with pytest.raises(InvalidOption, match="key="):
             weights.publish(np.ones(3), path, key=key)
 
-    @pytest.mark.parametrize("path", ["", "/", b"net", 3, None])
+    @pytest.mark.parametrize("path", ["", "/", b"net", 3, None, "a\0b", "a\ud800b"])
     def test_rejects_an_invalid_path(self, path: Any) -> None:
         """Every function rejects a path that is not that of a file."""
         for call in (lambda: weights.publish(np.ones(3), path), lambda: weights.current(path)):
