@@ -205,6 +205,7 @@ class WorkerPlan:
         member = self.members.pop(number, None)
         if member is None:
             return
+        self._keeps_spare = True
         if member.state == "idle":
             self._idle.remove(member)
         if member.state == "starting":
@@ -216,7 +217,6 @@ class WorkerPlan:
             if member.probe:
                 self.circuit.probe_inconclusive()
             return
-        self._keeps_spare = True
         self.failures += 1
         if self.failures > 1:
             self.start_at = now + self._backoff.seconds(self.failures - 1, draw)
