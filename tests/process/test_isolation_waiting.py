@@ -182,7 +182,8 @@ class TestGivingUp:
             holder = Holder(function, tmp_path / "there")
             asyncio.run(main())
             submitted = [function.submit() for _ in range(10)]
-            assert [True] * 10 == [call.cancel() for call in submitted]
+            # The broker hears a moment later that the first ten have gone, and may have no place yet.
+            assert all(call.cancel() or type(call.exception()) is QueueFull for call in submitted)
             wait_until(lambda: 0 == function.status().queued, "an empty line")
             others: list[Future[str]] = []
 
