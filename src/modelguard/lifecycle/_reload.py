@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.environment import _effect
-from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected, shortened, told
+from modelguard.errors import CudaAfterFork, LoadFailed, LoadTimeout, ModelRejected, shortened, text_of, told
 from modelguard.facts._gpu import Gpu, free_after, use_of
 from modelguard.lifecycle import _guard_options, _models
 from modelguard.lifecycle._models import is_plain_value
@@ -670,7 +670,8 @@ class Reload(Generic[M]):
             shortage = self._shortage(before) if isinstance(error, MemoryError) else ""  # while the load still holds it
             free_after(guard.runtime.gpu, error)  # who waits keeps the error, and would keep half a model
             cause = named(guard.name, guard.runtime.gpu, error)
-            self.fail(LoadFailed, "; ".join(filter(None, (told(cause), shortage))), cause)
+            said = "; ".join(filter(None, (text_of(cause), shortage)))
+            self.fail(LoadFailed, f"{type(cause).__name__}: {said}", cause)
         return None
 
     def _shortage(self, before: int) -> str:
