@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import _isolated
 import _isolation_peers
 
-#: Of the isolated function.
+#: Of the isolated function, and of gunicorn's arbiter.
 WORKERS = 2
 
 
@@ -74,8 +74,6 @@ class Here:
 class Dirty:
     """gunicorn's dirty workers, one of which is told to end: it is how one is replaced there."""
 
-    WORKERS = 2
-
     def __init__(self) -> None:
         self._call: Callable[[Any], Any] = _isolation_peers.caller(os.environ["DIRTY_SOCKET"], _isolation_peers.SPACY)
         self._met: list[int] = []
@@ -90,7 +88,7 @@ class Dirty:
         os.kill(self._met[-1], signal.SIGTERM)
 
     def count(self) -> int:
-        return len(self._met) - self.WORKERS
+        return len(self._met) - WORKERS
 
 
 SIDES: dict[str, Callable[[], Side]] = {"worker": Worker, "mold": Mold, "here": Here, "dirty": Dirty}

@@ -15,7 +15,7 @@ from modelguard.errors import printable as printable  # noqa: PLC0414 - offered 
 
 if TYPE_CHECKING:
     import inspect
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 T = TypeVar("T")
 
@@ -329,6 +329,15 @@ def unnameable(text: str) -> str:
     except UnicodeEncodeError:
         return "has a character that cannot be encoded"
     return "has a NUL character"
+
+
+def command(words: Sequence[str]) -> None:
+    """Check the words of a command: there is one, and the system can pass all of them on."""
+    if not words:
+        raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
+    for word in words:
+        if why := unnameable(word):
+            raise InvalidOption("command", word, why=why, fix="Remove it.")
 
 
 def kind_of(value: object) -> str:

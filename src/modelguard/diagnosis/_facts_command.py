@@ -308,12 +308,9 @@ def facts_of_command(
         InvalidOption: The command is empty, or has ended; or the address is not one.
         NotSupported: There is no ``/proc``.
     """
-    if not words:
-        raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
-    for argument, texts in (("command", words), ("cwd", [os.fspath(cwd or "")])):
-        for text in texts:
-            if why := _units.unnameable(text):
-                raise InvalidOption(argument, text, why=why, fix="Remove it.")
+    _units.command(words)
+    if why := _units.unnameable(folder := os.fspath(cwd or "")):
+        raise InvalidOption("cwd", folder, why=why, fix="Remove it.")
     if request is not None:
         check_url(request)
     require_proc()

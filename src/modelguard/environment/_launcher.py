@@ -261,11 +261,7 @@ def plan(
     choose: Callable[..., tuple[dict[str, str], list[str]]] = choose_preload,
 ) -> Plan:
     """Decide how a program is started, without changing anything."""
-    if not command:
-        raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
-    for word in command:
-        if "\0" in word:
-            raise InvalidOption("command", word, why="must not contain a NUL byte", fix="Remove it.")
+    _units.command(command)
     before = inherited() if environ is None else dict(environ)
     program = locate(command[0], before)
     _knobs.require_usable(_knobs.IDEEP, before.get(_knobs.IDEEP, "1"))

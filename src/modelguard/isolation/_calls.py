@@ -25,10 +25,10 @@ from modelguard.errors import (
     NoPreviousModel,
     QueueFull,
     Reloading,
-    RemoteError,
     TransferRefused,
     UnhashableKey,
     WorkerCrashed,
+    text_of,
     told,
 )
 from modelguard.isolation import _channel
@@ -505,8 +505,7 @@ class Caller:
         """Name an error that would mean something else to whoever awaits or iterates, such as the end of the items."""
         if not isinstance(error, _SIGNALS):
             return error
-        kind = type(error)
-        named = RemoteError(self._name, kind=f"{kind.__module__}.{kind.__qualname__}", text=str(error))
+        named = _channel.described(error, self._name, text_of(error))
         named.__cause__ = error
         return named
 

@@ -382,7 +382,7 @@ class Checks(Generic[M]):
             try:
                 self._report_ignored_parts(member, snapshot)
                 reasons |= dict.fromkeys(member.reasons(snapshot), _asked_by(member))
-            except BaseException as error:  # noqa: BLE001 - see there
+            except BaseException as error:  # noqa: BLE001 - it is the policy's, not the call's
                 self._policy_raised(member, error)
         return reasons
 
@@ -420,7 +420,7 @@ class Checks(Generic[M]):
             try:
                 next_check = member.next_check(snapshot)
                 uses, seconds = min(uses, next_check.uses), min(seconds, next_check.seconds)
-            except BaseException as error:  # noqa: BLE001 - see there
+            except BaseException as error:  # noqa: BLE001 - it is the policy's, not the call's
                 self._policy_raised(member, error)
         idle = snapshot.uses == self._uses_seen
         self._uses_seen = snapshot.uses
