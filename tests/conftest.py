@@ -46,6 +46,7 @@ INDEPENDENT = {
     "test_corpus.py",
     "test_demo.py",
     "test_docs.py",
+    "test_growth.py",
     "test_gunicorn.py",
     "test_handles.py",
     "test_real_models.py",
