@@ -46,7 +46,6 @@ INDEPENDENT = {
     "test_corpus.py",
     "test_demo.py",
     "test_docs.py",
-    "test_growth.py",
     "test_gunicorn.py",
     "test_handles.py",
     "test_real_models.py",
