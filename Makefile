@@ -31,6 +31,9 @@ LOWEST = $(shell $(PYTHON) -c 'import tomllib; \
 # Anew each time (-E): what a docstring says may have changed where no page did. Ten seconds.
 SPHINX := $(BIN)/python -m sphinx -E -n -W --keep-going -q -b html -d build/doctrees docs build/docs
 
+# Without compiled files each process of the tests, and each one that they start, compiles all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo environment test test-all test-lowest check docs coverage format bench bench-quick build release-check clean

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -560,6 +561,37 @@ class TestReloads:
         wait_until(lambda: not molds(), "the end of the mold")
         functions.impatient.close()
 
+    def test_closing_ends_a_load_that_is_under_way(
+        self, switch: Callable[[str], None], seen: list[telemetry.Event]
+    ) -> None:
+        """Its mold is gone soon, and it is discarded, not failed. Opened again, the function has a mold of its own."""
+        with using(functions.where) as where:
+            switch("hang")
+            where.reload(wait=False)
+            wait_until(lambda: 2 == len(molds()), "a second mold")
+            where.close()
+            wait_until(lambda: not molds(), "the end of both molds", 10.0)
+            ends = [one for one in seen if isinstance(one, telemetry.LoadDiscarded | telemetry.LoadErrored)]
+            assert ["closed"] == [getattr(one, "cause", None) for one in ends]
+            switch("")
+            where.reopen()
+            assert where()[0] == where.status().mold
+
+    def test_who_opens_it_again_at_once_gets_a_mold(self, switch: Callable[[str], None]) -> None:
+        """The load that closing has ended is done once more, for who waits now."""
+        with using(functions.where) as where:
+            for _ in range(5):
+                where.reload(wait=False)
+                where.close()
+                where.reopen()
+                assert where()[0] == where.status().mold
+                assert 0 == where.status().failures
+
+
+class _Exits:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (3,)
+
 
 class TestTransfer:
     @pytest.mark.parametrize("size", [1, 3000, 70_000, 300_000, 7_000_000])
@@ -610,6 +642,14 @@ class TestTransfer:
                 echo(do="lock")
             with pytest.raises(TransferRefused, match="range_iterator; write a generator function"):
                 echo(do="iterator")
+            assert pid == echo.status().workers[0].pid
+
+    def test_an_argument_that_exits_as_it_is_rebuilt_is_refused(self) -> None:
+        """Its sys.exit() ends neither the worker nor the call of another."""
+        with using(functions.echo) as echo:
+            pid = echo.status().workers[0].pid
+            with pytest.raises(TransferRefused, match="SystemExit"):
+                echo(_Exits())
             assert pid == echo.status().workers[0].pid
 
     def test_what_is_too_large_is_refused(self) -> None:

@@ -79,8 +79,8 @@ def answer_of(error: Exception, *, detail: bool, random: Callable[[], float] = r
     if status is None:
         return None
     headers: tuple[tuple[str, str], ...] = ()
-    if status in _WITH_RETRY:
-        retry = getattr(error, "retry_after", 1.0) * (1 + random() / 2)
+    retry = getattr(error, "retry_after", 1.0) * (1 + random() / 2)
+    if status in _WITH_RETRY and math.isfinite(retry):
         headers = (("retry-after", str(max(math.ceil(retry), 1))),)
     return problem(status, str(error) if detail else _DETAILS[status], headers)
 

@@ -308,16 +308,13 @@ class Channel:
         if len(data) < end:
             data = self._remainder(data, end)
         self._rest = data[end:] if len(data) > end else b""
-        if not parts and not fds:  # most messages
-            try:
-                return loads(memoryview(data)[_HEADER.size : end], ())
-            except Exception as error:
-                raise Unreadable(told(error)) from error
         if len(self._fds) < fds:
             raise Unreadable("no file descriptor is free to receive it")
         try:
             return self._rebuilt(data, end, parts, loads, shared=bool(shared))
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # an object that calls sys.exit() must not end who rebuilds it
             raise Unreadable(told(error)) from error
 
     def _rebuilt(self, data: bytes, end: int, parts: int, loads: Loads, *, shared: bool) -> Any:

@@ -70,6 +70,7 @@ class Mold(MoldOrders):
         died: When it ended by itself, on the monotonic clock; None while it lives.
         code: The files of its modules, if it was asked for them.
         version: The version of its model, as the loader gave it.
+        unwanted: Whether its load was ended, since the function was closed.
     """
 
     #: A fork of a mold costs little memory, and saves the time that a new worker needs.
@@ -81,6 +82,7 @@ class Mold(MoldOrders):
         self.died: float | None = None
         self.code = instructions.code
         self.version: str | None = None
+        self.unwanted = False
         self.instructions = instructions
         self.owner = owner
         self._supervisor = supervisor()
@@ -119,6 +121,10 @@ class Mold(MoldOrders):
             self.ended.wait(_END)
         self.workers.detach()
         self._supervisor.flush(_END)
+
+    def end_load(self) -> None:
+        """End it if it still loads. Does not block."""
+        self._supervisor.call(self._end_load)
 
     def begin_to_end(self) -> None:
         self._ending = True
@@ -186,7 +192,13 @@ class Mold(MoldOrders):
 
     # In the supervisor's thread
 
+    def _end_load(self) -> None:
+        self.unwanted = not self._loaded.done()
+        self._fail(RuntimeError("the function was closed"))
+
     def _begin(self) -> None:
+        if self._ending:
+            return
         try:
             program = self._programs[_FORKER] = launch(self.instructions)
         except Exception as error:  # noqa: BLE001 - it is the load's failure
@@ -500,6 +512,11 @@ class MoldGuard:
     def current(self) -> Mold | None:
         return _model_of(self.guard.engine.state.current)
 
+    def end_load(self) -> None:
+        """End a mold that still loads, when the function is closed. Does not block."""
+        for mold in self._running():
+            mold.end_load()
+
     def end_at_once(self) -> None:
         for mold in self._running():
             mold.end_at_once()
@@ -600,9 +617,19 @@ class MoldGuard:
             code=self.code,
             shared=self._origin is not None,
         )
-        kind = Mold if self._options.start == "fork" else SpawnedWorkers
-        mold = kind(instructions, self, generation=self.guard.engine.state.generations + 1)
-        mold.load()
+        kind, state = Mold if self._options.start == "fork" else SpawnedWorkers, self.guard.engine.state
+        while True:
+            mold = kind(instructions, self, generation=state.generations + 1)
+            if state.closed:
+                mold.end_load()
+            try:
+                mold.load()
+                break
+            except BaseException:
+                if not mold.unwanted:
+                    raise
+            if state.closed:  # not reopened meanwhile: it is discarded
+                break
         self.code = mold.code
         return mold if mold.version is None else Loaded(mold, version=mold.version)
 

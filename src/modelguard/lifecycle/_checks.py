@@ -66,6 +66,14 @@ def _chosen(asked: set[Action]) -> Action:
     return "load" if "load" in asked else "end_workers"
 
 
+def _reasons_of(member: Policy, snapshot: Snapshot) -> tuple[Reason, ...]:
+    found = tuple(member.reasons(snapshot))
+    for one in found:
+        if not isinstance(one, Reason):
+            raise TypeError(f"reasons() must return a tuple of Reason, not {one!r} in it")
+    return found
+
+
 def _name(policy: Policy) -> str:
     if policy.kind != "custom":
         with suppress(Exception):  # of a policy of the author's that it joins
@@ -381,7 +389,7 @@ class Checks(Generic[M]):
         for member in self._asked():
             try:
                 self._report_ignored_parts(member, snapshot)
-                reasons |= dict.fromkeys(member.reasons(snapshot), _asked_by(member))
+                reasons |= dict.fromkeys(_reasons_of(member, snapshot), _asked_by(member))
             except BaseException as error:  # noqa: BLE001 - it is the policy's, not the call's
                 self._policy_raised(member, error)
         return reasons

@@ -149,7 +149,7 @@ def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:
     try:
         answer = _verdict(guard, generation)
         rejected = answer is not None and not answer
-    except Exception as error:
+    except BaseException as error:  # it runs in the guard's thread, so not even KeyboardInterrupt is the user's
         raise Rejected(f"validate raised {told(error)}") from error
     if rejected:
         raise Rejected(f"validate returned {shortened(answer)}")

@@ -646,8 +646,8 @@ class Arguments:
         group = tuple((name, type(extras[name]), extras[name]) for name in names)
         try:
             hash(group)
-        except TypeError as error:
-            why = f"only items with equal keyword arguments share a batch, so these must be hashable: {error}"
+        except Exception as error:  # noqa: BLE001 - of a __hash__ of the caller's
+            why = f"only items with equal keyword arguments share a batch, so these must be hashable: {told(error)}"
             raise ItemRefused(self._name, why=why) from None
         return group or None
 

@@ -213,6 +213,9 @@ _CONFIRMED_SECONDS = 1.0
 _HAND_OVER = 1e-4
 _NEARLY = 0.98
 _UNSURE = 0.04
+#: A full batch that takes no longer than so many seconds is not made smaller: that is how long another thread may keep
+#: the interpreter's lock (``sys.getswitchinterval``), so such times say more about the lock than about the model.
+_QUICK = 5e-3
 #: Sizes that are compared are apart by this factor, so many to a doubling.
 _APART, _STEPS = 1.15, 5
 #: After so many batches a size next to it is tried, and after twice as many when both of them have changed nothing.
@@ -234,6 +237,9 @@ class BestSize:
 
     def next(self, curve: Curve | None, mean: float) -> int:
         """How large the next batch may be."""
+        if curve is not None and curve.at_best(self._most, self._most * mean) <= _QUICK:
+            self._best = self._most
+            return self._most
         best = self._most if curve is None or curve.most != math.inf else self._find(curve, mean)
         self._batches += 1
         if not best / 2 < self._best < best * 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ ERRORS = [
     (Overloaded(f"{NAME} {FIGURE}", retry_after=3.0), 503, 3.0),
     (QueueFull(NAME, queued=FIGURE, retry_after=2.5), 503, 2.5),
     (QueueFull(NAME, queued=FIGURE, retry_after=0.001), 503, 0.001),
+    (Overloaded(f"{NAME} {FIGURE}", retry_after=math.inf), 503, None),
     (DeadlineUnreachable(NAME, estimate=FIGURE, left=FIGURE, retry_after=40.0), 503, 40.0),
     (CircuitOpen(NAME, failures=FIGURE, retry_after=10.0), 503, 10.0),
     (Reloading(NAME, waited=FIGURE), 503, 1.0),

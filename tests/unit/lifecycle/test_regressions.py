@@ -277,6 +277,22 @@ class TestAPolicyThatRaises:
         assert all("in Silent" in event.error for event in world.seen(CallbackErrored))
         assert world.seen(CallbackErrored)
 
+    def test_has_reasons_and_no_texts(self, world: World) -> None:
+        """``reasons`` that returns a text is reported: its letters would be the reasons of the next load."""
+
+        class Wordy(Policy):
+            def due(self, now: Snapshot) -> bool:
+                return True
+
+            def reasons(self, now: Snapshot) -> Any:
+                return "old"
+
+        world.inline = True
+        nlp = world.guard(reload_on=Wordy() | Uses(3))
+        assert [1, 1, 1, 2] == [number(nlp) for _ in range(4)]
+        assert all("Reason, not 'o'" in event.error for event in world.seen(CallbackErrored))
+        assert world.seen(CallbackErrored)
+
     def test_does_not_silence_a_memory_limit(self, world: World) -> None:
         """The safety net holds beside a policy that fails."""
         world.inline = True

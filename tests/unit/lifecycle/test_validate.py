@@ -46,7 +46,7 @@ def test_after_a_rejection_the_old_one_is_compared_again(world: World, judge: Ju
     """The old model keeps taking calls, and is released once, when it is replaced."""
     guard = world.guard(validate=judge)
     guard.load()
-    for answer in (False, ValueError("differs")):
+    for answer in (False, ValueError("differs"), SystemExit(1)):
         judge.answer = answer
         with pytest.raises(ModelRejected):
             guard.reload()
@@ -54,8 +54,8 @@ def test_after_a_rejection_the_old_one_is_compared_again(world: World, judge: Ju
     world.tick(100)
     guard.reload()
     world.join()
-    assert [(1, None), (2, 1), (3, 1), (4, 1)] == judge.seen
-    assert 4 == number(guard)
+    assert [(1, None), (2, 1), (3, 1), (4, 1), (5, 1)] == judge.seen
+    assert 5 == number(guard)
     assert [1] == [event.generation for event in world.seen(telemetry.GenerationReleased) if event.version is None][-1:]
 
 

@@ -36,6 +36,13 @@ class Gated:
         assert self.entered.acquire(timeout=TIMEOUT)
 
 
+class BadHash:
+    """A value whose own code raises."""
+
+    def __hash__(self) -> int:
+        raise RuntimeError("no hash")
+
+
 def queued(f: Any, model: Gated, *items: Any, **options: Any) -> list[Future[Any]]:
     """One item is being computed, and these wait behind it."""
     f.submit("first")

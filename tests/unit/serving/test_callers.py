@@ -12,18 +12,11 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
+from tests.unit.serving.gated import TIMEOUT, BadHash, Gated, queued, until
 
 from modelguard import Fair, Weight, batched, telemetry
 from modelguard.errors import InvalidOption, ItemRefused, QueueFull, QuotaExceeded
 from modelguard.serving import caller, deadline
-
-
-class BadHash:
-    """A key whose own code raises."""
-
-    def __hash__(self) -> int:
-        raise RuntimeError("no hash")
 
 
 def in_blocks(f: Any, key: Hashable, *items: Any) -> list[Future[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -275,6 +276,23 @@ def test_batches_stay_small_where_larger_ones_compute_no_more() -> None:
     assert isinstance(batch, Batch)
     run(queue, batch, 3.2, 3.2)
     assert 1 == len(taken(queue, 3.2))
+
+
+def test_batches_of_a_quick_model_are_full_whatever_chance_says_of_them() -> None:
+    """Up to the interpreter's switch interval their times are those of its lock: now and then one takes ten times more."""
+    for seed in range(5):
+        dice, queue = random.Random(seed), queue_of(max_size=32, max_queue=100, deadline=5.0)
+        sizes, now = [], 0.0
+        for number in range(1000):
+            while queue.waiting < (64 if number > 20 else number + 1):
+                queue.admit(request(deadline=now + 5.0), now)
+            batch = queue.next_batch(now)
+            assert isinstance(batch, Batch)
+            sizes += [batch.count] if number > 40 else []
+            seconds = 1e-4 * (10 if dice.random() < 0.02 else dice.uniform(1, 3))
+            now += seconds
+            run(queue, batch, seconds, now)
+        assert {32} == set(sizes), seed
 
 
 def test_after_a_batch_that_failed_as_a_whole_half_as_many_share_the_next() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import sysconfig
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
@@ -69,6 +70,19 @@ def test_a_full_cache_passes() -> None:
     """Growth that ends is not a leak, even if it goes on beyond the warm-up."""
     cached = functools.lru_cache(maxsize=150)(lambda number: bytes(1000 + number % 7))
     assert_no_growth(cached, count(), calls=100)
+
+
+def test_what_was_there_is_collected_afterwards_as_before() -> None:
+    """It looks at new objects alone, and thaws the older ones; what somebody else has frozen stays frozen."""
+    gc.freeze()
+    assert_no_growth(bytearray, [10])
+    assert gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        assert_no_growth(bytearray, [10])
+        assert not gc.get_freeze_count()
+    finally:
+        gc.freeze()
 
 
 @pytest.mark.parametrize("entries", [300, 1024, 1500, 3000])
