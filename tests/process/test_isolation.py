@@ -566,26 +566,26 @@ class TestReloads:
     ) -> None:
         """Its mold is gone soon, and it is discarded, not failed. Opened again, the function has a mold of its own."""
         with using(functions.where) as where:
+            before = len(molds())
             switch("hang")
             where.reload(wait=False)
-            wait_until(lambda: 2 == len(molds()), "a second mold")
+            wait_until(lambda: len(molds()) > before, "another mold")
             where.close()
             wait_until(lambda: not molds(), "the end of both molds", 10.0)
             ends = [one for one in seen if isinstance(one, telemetry.LoadDiscarded | telemetry.LoadErrored)]
             assert ["closed"] == [getattr(one, "cause", None) for one in ends]
             switch("")
-            where.reopen()
-            assert where()[0] == where.status().mold
+            with where:
+                assert where()[0] == where.status().mold
 
     def test_who_opens_it_again_at_once_gets_a_mold(self, switch: Callable[[str], None]) -> None:
         """The load that closing has ended is done once more, for who waits now."""
         with using(functions.where) as where:
             for _ in range(5):
-                where.reload(wait=False)
-                where.close()
-                where.reopen()
-                assert where()[0] == where.status().mold
-                assert 0 == where.status().failures
+                with where:
+                    assert where()[0] == where.status().mold
+                    assert 0 == where.status().failures
+                    where.reload(wait=False)
 
 
 class _Exits:

@@ -150,7 +150,7 @@ def assert_no_growth(
         with _only_new_objects() as older:
             stretch = _drive(run, feed, calls, meters, older)
             with suppress(_InputsEnd):
-                stretch = _decided(stretch, lambda rounds: _drive(run, feed, calls, meters, older, rounds))
+                stretch = _decided(stretch, lambda rounds: _drive(run, feed, calls, meters, older, rounds=rounds))
             if stretch.growing:
                 grew = [f"{cache} grows; this may be all" for cache in stretch.filling]
                 grew += _what_grew(lambda: run(list(islice(feed, calls))), calls)
@@ -204,7 +204,7 @@ class _Stretch(NamedTuple):
 
 
 def _drive(
-    run: _Run, feed: Iterator[Any], calls: int, meters: list[_Meter], older: list[object], rounds: int = _ROUNDS
+    run: _Run, feed: Iterator[Any], calls: int, meters: list[_Meter], older: list[object], *, rounds: int = _ROUNDS
 ) -> _Stretch:
     caches = bounded_caches([*older, *gc.get_objects()])
     made, readings = [0], [_readings(meters)]

@@ -279,7 +279,7 @@ def test_batches_stay_small_where_larger_ones_compute_no_more() -> None:
 
 
 def test_batches_of_a_quick_model_are_full_whatever_chance_says_of_them() -> None:
-    """Up to the interpreter's switch interval their times are those of its lock: now and then one takes ten times more."""
+    """Their times are those of the interpreter's lock: now and then one takes ten times more."""
     for seed in range(5):
         dice, queue = random.Random(seed), queue_of(max_size=32, max_queue=100, deadline=5.0)
         sizes, now = [], 0.0
