@@ -781,10 +781,11 @@ class TestStatus:
         load.result(TIMEOUT)
         handle.until(lambda: handle.states() == {"ready"}, "readiness")
         handle.loader.hold()
-        handle.it.reload(wait=False)
+        reload = spawn(handle.it.reload)
         handle.loader.reached()
         assert "reloading" in handle.states()
         handle.loader.let_go()
+        reload.result(TIMEOUT)  # of all replicas: the first one is ready before the next is reloaded
         handle.until(lambda: handle.states() == {"ready"}, "readiness")
         handle.it.unload()
         assert {"idle"} == handle.states()
