@@ -213,7 +213,7 @@ class Engine(GuardContext[M], fork.Forkable):
     # What the ticker asks
 
     def check(self) -> bool:
-        return self.checks.check()
+        return self.checks.ask(sample=True)
 
     def tick(self) -> None:
         self.checks.tick()
