@@ -28,7 +28,6 @@ from modelguard.runtime.fork import Wakeup, WeakRegistry
 from modelguard.serving._batch_options import BatchOptions, Buffer, Changes
 from modelguard.serving._execution import (
     Answer,
-    BatchCallable,
     BatchFunction,
     Computed,
     compute,
@@ -260,7 +259,7 @@ class Batcher:
         options: Bounds, and how to treat errors.
     """
 
-    def __init__(self, run: BatchCallable, options: BatchOptions) -> None:
+    def __init__(self, run: Callable[..., Any], options: BatchOptions) -> None:
         self._options = options
         self._breaker = options.breaker
         self._function = BatchFunction(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from modelguard import _units
 from modelguard.errors import (
@@ -281,12 +281,6 @@ _NOT_THE_MODEL = (Overloaded, ItemRefused, AllLeft, LoopEnded)
 _WHOLE_BATCH = (Overloaded, LoadFailed, GuardClosed, WouldDeadlock, NotSupported, WrongResults, AllLeft, LoopEnded)
 
 
-class BatchCallable(Protocol):
-    """What computes a batch."""
-
-    def __call__(self, items: list[Any], /, **extras: Any) -> Any: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchFunction:
     """A batch function and how to treat its errors.
@@ -300,7 +294,7 @@ class BatchFunction:
         suspects: What it has learned about bad items.
     """
 
-    run: BatchCallable
+    run: Callable[..., Any]
     name: str
     isolate: bool
     ignore: tuple[type[BaseException], ...] = ()
