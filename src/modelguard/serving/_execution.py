@@ -11,11 +11,11 @@ import copy
 import math
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 from modelguard import _units
@@ -134,13 +134,8 @@ def named_by(error: BaseException, items: Sequence[Any]) -> list[int]:
     A function that works on one item at a time has it among its local variables.
     """
     places = {id(item): at for at, item in enumerate(items) if not isinstance(item, _SHARED)}
-    frames: list[TracebackType] = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    for frame in reversed(frames):
-        found = {places[id(value)] for value in frame.tb_frame.f_locals.values() if id(value) in places}
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        found = {places[id(value)] for value in frame.f_locals.values() if id(value) in places}
         if found:
             return sorted(found) if len(found) < len(items) else []
     return []
