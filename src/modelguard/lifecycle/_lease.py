@@ -118,10 +118,6 @@ class Lease(Generic[M]):
         return self._generation.model
 
     @property
-    def engine(self) -> Engine[M]:
-        return self._engine
-
-    @property
     def generation(self) -> Generation[M] | None:
         """The generation that it lends; None before and after its use."""
         return self._generation
