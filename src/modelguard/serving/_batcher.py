@@ -827,9 +827,6 @@ class Batcher(fork.Forkable):
         with self._lock:
             return self._queue.status(clock.now())
 
-    def __repr__(self) -> str:
-        return f"<Batcher {self.name!r}>"
-
 
 #: Of a thread that computes batches: whose they are.
 _own = threading.local()

@@ -29,11 +29,6 @@ def lengths(texts: list[str]) -> list[int]:
     return [len(text) for text in texts]
 
 
-@batched(max_size=4)
-def untyped(texts):  # noqa: ANN001, ANN201 - what is tested
-    return [text.upper() for text in texts]
-
-
 CALLS: dict[str, Callable[..., Any]] = {
     "call": lambda f, *args, **extras: f(*args, **extras),
     "aio": lambda f, *args, **extras: asyncio.run(_awaited(f, *args, **extras)),
