@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from modelguard import telemetry
 from modelguard.errors import told
@@ -40,8 +40,11 @@ M = TypeVar("M")
 _IDLE = 1.0
 
 
-#: What a policy asks for: another model, the release until the next use, or the end of an isolated function's workers.
-Action = Literal["load", "unload", "end_workers"]
+#: What a policy asks for: the release until the next use, another model, or the end of an isolated function's workers.
+#: The first of them is done where several are asked for: what nobody uses is not loaded afresh, unless a mold is kept
+#: for the next call, and that one is to be as new as others.
+Action = Literal["unload", "load", "end_workers"]
+_ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
 class Due(NamedTuple, Generic[M]):
@@ -54,16 +57,6 @@ def _asked_by(member: Policy) -> Action:
     if member.unloads:
         return "unload"
     return "end_workers" if member.ends_workers else "load"
-
-
-def _chosen(asked: set[Action]) -> Action:
-    """What to do where members ask for different things.
-
-    What nobody uses is not loaded afresh, unless a mold is kept for the next call: that one is to be as new as others.
-    """
-    if "unload" in asked:
-        return "unload"
-    return "load" if "load" in asked else "end_workers"
 
 
 def _reasons_of(member: Policy, snapshot: Snapshot) -> tuple[Reason, ...]:
@@ -143,14 +136,11 @@ class Checks(Generic[M]):
         until = math.inf if waits.until is None else waits.until
         return min(_INTERVAL, max(0.0, until - self._guard.runtime.clock()))
 
-    def check(self) -> bool:
-        return self.ask(sample=True)
-
     def tick(self) -> None:
-        """:meth:`check`, as the ticker calls it: a policy of the author's, which may block, has a thread of its own."""
+        """:meth:`ask`, as the ticker calls it: a policy of the author's, which may block, has a thread of its own."""
         policy = self._guard.options.reload_on
         if policy is None or all(part.kind != "custom" for part in policy.parts()):
-            self.check()
+            self.ask(sample=True)
         elif self._ticking.acquire(blocking=False):  # else the last check has not ended yet
             try:
                 self._guard.runtime.start_thread(self._tick_aside, f"modelguard-check-{self._guard.name}")
@@ -160,7 +150,7 @@ class Checks(Generic[M]):
 
     def _tick_aside(self) -> None:
         try:
-            self.check()
+            self.ask(sample=True)
         finally:
             self._ticking.release()
 
@@ -370,7 +360,7 @@ class Checks(Generic[M]):
             state.postpone(None)
             return None
         state.set_alarm(generation, math.inf)
-        return Due(tuple(reasons), generation, _chosen(set(reasons.values())))
+        return Due(tuple(reasons), generation, min(reasons.values(), key=_ACTIONS.index))
 
     def _due_retry(self) -> Due[M] | None:
         state = self._guard.state

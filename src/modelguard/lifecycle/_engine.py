@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -213,7 +214,7 @@ class Engine(GuardContext[M], fork.Forkable):
     # What the ticker asks
 
     def check(self) -> bool:
-        return self.checks.check()
+        return self.checks.ask(sample=True)
 
     def tick(self) -> None:
         self.checks.tick()
@@ -598,7 +599,8 @@ def search(states: Iterable[GuardState[Any]]) -> None:
     loads = [(state.name, list(job.threads)) for state in states if (job := state.job) is not None]
     frames = sys._current_frames() if loads else {}  # noqa: SLF001 - there is no public way to the stacks
     for name, threads in loads:
-        if any(_is_done_here(frame) for thread in threads for frame in _stack(frames.get(thread))):
+        stacks = [walk_stack(frames[thread]) for thread in threads if thread in frames]
+        if any(_is_done_here(frame) for stack in stacks for frame, _ in stack):
             raise WouldDeadlock(
                 name,
                 why="the warm-up of its new model waits for this thread, which waits for that model",
@@ -624,7 +626,7 @@ def _is_done_here(frame: FrameType) -> bool:
 
 def _own_work() -> Iterator[object]:
     """What executors have given this thread to compute."""
-    for frame in _stack(sys._getframe()):  # noqa: SLF001 - as above
+    for frame, _ in walk_stack(sys._getframe()):  # noqa: SLF001 - as above
         if frame.f_code.co_qualname == "_WorkItem.run":
             yield frame.f_locals.get("self")
 
@@ -639,12 +641,6 @@ def _calls_back(future: object, loop: object) -> bool:
 
 _RUN_LOOP = asyncio.BaseEventLoop.run_forever.__code__
 _WAITS = {Future.result.__code__, Future.exception.__code__, threading.Thread.join.__code__, _RUN_LOOP}
-
-
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _raise_on_circle(state: GuardState[Any], me: int) -> None:

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._state import Enclosing, Generation, GuardState
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 M = TypeVar("M")
 T = TypeVar("T")
 
@@ -84,14 +81,10 @@ class Lease(Generic[M]):
             self._raise_on_second_use()
         return self._begin(await self._engine.aenter(self._timeout))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end_with(error)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end_with(error)
 
     def __del__(self) -> None:
@@ -116,10 +109,6 @@ class Lease(Generic[M]):
                 "as model: ..."
             )
         return self._generation.model
-
-    @property
-    def engine(self) -> Engine[M]:
-        return self._engine
 
     @property
     def generation(self) -> Generation[M] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -212,10 +213,8 @@ def call_parameters(function: Any) -> inspect.Signature:
 
 def _is_being_defined(name: str) -> bool:
     """Whether the body of the class of this qualified name is running further up on the stack."""
-    frame = sys._getframe(1)  # noqa: SLF001 - inspect.stack() reads every source file
-    while frame is not None:
-        # Only bodies of classes and modules have no optimized locals, and only a class has its name among them.
-        if not frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_locals.get("__qualname__") == name:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    # Only bodies of classes and modules have no optimized locals, and only a class has its name among them.
+    return any(
+        not frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_locals.get("__qualname__") == name
+        for frame, _ in traceback.walk_stack(sys._getframe(1))  # noqa: SLF001 - inspect.stack() reads every source file
+    )

@@ -8,7 +8,6 @@ An adapter's module is imported when the first model of its library appears, so 
 
 import importlib
 import sys
-import threading
 import weakref
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
@@ -34,23 +33,6 @@ class Adapter(Protocol):
         ...
 
 
-class Compiler(Protocol):
-    """What modelguard can find out about the compiler of a library, and its threads."""
-
-    #: The name by which users know it.
-    OWNER: str
-    #: What is done about its threads at a fork, and how to do without them.
-    FIX: str
-
-    def threads(self) -> list[threading.Thread]:
-        """Its threads that run in this process."""
-        ...
-
-    def renew_in_child(self) -> None:
-        """Let it start its threads anew in a forked child."""
-        ...
-
-
 class PlainAdapter:
     """The adapter of every model without one, and what others do not know."""
 
@@ -70,7 +52,8 @@ _MODULES = {
     "torch.nn.modules.module.Module": "modelguard.adapters.torch",
 }
 
-# A module that a library's compiler has loaded -> module that is its `Compiler`.
+# A module that a library's compiler has loaded -> module for it, with OWNER, the name by which users know it; FIX,
+# what is done about its threads at a fork, and how to do without them; `threads()`, those that run; `renew_in_child()`.
 _COMPILERS = {"torch._inductor.async_compile": "modelguard.adapters._torch_compile"}
 
 
@@ -88,10 +71,9 @@ def is_model(value: object) -> bool:
     return _module(value) is not None
 
 
-def compilers() -> list[Compiler]:
-    """The compilers that this process has loaded."""
-    modules: list[Any] = [importlib.import_module(adapter) for name, adapter in _COMPILERS.items() if _is_loaded(name)]
-    return modules
+def compilers() -> list[Any]:
+    """The modules for the compilers that this process has loaded."""
+    return [importlib.import_module(adapter) for name, adapter in _COMPILERS.items() if _is_loaded(name)]
 
 
 def _is_loaded(name: str) -> bool:

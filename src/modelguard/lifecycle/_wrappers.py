@@ -359,9 +359,9 @@ def wrap(
     if inspect.iscoroutinefunction(plain):
         call = _coroutine(atake)
     elif inspect.isasyncgenfunction(plain):
-        call = _async_generator(atake)
+        call = _generator(adrive, atake)
     elif inspect.isgeneratorfunction(plain):
-        call = _generator(take)
+        call = _generator(drive, take)
     elif recorded is not None:
         call = recorded.exclusion.taking_turns(call)
     if recorded is not None:
@@ -446,16 +446,11 @@ def _coroutine(atake: AsyncTake) -> Wrapper:
     return call
 
 
-def _generator(take: Take) -> Wrapper:
+def _generator(run: Callable[..., Any], take: Take | AsyncTake) -> Wrapper:
+    """``run``: :func:`drive` or :func:`adrive`."""
+
     def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return drive(lambda: take(args, kwargs), lambda model: wrapped(model, *args, **kwargs))
-
-    return call
-
-
-def _async_generator(atake: AsyncTake) -> Wrapper:
-    def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return adrive(lambda: atake(args, kwargs), lambda model: wrapped(model, *args, **kwargs))
+        return run(lambda: take(args, kwargs), lambda model: wrapped(model, *args, **kwargs))
 
     return call
 

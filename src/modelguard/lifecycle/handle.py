@@ -251,9 +251,5 @@ class ModelHandle(LoadingHandle, Decorator[M]):
             NoPreviousModel: None is kept. If one replica keeps none, all stay as they are.
             GuardClosed: After :meth:`close`.
         """
-        for engine in sorted(self._engines, key=_has_previous):  # one without comes first
+        for engine in sorted(self._engines, key=lambda one: one.state.previous is not None):  # one without comes first
             engine.rollback()
-
-
-def _has_previous(engine: Engine[Any]) -> bool:
-    return engine.state.previous is not None

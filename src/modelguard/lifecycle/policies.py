@@ -640,11 +640,6 @@ def _checked_probe(probe: Any) -> Any:
     if inspect.isgeneratorfunction(probe) or inspect.isasyncgenfunction(probe):
         why = "is a generator function, which returns a new generator each time"
         raise InvalidOption("probe", probe, why=why, fix="Return the value instead of yielding it.")
-    try:
-        hash(probe)
-    except TypeError:
-        why = f"must be hashable, and {_units.kind_of(probe)} is not"
-        raise InvalidOption("probe", probe, why=why, fix="Pass a function or a method of it.") from None
     return probe
 
 

@@ -24,8 +24,6 @@ from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Timeout
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from modelguard.lifecycle._guard_options import GuardOptions, Loading
     from modelguard.lifecycle._models import Loaded
     from modelguard.lifecycle.runtime import Runtime
@@ -276,15 +274,11 @@ class PoolLease(Generic[M]):
         self._lease = await self.atake()
         return self._lease.enter_taken()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._lease is not None:
             self._lease.end_with(error)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.__exit__(kind, error, trace)
 
     def _raise_on_second_use(self) -> None:

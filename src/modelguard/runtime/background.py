@@ -166,9 +166,9 @@ class Ticker(fork.Forkable):
 
     def __init__(self) -> None:
         self._guards: WeakRegistry[Ticked] = WeakRegistry()
-        self._renew()
+        self.after_fork_in_child()
 
-    def _renew(self) -> None:
+    def after_fork_in_child(self) -> None:
         # Reentrant: the garbage collector may return a dropped lease in here, which may add a guard.
         self._lock = threading.RLock()
         self._wakeup = Wakeup()  # not an Event: the garbage collector may set it in the middle of a wait
@@ -239,9 +239,6 @@ class Ticker(fork.Forkable):
 
     def after_fork_in_parent(self) -> None:
         self._lock.release()
-
-    def after_fork_in_child(self) -> None:
-        self._renew()
 
     def start_again(self) -> None:
         """Start a thread for the child, once its guards have locks of their own."""

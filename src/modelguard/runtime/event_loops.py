@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import start_thread
-from modelguard.runtime.fork import Wakeup, WeakRegistry
+from modelguard.runtime.fork import Wakeup
 
 Loop: TypeAlias = asyncio.AbstractEventLoop
 #: Awaits what a function gives, on an event loop, and returns its result to this thread.
@@ -50,7 +50,7 @@ class Waiting(Protocol):
     def all_left(self) -> bool: ...
 
 
-class OwnLoop:
+class OwnLoop(fork.Forkable):
     """An event loop in a thread of its own. The thread starts with the first use, and ends when the object is dropped.
 
     It stays while nothing runs on it: what a function keeps between its calls, such as a client with open connections,
@@ -60,12 +60,14 @@ class OwnLoop:
         name: Of the batched function.
     """
 
+    fork_rank = fork.Rank.LOCKS
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
         self._loop: Loop | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        _own_loops.add(self)
+        fork.register(self)
 
     def get(self) -> Loop:
         """The running event loop.
@@ -90,8 +92,8 @@ class OwnLoop:
             raise
         return loop
 
-    def renew_in_child(self) -> None:
-        """In a forked child: the loop's thread is the parent's."""
+    def after_fork_in_child(self) -> None:
+        """The loop's thread is the parent's."""
         self._lock = threading.Lock()
         if self._loop is not None:
             _of_parents.append(self._loop)
@@ -100,17 +102,8 @@ class OwnLoop:
             self._finalizer.detach()
 
 
-_own_loops: WeakRegistry[OwnLoop] = WeakRegistry()
 #: Kept, because a loop that is dropped without being closed warns, and one that seems to run cannot be closed.
 _of_parents: list[Loop] = []
-
-
-def _renew_all() -> None:
-    for loop in tuple(_own_loops):
-        loop.renew_in_child()
-
-
-fork.at_fork(fork.Rank.LOCKS, in_child=_renew_all)
 
 
 def _run(loop: Loop) -> None:

@@ -17,7 +17,8 @@ from modelguard.runtime import fork
 open_blocks = 0
 #: How many of them hold for the whole process.
 _inline = 0
-_lock = threading.Lock()
+_lock = threading.RLock()  # reentrant: a signal handler may fork
+fork.at_fork(fork.Rank.LOCKS, before=_lock.acquire, in_parent=_lock.release, in_child=_lock.release)
 
 _in_own_thread: ContextVar[bool] = ContextVar("modelguard own thread", default=False)
 
@@ -52,14 +53,6 @@ def _change(by: int, *, inline: int = 0) -> None:
     global open_blocks, _inline
     with _lock:
         open_blocks, _inline = open_blocks + by, _inline + inline
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-fork.at_fork(fork.Rank.LOCKS, in_child=_renew_lock)
 
 
 def required() -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import contextvars
 import math
-import os
 import sys
 import threading
 import time
@@ -28,7 +27,6 @@ from modelguard.runtime.fork import Wakeup, WeakRegistry
 from modelguard.serving._batch_options import BatchOptions, Buffer, Changes
 from modelguard.serving._execution import (
     Answer,
-    BatchCallable,
     BatchFunction,
     Computed,
     compute,
@@ -252,7 +250,7 @@ class Runner:
         return AsyncSteps(steps, on_loop, end) if self._is_async and on_loop and end else steps
 
 
-class Batcher:
+class Batcher(fork.Forkable):
     """Runs a batch function for many callers; see :func:`~modelguard.batched` for what it promises.
 
     Args:
@@ -260,7 +258,9 @@ class Batcher:
         options: Bounds, and how to treat errors.
     """
 
-    def __init__(self, run: BatchCallable, options: BatchOptions) -> None:
+    fork_rank = fork.Rank.BATCHERS
+
+    def __init__(self, run: Callable[..., Any], options: BatchOptions) -> None:
         self._options = options
         self._breaker = options.breaker
         self._function = BatchFunction(
@@ -277,6 +277,7 @@ class Batcher:
         self._take_limits(options.limits)
         self._reset()
         _list(self)
+        fork.register(self)
 
     def _take_limits(self, limits: Limits) -> None:
         self._limits = limits
@@ -299,7 +300,6 @@ class Batcher:
         self._idle: list[Wakeup] = []  # of threads without work; who takes one out sets it, without the lock
         self._wakeups: set[Wakeup] = set()  # of all threads
         self._ended: dict[Wakeup, float] = {}  # when the run ended after which a thread has not rested
-        self._process = os.getpid()
         self._nested = False  # whether a batch function has ever called this one
         self._watch = Watch(self.name, self._lock, self._check_time, self._after_check)
         self._hung = False  # whether a batch has overstayed since the events were last emitted
@@ -807,15 +807,11 @@ class Batcher:
     def reopen(self) -> None:
         if not self._queue.closed:
             return
-        if self._process != os.getpid():
-            self._reset()  # forks pass by what has been closed and emptied
+        with self._lock:
+            self._queue.reopen()
+            self._drained.set()  # for who still waits in close()
+            self._drained = Wakeup()
             _list(self)
-        else:
-            with self._lock:
-                self._queue.reopen()
-                self._drained.set()  # for who still waits in close()
-                self._drained = Wakeup()
-                _list(self)
 
     @property
     def ready(self) -> bool:
@@ -830,9 +826,6 @@ class Batcher:
             self._settle()
         with self._lock:
             return self._queue.status(clock.now())
-
-    def __repr__(self) -> str:
-        return f"<Batcher {self.name!r}>"
 
 
 #: Of a thread that computes batches: whose they are.
@@ -860,7 +853,7 @@ def _serve(holder: list[Batcher], wakeup: Wakeup) -> None:
             batcher = reference()
 
 
-#: Those of this process that are not closed for good: for readiness probes, forks, and the end of the process. Used
+#: Those of this process that are not closed for good: for readiness probes, and the end of the process. Used
 #: without a lock: at any point the garbage collector may end the last request of a closed one, which is discarded then.
 batchers: WeakRegistry[Batcher] = WeakRegistry()
 
@@ -874,11 +867,3 @@ def _close_all(seconds: float) -> None:
     until = time.monotonic() + seconds
     for batcher in batchers:
         batcher.close(max(0.0, until - time.monotonic()), abandon=True)
-
-
-def _after_fork_in_child() -> None:
-    for batcher in batchers:
-        batcher.after_fork_in_child()
-
-
-fork.at_fork(fork.Rank.BATCHERS, in_child=_after_fork_in_child)

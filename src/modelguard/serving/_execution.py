@@ -11,12 +11,12 @@ import copy
 import math
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from modelguard import _units
 from modelguard.errors import (
@@ -134,13 +134,8 @@ def named_by(error: BaseException, items: Sequence[Any]) -> list[int]:
     A function that works on one item at a time has it among its local variables.
     """
     places = {id(item): at for at, item in enumerate(items) if not isinstance(item, _SHARED)}
-    frames: list[TracebackType] = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    for frame in reversed(frames):
-        found = {places[id(value)] for value in frame.tb_frame.f_locals.values() if id(value) in places}
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        found = {places[id(value)] for value in frame.f_locals.values() if id(value) in places}
         if found:
             return sorted(found) if len(found) < len(items) else []
     return []
@@ -167,8 +162,6 @@ def _copied(error: Exception) -> Exception | None:
 
 #: These have a length, and still are not lists of results.
 _NOT_LISTS = (Mapping, AbstractSet, str, bytes, bytearray, memoryview)
-
-_LIST_ITEM = "The item of this call is a list. If many items were meant, write f.map(items)."
 
 
 def check_results(results: Any, name: str, count: int, how: Literal["returned", "yielded"] = "returned") -> list[Any]:
@@ -202,17 +195,17 @@ def _is_list_like(results: Any) -> bool:
     return False  # an array without axes
 
 
-def wrap_errors(results: list[Any], name: str, items: list[Any]) -> list[Any]:
+def wrap_errors(results: list[Any], name: str) -> list[Any]:
     wrapped: list[Any] = []
     seen: set[int] = set()
-    for result, item in zip(results, items, strict=True):
+    for result in results:
         if not issubclass(type(result), BaseException):
             wrapped.append(result)
         elif id(result) in seen or result.__traceback__ is not None:  # another caller gets it as well
             wrapped.append(Failure(batch_failed(result, name, 1)))
         else:
             seen.add(id(result))
-            wrapped.append(Failure(error_for_caller(result, name, [item])))
+            wrapped.append(Failure(error_for_caller(result, name, 1)))
     return wrapped
 
 
@@ -220,8 +213,8 @@ def count_failures(outcomes: list[Any]) -> int:
     return sum(type(outcome) is Failure for outcome in outcomes)
 
 
-def error_for_caller(error: BaseException, name: str, items: list[Any]) -> Exception:
-    """The error as one caller gets it.
+def error_for_caller(error: BaseException, name: str, count: int) -> Exception:
+    """The error of so many items, as the caller of one of them gets it.
 
     An error of one item is raised as it is. An error that several share is made again for each of them: one exception
     object raised in several threads mixes up their tracebacks.
@@ -232,18 +225,9 @@ def error_for_caller(error: BaseException, name: str, items: list[Any]) -> Excep
             again.__cause__ = error.__cause__
             return again
     # Futures reject StopIteration. CancelledError and SystemExit would be taken for the caller's own.
-    if len(items) == 1 and isinstance(error, Exception) and not isinstance(error, StopIteration):
-        explain_list_item(error, items[0])
+    if count == 1 and isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return batch_failed(error, name, len(items))
-
-
-def explain_list_item(error: Exception, item: Any) -> None:
-    """Add a note where a list was probably passed by mistake for many items."""
-    if type(item) is not list or not isinstance(error, AttributeError | TypeError):
-        return
-    if _LIST_ITEM not in getattr(error, "__notes__", ()):  # the function may raise the same object again
-        error.add_note(_LIST_ITEM)
+    return batch_failed(error, name, count)
 
 
 def failed_again(name: str, known: Known) -> Exception:
@@ -281,12 +265,6 @@ _NOT_THE_MODEL = (Overloaded, ItemRefused, AllLeft, LoopEnded)
 _WHOLE_BATCH = (Overloaded, LoadFailed, GuardClosed, WouldDeadlock, NotSupported, WrongResults, AllLeft, LoopEnded)
 
 
-class BatchCallable(Protocol):
-    """What computes a batch."""
-
-    def __call__(self, items: list[Any], /, **extras: Any) -> Any: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchFunction:
     """A batch function and how to treat its errors.
@@ -300,7 +278,7 @@ class BatchFunction:
         suspects: What it has learned about bad items.
     """
 
-    run: BatchCallable
+    run: Callable[..., Any]
     name: str
     isolate: bool
     ignore: tuple[type[BaseException], ...] = ()
@@ -379,7 +357,6 @@ def compute_one(function: BatchFunction, request: Request) -> Any:
     if isinstance(result, StopIteration):  # futures reject it
         return Failure(batch_failed(result, function.name, 1))
     if isinstance(result, Exception):
-        explain_list_item(result, request.item)
         return Failure(result)
     raise result
 
@@ -398,7 +375,7 @@ def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Co
         parts.isolate([*range(batch.count)], error)
         return parts.computed(error)
     if any(issubclass(kind, BaseException) for kind in {*map(type, results)}):
-        results = wrap_errors(results, function.name, batch.items)
+        results = wrap_errors(results, function.name)
         failed = count_failures(results)
         return Computed(results, failed, "succeeded" if failed < len(results) else "inconclusive")
     return Computed(results)
@@ -484,7 +461,7 @@ class _Parts:
             return error
         weight = math.fsum(self.requests[at].weight for at in part)
         self._runs.append((len(part), weight, self._function.clock() - started))
-        for at, result in zip(part, wrap_errors(results, self._function.name, items), strict=True):
+        for at, result in zip(part, wrap_errors(results, self._function.name), strict=True):
             self.outcomes[at] = result
         self.succeeded = True
         if self._answer is not None:  # nobody waits for the runs that find somebody else's bad item
@@ -499,10 +476,9 @@ class _Parts:
             suspects.failed(self.items[at], self.requests[at].group, error, one_line(error), now)
 
     def _fail(self, part: list[int], error: BaseException) -> None:
-        items = [self.items[at] for at in part]
         self.errors.append(error)
         for at in part:
-            self.outcomes[at] = Failure(error_for_caller(error, self._function.name, items))
+            self.outcomes[at] = Failure(error_for_caller(error, self._function.name, len(part)))
 
     def isolate(self, part: list[int], first: BaseException) -> None:
         """Find the items at fault in a part that raised this error, if it is one that tells them apart."""

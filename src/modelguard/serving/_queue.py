@@ -89,9 +89,6 @@ class Expiry:
         self._stale = 0  # entries without a request
         self.early = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
     def __len__(self) -> int:
         return len(self._heap)
 

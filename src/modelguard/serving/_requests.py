@@ -194,9 +194,11 @@ class QueuedCall:
 
     @property
     def done(self) -> bool:
+        """Whether it has its answer."""
         return self._request.state == "done"
 
     def cancel(self) -> None:
+        """Compute nothing more for it; its caller gets ``CallerGone``."""
         self._cancel(self._request, notify=True)
 
 

@@ -9,15 +9,17 @@ from collections.abc import Callable, Hashable
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from modelguard import _units
 from modelguard._function_kinds import kind_of
 from modelguard.errors import InvalidOption, told
 from modelguard.runtime import clock
 
+if TYPE_CHECKING:
+    from modelguard.serving._requests import QueuedCall
+
 __all__ = [
-    "Call",
     "Scope",
     "WebRequest",
     "caller",
@@ -35,18 +37,6 @@ _HIGHEST = 1000
 _MANY_CALLS = 64
 
 
-class Call(Protocol):
-    """A batched call under way."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has its answer."""
-        ...
-
-    def cancel(self) -> object:
-        """Compute nothing more for it; its caller gets ``CallerGone``."""
-
-
 class WebRequest:
     """One request of a web service. It bounds its batched calls, and cancels them when its client disconnects.
 
@@ -62,7 +52,7 @@ class WebRequest:
         self._lock = threading.Lock()
         self._deadline = math.inf if timeout is None else clock.now() + timeout
         self._on_first_call = on_first_call
-        self._calls: list[Call] = []
+        self._calls: list[QueuedCall] = []
         self._many = _MANY_CALLS
         self._answered = False
         self.disconnected = False
@@ -77,7 +67,7 @@ class WebRequest:
         """Whether the client disconnected before its answer: nothing more is computed for it."""
         return self.disconnected and not self._answered
 
-    def add(self, call: Call) -> None:
+    def add(self, call: QueuedCall) -> None:
         """Cancel this call when the client disconnects; at once if it has disconnected already."""
         with self._lock:
             if self._answered:

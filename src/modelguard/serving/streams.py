@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
 
 from modelguard.errors import BatchFailed, ConsumerTooSlow, GuardClosed, WouldDeadlock, WrongResults
@@ -276,17 +275,13 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -426,10 +421,10 @@ class StreamRun:
         waiters: list[Waiter] = []
         ended: list[Request] = []
         outcomes: list[Any] = []
-        for request, item, part in zip(self._requests, self._items, parts, strict=True):
+        for request, part in zip(self._requests, parts, strict=True):
             if request.state == "done":
                 continue
-            outcome = _outcome_of(part, self._function.name, item)
+            outcome = _outcome_of(part, self._function.name)
             if outcome is not _NO_OUTCOME:
                 ended.append(request)
                 outcomes.append(outcome)
@@ -467,9 +462,9 @@ class StreamRun:
             verdict: Verdict = "succeeded" if self._succeeded else "inconclusive"
             whole = bool(self._succeeded or self._failed)  # else it was cut short, and its time says nothing
             return Computed([None] * len(live), self._failed, verdict, whole=whole, stalled=self._stalled)
-        left = [item for item, waits in zip(self._items, live, strict=True) if waits]
+        left = sum(live)
         outcomes = [Failure(error_for_caller(error, self._function.name, left)) if waits else None for waits in live]
-        failed, verdict = self._failed + len(left), verdict_of([error], self._function.ignore)
+        failed, verdict = self._failed + left, verdict_of([error], self._function.ignore)
         return Computed(outcomes, failed, verdict, error, stalled=self._stalled)
 
 
@@ -499,9 +494,9 @@ class InlineParts:
             parts = self._run(_step, self._steps, self._waiting, function.name, 1)
             if parts is not None:
                 (part,) = parts
-            outcome = _outcome_of(part, function.name, request.item)
+            outcome = _outcome_of(part, function.name)
         except Exception as error:  # noqa: BLE001 - the consumer raises it
-            outcome = Failure(error_for_caller(error, function.name, [request.item]))
+            outcome = Failure(error_for_caller(error, function.name, 1))
         self._waiting = [True]
         if outcome is _NO_OUTCOME:
             request.push(part)
@@ -531,8 +526,8 @@ def _step(steps: Steps, waiting: list[bool] | None, name: str, count: int) -> li
     return check_results(parts, name, count, how="yielded")
 
 
-def _outcome_of(part: Any, name: str, item: Any) -> Any:
+def _outcome_of(part: Any, name: str) -> Any:
     """How a part ends its item: with None or a failure; ``_NO_OUTCOME`` if the item goes on."""
     if part is StopIteration or part is StopAsyncIteration or isinstance(part, StopIteration | StopAsyncIteration):
         return None
-    return wrap_errors([part], name, [item])[0] if isinstance(part, BaseException) else _NO_OUTCOME
+    return wrap_errors([part], name)[0] if isinstance(part, BaseException) else _NO_OUTCOME

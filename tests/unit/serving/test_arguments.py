@@ -29,11 +29,6 @@ def lengths(texts: list[str]) -> list[int]:
     return [len(text) for text in texts]
 
 
-@batched(max_size=4)
-def untyped(texts):  # noqa: ANN001, ANN201 - what is tested
-    return [text.upper() for text in texts]
-
-
 CALLS: dict[str, Callable[..., Any]] = {
     "call": lambda f, *args, **extras: f(*args, **extras),
     "aio": lambda f, *args, **extras: asyncio.run(_awaited(f, *args, **extras)),
@@ -81,14 +76,6 @@ def test_a_list_in_place_of_an_item_is_an_error(call: Callable[..., Any]) -> Non
     ):
         call(lengths, ["tea", "milk"])
     assert 3 == call(lengths, "tea")
-
-
-@every_call
-def test_an_error_on_a_list_says_that_the_item_is_a_list(call: Callable[..., Any]) -> None:
-    """Without annotations, the function's own error gets a note."""
-    with pytest.raises(AttributeError, match="'list' object has no attribute 'upper'") as raised:
-        call(untyped, ["tea", "milk"])
-    assert ["The item of this call is a list. If many items were meant, write f.map(items)."] == raised.value.__notes__
 
 
 def of_rows(rows: list[list[int]]) -> list[int]:

@@ -535,7 +535,7 @@ def test_a_forked_child_has_a_loop_of_its_own() -> None:
     """The thread of the parent's loop is not in the child."""
     own = OwnLoop("f")
     loop = own.get()
-    own.renew_in_child()
+    own.after_fork_in_child()
     try:
         assert own.get() is not loop
     finally:
