@@ -76,8 +76,8 @@ class Session:
         looks: list[bool] = []
         while time.monotonic() < began + patience and self.killed() < _KILLED:
             self.require_running()
-            busy = [found.busy for pid in self.pids() if (found := _proc.if_readable(_proc.activity, pid))]
-            looks = [*looks, any(busy)][-_LOOKS:]
+            busy = any(_proc.if_readable(_proc.is_busy, pid) for pid in self.pids())
+            looks = [*looks, busy][-_LOOKS:]
             if self.listening() and len(looks) == _LOOKS and sum(looks) <= _BUSY:
                 if self._has_loaded():
                     return time.monotonic() - began

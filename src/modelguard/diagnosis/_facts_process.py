@@ -289,7 +289,6 @@ def _process(pid: int, role: Role, root: Path, answers: Answers, owners: Contain
         private=_memory.private_of(pid, root),
         shared=_memory.usage(pid, root=root).shared_dirty or 0,
         swap=int(status.get("VmSwap", "0 kB").split()[0]) * 1024,
-        threads=int(status.get("Threads", "1")),
         torch=any(_TORCH.search(mapping.name) for mapping in mappings),
         libraries=model_libraries(mappings),
         isolates=pid in owners,
