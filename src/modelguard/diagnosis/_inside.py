@@ -171,7 +171,7 @@ def _gil_for() -> list[str] | None:
 
 
 def _malloc(script: dict[str, Any]) -> str:
-    return os.path.realpath(script["file_of"]("malloc")[1])
+    return os.path.realpath(str(script["file_of"]("malloc")[1]))
 
 
 def _objects() -> dict[str, Any]:
