@@ -10,7 +10,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -446,24 +446,23 @@ def _with_remedy(plain: Callable[..., Any], config: dict[str, Any]) -> tuple[Cal
         from modelguard.adapters.torch import bucketed
 
         function = bucketed(*config["bucketed"], cut=None)(function)
-    return function, _Zones() if act == "zones" else contextlib.nullcontext
+    return function, _zones() if act == "zones" else contextlib.nullcontext
 
 
-class _Zones:
-    """Makes the context of a call: a memory zone in each pipeline. They are looked for after the first call."""
+def _zones() -> _Around:
+    """What makes the context of a call: a memory zone in each pipeline. They are looked for after the first call."""
+    calls, pipelines = itertools.count(), list[Any]()
 
-    def __init__(self) -> None:
-        self._pipelines: list[Any] | None = None
-        self._called = False
+    @contextlib.contextmanager
+    def zones() -> Iterator[None]:
+        if next(calls) == 1:
+            pipelines.extend(_census.pipelines())
+        with contextlib.ExitStack() as stack:
+            for nlp in pipelines:
+                stack.enter_context(nlp.memory_zone())
+            yield
 
-    def __call__(self) -> contextlib.AbstractContextManager[object]:
-        if self._pipelines is None and self._called:
-            self._pipelines = _census.pipelines()
-        self._called = True
-        stack = contextlib.ExitStack()
-        for nlp in self._pipelines or ():
-            stack.enter_context(nlp.memory_zone())
-        return stack
+    return zones
 
 
 def _guarded(plain: Any, config: dict[str, Any], policy: Policy | None) -> Any:
