@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -45,12 +47,8 @@ class Entered:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        self._entries.append(None)
-        try:
+        with self._entering():
             self._open()
-        except BaseException as error:
-            if not self._is_reopened_after(error):
-                raise
         return self
 
     def __exit__(
@@ -58,19 +56,12 @@ class Entered:
     ) -> None:
         self._entries.pop()
         if not self._entries:
-            self._closing.append(None)
-            try:
+            with self._leaving():
                 self.close()
-            finally:
-                self._closed()
 
     async def __aenter__(self) -> Self:
-        self._entries.append(None)
-        try:
+        with self._entering():
             await self._aopen()
-        except BaseException as error:
-            if not self._is_reopened_after(error):
-                raise
         return self
 
     async def __aexit__(
@@ -78,21 +69,27 @@ class Entered:
     ) -> None:
         self._entries.pop()
         if not self._entries:
-            self._closing.append(None)
-            try:
+            with self._leaving():
                 await self.aclose()
-            finally:
-                self._closed()
 
     # An entry while an exit closes it: the exit reopens it at its end.
 
-    def _is_reopened_after(self, error: BaseException) -> bool:
-        if self._closing and isinstance(error, GuardClosed):
-            return True
-        self._entries.pop()
-        return False
+    @contextmanager
+    def _entering(self) -> Iterator[None]:
+        self._entries.append(None)
+        try:
+            yield
+        except BaseException as error:
+            if not (self._closing and isinstance(error, GuardClosed)):
+                self._entries.pop()
+                raise
 
-    def _closed(self) -> None:
-        self._closing.pop()
-        if self._entries and not self._closing:
-            self._reopen()
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        self._closing.append(None)
+        try:
+            yield
+        finally:
+            self._closing.pop()
+            if self._entries and not self._closing:
+                self._reopen()

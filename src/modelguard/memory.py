@@ -107,20 +107,15 @@ class Trimming(fork.Forkable):
     def _has_grown(self) -> bool:
         runtime = self.runtime
         started = runtime.clock()
-        held = self._slack()
+        # What is not in use, and what malloc does not know about. Private memory alone does not work: the memory that a
+        # long call uses now would count as the floor.
+        held = runtime.private() - (runtime.in_use() or 0)
         now = runtime.clock()
         self._next = now + pause_after(now - started)
         if self._floor is None:  # only a trim shows how much is in use, and growth counts from there
             return True
         self._floor = min(self._floor, held)
         return held - self._floor >= self.schedule.growth
-
-    def _slack(self) -> int:
-        """Bytes that are held but not in use, and those that malloc does not know about: growth here can be returned.
-
-        Private memory alone does not work: the memory that a long call uses now would count as the floor.
-        """
-        return self.runtime.private() - (self.runtime.in_use() or 0)
 
     def _trim(self) -> None:
         runtime = self.runtime

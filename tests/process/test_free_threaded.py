@@ -175,7 +175,7 @@ OLD = """
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "old_extension"};
 PyMODINIT_FUNC PyInit_old_extension(void) { return PyModule_Create(&definition); }
 """
-ASK = "import sys, old_extension; from modelguard.diagnosis import _inside; print(_inside.describe()['gil_for'])"
+ASK = "import sys, old_extension; from modelguard.diagnosis import _inside; print(_inside.describe({})['gil_for'])"
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="compiles an extension")
@@ -192,7 +192,7 @@ def test_an_extension_that_switches_the_gil_on_is_named(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", ASK], env=environ, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    assert _inside.describe()["gil_for"] is None
+    assert _inside.describe({})["gil_for"] is None
     assert "['old_extension']" == asked()
     assert "[]" == asked(PYTHONWARNINGS="ignore")
     assert ["None", "None"] == [asked(PYTHON_GIL=choice) for choice in "01"]

@@ -310,7 +310,13 @@ def summary(tree: TreeReport) -> str:
         f"{who} {format_bytes(tree.pss)}: {copies}.",
         f"Private: {format_bytes(tree.uss)}. RSS adds up to {format_bytes(tree.rss)}: it counts shared pages N times.",
     ]
-    lines += map(printable, _versions(tree) + _pauses(tree) + _unused_imports(tree))
+    versions = (
+        (f"{guard} is version {one.versions[guard]}", one.pid) for one in tree.processes for guard in one.versions
+    )
+    paused = ((guard, one.pid) for one in tree.processes for guard in one.paused)
+    # During a rollout a model has several versions. Where a guard is paused, policies start nothing.
+    found = [*_by_process("Models", versions), *_by_process("Paused", paused), *_unused_imports(tree)]
+    lines += map(printable, found)
     swap = sum(process.swap for process in tree.processes)
     if swap:
         lines.append(f"In swap: {format_bytes(swap)}.")
@@ -320,25 +326,12 @@ def summary(tree: TreeReport) -> str:
     return "\n".join(lines)
 
 
-def _versions(tree: TreeReport) -> list[str]:
-    """The versions of the models, each with the processes that have it: during a rollout there are several."""
-    shown = _by_process(
-        (f"{guard} is version {version}", one.pid) for one in tree.processes for guard, version in one.versions.items()
-    )
-    return [f"Models: {shown}."] if shown else []
-
-
-def _pauses(tree: TreeReport) -> list[str]:
-    """The guards that are paused, each with its processes: policies start nothing there."""
-    shown = _by_process((guard, one.pid) for one in tree.processes for guard in one.paused)
-    return [f"Paused: {shown}."] if shown else []
-
-
-def _by_process(pairs: Iterable[tuple[str, int]]) -> str:
+def _by_process(head: str, pairs: Iterable[tuple[str, int]]) -> list[str]:
     having: dict[str, list[str]] = {}
     for what, pid in pairs:
         having.setdefault(what, []).append(str(pid))
-    return "; ".join(f"{what} in {', '.join(pids)}" for what, pids in having.items())
+    shown = "; ".join(f"{what} in {', '.join(pids)}" for what, pids in having.items())
+    return [f"{head}: {shown}."] if having else []
 
 
 def _unused_imports(tree: TreeReport) -> list[str]:

@@ -117,12 +117,10 @@ class Answered:
     """What a process answered.
 
     Attributes:
-        pid: The process.
         error: Why nothing was done; None if something was.
         guards: For each guard and isolated function its name, what it is, the error and the status.
     """
 
-    pid: int
     error: str | None
     guards: tuple[dict[str, Any], ...]
 
@@ -146,7 +144,7 @@ def ask(pid: int, request: Request) -> Answered:
     content = asdict(request) | {"brokers": sorted(request.brokers)}
     connected, answer = _exchanged(pid, content, request.timeout + _PATIENCE)
     connected.close()
-    return Answered(pid, answer.get("error"), tuple(answer.get("guards", ())))
+    return Answered(answer.get("error"), tuple(answer.get("guards", ())))
 
 
 def inspect(pid: int) -> socket.socket:

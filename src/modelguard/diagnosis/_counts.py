@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import itertools
 import os
 import re
 import socket
@@ -281,19 +280,13 @@ def compiled_in(mappings: Iterable[MemoryMapping]) -> int:
 
 #: Kinds of memory with less growth are not shown.
 _SMALL_MAPPING = 500_000
-#: glibc gives each further arena an address range of this size, at a multiple of it.
-_ARENA = 64 * 2**20
-_PAGE = 4096
 _SHARED = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")  # noqa: S108 - where the kernel shows shared memory
 
 
-def kinds_of(pid: int, root: Path = _proc.ROOT) -> dict[str, int]:
-    mappings = _proc.if_readable(_proc.smaps, pid, root) or []
+def kinds_of(pid: int) -> dict[str, int]:
     found: Counter[str] = Counter()
-    before: MemoryMapping | None = None
-    for mapping, after in itertools.zip_longest(mappings, mappings[1:]):
-        found[_kind(before, mapping, after)] += _held(mapping)
-        before = mapping
+    for mapping in _proc.if_readable(_proc.smaps, pid) or []:
+        found[_kind(mapping)] += _held(mapping)
     return dict(found)
 
 
@@ -304,23 +297,18 @@ def _held(mapping: MemoryMapping) -> int:
     return dirty + mapping.sizes.get("SwapPss", mapping.sizes.get("Swap", 0))
 
 
-def _kind(before: MemoryMapping | None, one: MemoryMapping, after: MemoryMapping | None) -> str:
-    """What a mapping is for. Ranges without access, before and after it, tell stacks and arenas."""
-    barred, gap = (
-        each if each and each.access.startswith("---") and not each.name else None for each in (before, after)
-    )
-    guarded = barred is not None and barred.end - barred.start == _PAGE and barred.end == one.start
+def _kind(one: MemoryMapping) -> str:
     if one.name.startswith(_SHARED):
         return "shared memory"
     if compiled_in([one]):
         return "machine code compiled at run time"
-    if one.is_file or one.name == "[heap]":
-        return "changed pages of files" if one.is_file else "the heap of malloc"
-    if gap is not None and one.start % _ARENA == 0 and gap.end % _ARENA == 0:
-        return "malloc's arenas of threads"
-    if guarded or one.name.startswith("[stack"):
+    if one.is_file:
+        return "changed pages of files"
+    if one.name == "[heap]" or "nr" in one.flags:  # MAP_NORESERVE: glibc's arenas of threads, and other allocators
+        return "the heap of malloc"
+    if one.name.startswith("[stack") or "nh" in one.flags:  # no huge pages: the kernel's mark of stacks, since 6.7
         return "stacks of threads"
-    return "anonymous memory (Python's objects, large blocks, other allocators)"
+    return "anonymous memory (Python's objects, large blocks)"
 
 
 def moved(first: Mapping[str, int], last: Mapping[str, int]) -> str:

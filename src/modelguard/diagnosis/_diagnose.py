@@ -98,14 +98,14 @@ def diagnose(
         _units.whole_number(calls, "--calls", at_least=_FEWEST_CALLS)
     if not Path("/proc/self/smaps").exists():
         raise NotSupported("modelguard diagnose", reason="there is no /proc")
-    config = {"target": target, "generate": generate, "inputs": read_inputs(inputs), "load": load}
+    given = read_inputs(inputs)
+    config = {"target": target, "generate": generate, "inputs": given, "load": load, "bucketed": list(bucketed)}
     where, variables = cwd or Path.cwd(), dict(environ)
     patience = min(silence, _MOST_TIMES * seconds)
-    loading = max(silence, patience)
-    drive = {**config, "seconds": seconds, "calls": calls, "patience": patience, "loading": loading}
-    said = follow(drive, variables, where, progress=progress, silence=silence + loading)
+    drive = {**config, "seconds": seconds, "calls": calls, "patience": patience, "loading": silence}
+    said = follow(drive, variables, where, progress=progress, silence=2 * silence)
     report = _report(target, said, _Asked(seconds, calls, patience, inputs, generate))
-    measured = dataclasses.replace(report.measured, inputs=len(config["inputs"] or ()))
+    measured = dataclasses.replace(report.measured, inputs=len(given or ()))
     report = dataclasses.replace(report, measured=measured)
     if measured.judged.verdict != "grows" or not trial_seconds or said.end == "interrupted":
         return report
@@ -113,7 +113,6 @@ def diagnose(
         config,
         report.causes,
         measured,
-        Declared(tuple(bucketed), load),
         seconds=trial_seconds,
         environ=variables,
         cwd=where,
@@ -280,26 +279,17 @@ class Candidate:
     name: str
     act: Act
     lines: tuple[str, ...]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     environ: Mapping[str, str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """What the user says about the function."""
-
-    bucketed: tuple[str, ...] = ()
-    load: str | None = None
-
-
 def candidates(
-    causes: Sequence[Cause], measured: Measured, declared: Declared, environ: Mapping[str, str], uses: int
+    causes: Sequence[Cause], measured: Measured, config: Mapping[str, Any], environ: Mapping[str, str], uses: int
 ) -> tuple[list[Candidate], list[str]]:
     main = [cause for cause in causes if cause.share >= _MAIN] or causes[:1]
     kinds: dict[Kind, None] = dict.fromkeys(kind for cause in main for kind in AGAINST.get(cause.name, _ALWAYS))
-    missing = _missing(measured, declared, environ)
+    missing = _missing(measured, config, environ)
     left_out = [f"{kind}: {missing[kind]}" for kind in kinds if missing.get(kind)]
-    in_process = _in_process(measured, declared, uses)
+    in_process = _in_process(measured, config, uses)
     found: list[Candidate] = []
     for kind in kinds:
         if not missing.get(kind):
@@ -307,13 +297,13 @@ def candidates(
     return found, left_out
 
 
-def _missing(measured: Measured, declared: Declared, environ: Mapping[str, str]) -> dict[Kind, str]:
+def _missing(measured: Measured, config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[Kind, str]:
     """Why a remedy cannot be tried; empty if it can."""
     no_guard = "the function has no guard; --load MODULE:FUNCTION names what makes its model, which it takes first"
     return {
-        "bucketed": "" if declared.bucketed else "--bucketed NAME declares a parameter that may be padded",
+        "bucketed": "" if config["bucketed"] else "--bucketed NAME declares a parameter that may be padded",
         "zones": "" if measured.zones else "no spaCy pipeline with memory zones was found",
-        "reload": "" if measured.guarded or declared.load else no_guard,
+        "reload": "" if measured.guarded or config["load"] else no_guard,
         "isolate": "" if measured.importable else "a worker process cannot import the function by its name",
         "allocators": "LD_PRELOAD is set" if "LD_PRELOAD" in environ else "",
     }
@@ -341,20 +331,20 @@ def _variables(kind: Kind, environ: Mapping[str, str]) -> Iterator[Candidate]:
                 yield Candidate(" + ".join(options[1::2]), "variables", (line,), environ=plan.environ)
 
 
-def _in_process(measured: Measured, declared: Declared, uses: int) -> dict[str, Candidate]:
-    names = ", ".join(f'"{name}"' for name in declared.bucketed)
+def _in_process(measured: Measured, config: Mapping[str, Any], uses: int) -> dict[str, Candidate]:
+    names = ", ".join(f'"{name}"' for name in config["bucketed"])
     replaced = f"guard(load, reload_on=Uses({uses:_}))"
     owned = ("@isolate()  # above the guard's decorator", replaced)
-    own = owned if measured.guarded or declared.load is not None else (f"@isolate(recycle_on=Uses({uses:_}))",)
+    own = owned if measured.guarded or config["load"] else (f"@isolate(recycle_on=Uses({uses:_}))",)
     zoned = "from modelguard.adapters.spacy import IndexGrowth, zoned"
     bucketed = "from modelguard.adapters.torch import bucketed", f"@bucketed({names}, cut=None)"
     trimmed = "from modelguard import memory", f'memory.trim_every("{_TRIM}")'
     found = (
-        Candidate("trim_every", "trim", trimmed, {"trim_every": _TRIM}),
+        Candidate("trim_every", "trim", trimmed),
         Candidate("zoned", "zones", (zoned, '@zoned(guard(load, reload_on=IndexGrowth("16 MB")))')),
-        Candidate("bucketed", "bucketed", bucketed, {"bucketed": list(declared.bucketed)}),
-        Candidate("reload_on", "reload", ("from modelguard import Uses, guard", replaced), {"uses": uses}),
-        Candidate("isolate", "isolate", ("from modelguard import Uses, isolate", *own), {"uses": uses}),
+        Candidate("bucketed", "bucketed", bucketed),
+        Candidate("reload_on", "reload", ("from modelguard import Uses, guard", replaced)),
+        Candidate("isolate", "isolate", ("from modelguard import Uses, isolate", *own)),
     )
     return {one.act: one for one in found}
 
@@ -389,7 +379,6 @@ def try_remedies(
     config: Mapping[str, Any],
     causes: Sequence[Cause],
     measured: Measured,
-    declared: Declared,
     *,
     seconds: float,
     environ: Mapping[str, str],
@@ -401,12 +390,13 @@ def try_remedies(
 ) -> Trials | None:
     began = clock()
     calls = calls_of_a_run(measured, seconds)
-    found, left_out = candidates(causes, measured, declared, environ, max(1, calls // _REPLACED))
-    given = {**config, "calls": calls, "warm": int(_WARM * calls), "load": declared.load}
+    uses = max(1, calls // _REPLACED)
+    found, left_out = candidates(causes, measured, config, environ, uses)
+    given = {**config, "calls": calls, "warm": int(_WARM * calls), "uses": uses, "trim_every": _TRIM}
 
     def run(candidate: Candidate, limit: float | None) -> Said:
         longest = _LONGEST * _MOST_SLOWER if limit is None else limit
-        own = {"act": candidate.act, "options": dict(candidate.options), "limit": longest}
+        own = {"act": candidate.act, "limit": longest}
         variables = environ if candidate.environ is None else candidate.environ
         most = math.inf if limit is None else limit + _START
         return follow({**given, **own}, variables, cwd, progress=lambda _: None, silence=silence, limit=most)

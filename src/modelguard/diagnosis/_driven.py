@@ -10,7 +10,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -434,36 +434,35 @@ _Around = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 def _with_remedy(plain: Callable[..., Any], config: dict[str, Any]) -> tuple[Callable[..., Any], _Around]:
-    act, options = config["act"], config["options"]
+    act = config["act"]
     if act == "reload":
-        return _guarded(plain, config, Uses(options["uses"])), contextlib.nullcontext
+        return _guarded(plain, config, Uses(config["uses"])), contextlib.nullcontext
     if act == "isolate":
         return _isolated(config), contextlib.nullcontext
     function = _guarded(plain, config, None) if config["load"] else plain
     if act == "trim":
-        memory.trim_every(options["trim_every"])
+        memory.trim_every(config["trim_every"])
     if act == "bucketed":
         from modelguard.adapters.torch import bucketed
 
-        function = bucketed(*options["bucketed"], cut=None)(function)
-    return function, _Zones() if act == "zones" else contextlib.nullcontext
+        function = bucketed(*config["bucketed"], cut=None)(function)
+    return function, _zones() if act == "zones" else contextlib.nullcontext
 
 
-class _Zones:
-    """Makes the context of a call: a memory zone in each pipeline. They are looked for after the first call."""
+def _zones() -> _Around:
+    """What makes the context of a call: a memory zone in each pipeline. They are looked for after the first call."""
+    calls, pipelines = itertools.count(), list[Any]()
 
-    def __init__(self) -> None:
-        self._pipelines: list[Any] | None = None
-        self._called = False
+    @contextlib.contextmanager
+    def zones() -> Iterator[None]:
+        if next(calls) == 1:
+            pipelines.extend(_census.pipelines())
+        with contextlib.ExitStack() as stack:
+            for nlp in pipelines:
+                stack.enter_context(nlp.memory_zone())
+            yield
 
-    def __call__(self) -> contextlib.AbstractContextManager[object]:
-        if self._pipelines is None and self._called:
-            self._pipelines = _census.pipelines()
-        self._called = True
-        stack = contextlib.ExitStack()
-        for nlp in self._pipelines or ():
-            stack.enter_context(nlp.memory_zone())
-        return stack
+    return zones
 
 
 def _guarded(plain: Any, config: dict[str, Any], policy: Policy | None) -> Any:
@@ -481,7 +480,7 @@ def _guarded(plain: Any, config: dict[str, Any], policy: Policy | None) -> Any:
 
 def _isolated(config: dict[str, Any]) -> Any:
     folder = Path(config["answer"]).parent
-    chosen = {name: config[name] for name in ("target", "load", "options")}
+    chosen = {name: config[name] for name in ("target", "load", "uses")}
     text = f"from modelguard.diagnosis import _driven\ncall = _driven.isolated_function({chosen!r}, __name__)\n"
     (folder / f"{_MODULE}.py").write_text(text, encoding="utf-8")
     sys.path.insert(0, str(folder))
@@ -492,7 +491,7 @@ def isolated_function(config: dict[str, Any], module: str) -> Isolated[..., Any]
     from modelguard.isolation.isolate import isolate
 
     plain = _target.load(config["target"])
-    policy = Uses(config["options"]["uses"])
+    policy = Uses(config["uses"])
     if config["load"] or isinstance(owner_of(plain), ModelGuard):
         return isolate(workers=1, timeout=None)(_as_call(_guarded(plain, config, policy), module))
 

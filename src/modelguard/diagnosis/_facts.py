@@ -137,7 +137,6 @@ class ServiceProcess:
         private: Bytes that only this process has written, including those in swap.
         shared: Bytes that it shares with other processes and that were written to since they were mapped.
         swap: Bytes in swap.
-        threads: Its number of threads.
         torch: Whether torch's libraries are mapped.
         libraries: Libraries that compute models, as far as their compiled parts are mapped.
         isolates: Whether it has started molds, in which the models of its isolated functions are.
@@ -152,7 +151,6 @@ class ServiceProcess:
     private: int = 0
     shared: int = 0
     swap: int = 0
-    threads: int = 1
     torch: bool = False
     libraries: tuple[str, ...] = ()
     isolates: bool = False

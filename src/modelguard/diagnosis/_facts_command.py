@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from modelguard import _units
-from modelguard.diagnosis import _redact
+from modelguard.diagnosis import _inside, _redact
 from modelguard.diagnosis._facts import KNOWN, Facts
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree, require_proc
+from modelguard.environment import _malloc_file
 from modelguard.environment._launcher import locate
 from modelguard.errors import InvalidOption
 from modelguard.facts import _memory, _proc
@@ -31,8 +32,6 @@ from modelguard.runtime.child_processes import ENDING, end_with_parent, ending_s
 
 # A command that is started to be examined: in its own session, with the probe, and stopped with all it started.
 
-
-_PROBE = Path(__file__).with_name("_inside.py")
 
 #: Seconds that a process may take to answer the probe's signal: its 0.3 s of computing and imports took more than 10 s
 #: where ten programs shared a processor.
@@ -77,8 +76,8 @@ class Session:
         looks: list[bool] = []
         while time.monotonic() < began + patience and self.killed() < _KILLED:
             self.require_running()
-            busy = [found.busy for pid in self.pids() if (found := _proc.if_readable(_proc.activity, pid))]
-            looks = [*looks, any(busy)][-_LOOKS:]
+            busy = any(_proc.if_readable(_proc.is_busy, pid) for pid in self.pids())
+            looks = [*looks, busy][-_LOOKS:]
             if self.listening() and len(looks) == _LOOKS and sum(looks) <= _BUSY:
                 if self._has_loaded():
                     return time.monotonic() - began
@@ -187,7 +186,8 @@ def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iter
 def _folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="modelguard-"))
     try:
-        shutil.copyfile(_PROBE, folder / "sitecustomize.py")
+        shutil.copyfile(_inside.__file__, folder / "sitecustomize.py")
+        shutil.copyfile(_malloc_file.__file__, folder / "malloc")
         (folder / "names").write_text("\n".join([str(int(_signal())), *sorted(KNOWN)]), encoding="ascii")
         yield folder
     finally:

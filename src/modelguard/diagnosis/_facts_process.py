@@ -205,10 +205,11 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
             f"process {pid} runs no Python, or one that was not recognised: most checks have nothing to look at"
         )
     where = f"the environment that process {pid} was started with"
+    set_later = (variable for process in _workers(processes) or processes for variable in process.said.variables)
     return Facts(
         subject,
         machine(root, pid),
-        (*known_variables(environ, where), *dict.fromkeys(_set_later(processes))),
+        (*known_variables(environ, where), *dict.fromkeys(set_later)),
         python,
         seen.problems,
         _server(_words(pid, root), processes, answers),
@@ -234,11 +235,6 @@ def process_number(pid: str | int) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) < 1:
         raise _refused(pid, "must be a process id")
     return int(text)
-
-
-def _set_later(processes: Sequence[ServiceProcess]) -> Iterator[Variable]:
-    for process in _workers(processes) or processes:
-        yield from process.said.variables
 
 
 def _workers(processes: Iterable[ServiceProcess]) -> list[ServiceProcess]:
@@ -289,7 +285,6 @@ def _process(pid: int, role: Role, root: Path, answers: Answers, owners: Contain
         private=_memory.private_of(pid, root),
         shared=_memory.usage(pid, root=root).shared_dirty or 0,
         swap=int(status.get("VmSwap", "0 kB").split()[0]) * 1024,
-        threads=int(status.get("Threads", "1")),
         torch=any(_TORCH.search(mapping.name) for mapping in mappings),
         libraries=model_libraries(mappings),
         isolates=pid in owners,

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 #: What it needs, beside itself: the files, from the package on.
-SCRIPTS = {"_census": "diagnosis/_census.py", "_holders": "facts/_holders.py"}
+SCRIPTS = {
+    "_census": "diagnosis/_census.py",
+    "_holders": "facts/_holders.py",
+    "_malloc_file": "environment/_malloc_file.py",
+}
 
 
 def begin(address: str, sources: dict[str, str]) -> None:
@@ -84,11 +88,11 @@ def _held(scripts: dict[str, dict[str, Any]], calls: str) -> dict[str, Any]:
 
 
 _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "describe": lambda _: describe(),
+    "describe": lambda scripts: describe(scripts["_malloc_file"]),
     "look": _look,
     "held": _held,
     "uses": lambda scripts: {"uses": scripts["_census"]["guard_uses"]()},
-    "trim": lambda _: _trim(),
+    "trim": lambda scripts: _trim(scripts["_malloc_file"]),
 }
 
 
@@ -119,19 +123,23 @@ _POOLS = {
 _COROUTINE = 0x80  # inspect.CO_COROUTINE, without the import
 
 
-def _trim() -> dict[str, Any]:
+def _trim(script: dict[str, Any]) -> dict[str, Any]:
     import ctypes
 
     program = ctypes.CDLL(None)
-    if "libc.so" in (malloc_file() or "") and hasattr(program, "malloc_trim"):
+    if "libc.so" in _malloc(script) and hasattr(program, "malloc_trim"):
         program.malloc_trim(0)
     return {}
 
 
-def describe() -> dict[str, Any]:
-    """What can be seen of this process at any time."""
+def describe(script: dict[str, Any]) -> dict[str, Any]:
+    """What can be seen of this process at any time, with the script that finds the file that serves ``malloc``."""
+
+    def _allocator() -> dict[str, Any]:
+        return {"malloc": _malloc(script)}
+
     answer: dict[str, Any] = {}
-    for question in (_python, _objects, _pools, _guards, _server):
+    for question in (_allocator, _python, _objects, _pools, _guards, _server):
         try:
             answer.update(question())
         except Exception as error:  # noqa: BLE001 - what cannot be known is left out
@@ -148,7 +156,6 @@ def _python() -> dict[str, Any]:
         "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
         "gil_for": _gil_for(),
         "huge_pages": bool(sysconfig.get_config_var("PYMALLOC_USE_HUGEPAGES")),
-        "malloc": malloc_file(),
     }
 
 
@@ -163,70 +170,8 @@ def _gil_for() -> list[str] | None:
     return [after.partition("'")[0]] if found else []
 
 
-def malloc_file() -> str | None:
-    import ctypes
-
-    class Info(ctypes.Structure):
-        _fields_ = (
-            ("file", ctypes.c_char_p),
-            ("base", ctypes.c_void_p),
-            ("name", ctypes.c_char_p),
-            ("at", ctypes.c_void_p),
-        )
-
-    def file_at(function: Any) -> bytes | None:
-        address = ctypes.cast(function, ctypes.c_void_p)
-        return info.file if program.dladdr(address, ctypes.byref(info)) else None
-
-    program, info = ctypes.CDLL(None), Info()
-    if not hasattr(program, "dladdr"):
-        return None
-    file = file_at(program.malloc)
-    if _is_jump(program, program.malloc, info):
-        file = next((name for name in _loaded(program) if file_at(_own(name, "malloc")) == name), file)
-    return None if file is None else os.path.realpath(os.fsdecode(file))
-
-
-def _is_jump(program: Any, function: Any, info: Any) -> bool:
-    """Whether a program that is not position-independent has only a jump to a function, as Debian's Python has.
-
-    The symbol is then undefined, and has an address all the same.
-    """
-    import ctypes
-
-    symbol, wide = ctypes.c_void_p(), ctypes.sizeof(ctypes.c_void_p) == 8  # noqa: PLR2004 - bytes
-    if not wide or not hasattr(program, "dladdr1"):  # musl
-        return False
-    program.dladdr1(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info), ctypes.byref(symbol), 1)
-    return symbol.value is not None and ctypes.c_uint16.from_address(symbol.value + 6).value == 0  # Elf64_Sym.st_shndx
-
-
-def _loaded(program: Any) -> Iterator[bytes]:
-    import ctypes
-
-    class Map(ctypes.Structure):  # the beginning of struct link_map, to which a handle of glibc points
-        _fields_ = (
-            ("address", ctypes.c_size_t),
-            ("name", ctypes.c_char_p),
-            ("dynamic", ctypes.c_void_p),
-            ("next", ctypes.c_void_p),
-        )
-
-    node = Map.from_address(program._handle)  # noqa: SLF001 - documented
-    while node.next:
-        node = Map.from_address(node.next)
-        if node.name:
-            yield node.name
-
-
-def _own(file: bytes, function: str) -> Any:
-    """A function as a loaded library finds it; a null pointer if it does not."""
-    import ctypes
-
-    try:
-        return ctypes.CDLL(os.fsdecode(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)[function]
-    except (OSError, AttributeError):
-        return None
+def _malloc(script: dict[str, Any]) -> str:
+    return os.path.realpath(str(script["file_of"]("malloc")[1]))
 
 
 def _objects() -> dict[str, Any]:
@@ -367,7 +312,9 @@ class _Probe:
         import json
 
         path = os.path.join(self._folder, f"{os.getpid()}.json")  # noqa: PTH118
-        answer = {"variables": self._set, **describe()}
+        with open(os.path.join(self._folder, "malloc"), encoding="utf-8") as stream:  # noqa: PTH118, PTH123
+            script = _run("_malloc_file", stream.read())
+        answer = {"variables": self._set, **describe(script)}
         new = f"{path}.{_thread.get_ident()}"  # it may be asked again meanwhile
         with open(new, "w", encoding="utf-8") as stream:  # noqa: PTH123
             json.dump(answer, stream)

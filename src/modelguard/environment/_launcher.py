@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 from modelguard import _units
 from modelguard.environment import _allocator, _allocator_files, _knobs
 from modelguard.environment._allocator_files import PACKAGES, RUNNING, Kind, is_static, kind_of
+from modelguard.environment._allocator_problems import preload_entries
 from modelguard.errors import CannotRun, InvalidOption, NotSupported
 from modelguard.facts import _proc
 
@@ -310,11 +311,7 @@ def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROO
 
 def _kind(environ: Mapping[str, str]) -> Kind:
     """The allocator that serves ``malloc``: the first that is preloaded, otherwise the C library's."""
-    for entry in re.split(r"[\s:]+", environ.get(PRELOAD, "")):
-        kind = kind_of(entry)
-        if kind is not None:
-            return kind
-    return "glibc"
+    return next(filter(None, map(kind_of, preload_entries(environ))), "glibc")
 
 
 def _reset_signals() -> dict[int, signal._HANDLER]:

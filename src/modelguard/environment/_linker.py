@@ -7,13 +7,12 @@ before the first trim.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
+from modelguard.environment import _malloc_file
 from modelguard.environment._allocator_files import Figures, Kind, Library, NotElf, opened
 from modelguard.errors import NotSupported
 
@@ -22,21 +21,6 @@ _THREADS = "restarting jemalloc's background threads"
 
 #: Passed to C: bytes as ``char *``, bool as ``bool``, int as ``size_t``, None as a null pointer, ctypes objects as is.
 Argument: TypeAlias = Any
-
-
-class _DlInfo(ctypes.Structure):
-    _fields_ = (
-        ("dli_fname", ctypes.c_char_p),
-        ("dli_fbase", ctypes.c_void_p),
-        ("dli_sname", ctypes.c_char_p),
-        ("dli_saddr", ctypes.c_void_p),
-    )
-
-
-#: Where the section is in ``Elf64_Sym`` and ``Elf32_Sym`` of elf.h.
-_SECTION = 6 if sys.maxsize > 2**32 else 14
-_RTLD_DL_SYMENT = 1  # dladdr1 gives the symbol of the address
-_UNDEFINED = 0  # SHN_UNDEF
 
 
 class MallocLibrary:
@@ -52,11 +36,11 @@ class MallocLibrary:
         self._program = ctypes.CDLL(None)
         self._functions: dict[tuple[str, Any], Any] = {}
         self._exports: dict[str, bool] = {}
-        self.base, self.path = self._file_of("malloc")
+        self.base, self.path = _malloc_file.file_of("malloc")
 
     def exports(self, name: str) -> bool:
         if name not in self._exports:
-            self._exports[name] = hasattr(self._program, name) and self._file_of(name)[0] == self.base
+            self._exports[name] = hasattr(self._program, name) and _malloc_file.file_of(name)[0] == self.base
         return self._exports[name]
 
     def call(self, name: str, *arguments: Argument, returns: Any = ctypes.c_int) -> Any:
@@ -68,49 +52,6 @@ class MallocLibrary:
             function.restype = returns
             self._functions[name, returns] = function
         return function(*map(_to_c, arguments))
-
-    def _file_of(self, name: str) -> tuple[int | None, str]:
-        """The file that defines a function: where it begins in memory, and its name."""
-        address = ctypes.cast(self._program[name], ctypes.c_void_p)
-        if self._is_jump(address):
-            for file in loaded_files():
-                if (found := self._defined_in(file.path, name)) is not None:
-                    return found
-        return self._file_at(address)
-
-    def _file_at(self, address: ctypes.c_void_p) -> tuple[int | None, str]:
-        """The file that contains an address: where it begins in memory, and its name."""
-        info = _DlInfo()
-        self._program.dladdr(address, ctypes.byref(info))
-        return info.dli_fbase, os.fsdecode(info.dli_fname or b"")
-
-    def _is_jump(self, address: ctypes.c_void_p) -> bool:
-        """Whether a file has only an entry of its jump table at an address, and not the function itself.
-
-        In a program that is not position-independent, as Debian's and Ubuntu's ``/usr/bin/python3`` is, such an entry
-        is the address of a library's function for all files: the linker makes it so if the program uses the address,
-        and Python puts that of ``malloc`` into a table. The program's symbol is undefined and has a value all the same
-        (System V ABI, AMD64 supplement, "Function Addresses").
-        """
-        if not hasattr(self._program, "dladdr1"):  # musl
-            return False
-        info, symbol = _DlInfo(), ctypes.c_void_p()
-        found = self._program.dladdr1(address, ctypes.byref(info), ctypes.byref(symbol), _RTLD_DL_SYMENT)
-        if not found or symbol.value is None:
-            return False
-        return ctypes.c_uint16.from_address(symbol.value + _SECTION).value == _UNDEFINED
-
-    def _defined_in(self, path: str, name: str) -> tuple[int | None, str] | None:
-        """Where a loaded library begins in memory, and its name; None if it does not define the function itself."""
-        if not path:  # the program
-            return None
-        try:
-            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
-            # The search goes on in the libraries that it needs. Of these, the first in the order of loading counts.
-            found = self._file_at(ctypes.cast(library[name], ctypes.c_void_p))
-        except (OSError, AttributeError):
-            return None
-        return found if found[1] == path else None
 
 
 @cache
@@ -149,44 +90,9 @@ class LoadedFile(NamedTuple):
         return ctypes.c_int32.from_address(base + value).value
 
 
-class _LinkMap(ctypes.Structure):
-    """``struct link_map`` of link.h, an entry in the linker's list of files; its beginning, which debuggers read."""
-
-    _fields_ = (
-        ("address", ctypes.c_size_t),
-        ("name", ctypes.c_char_p),
-        ("dynamic", ctypes.c_void_p),
-        ("next", ctypes.c_void_p),
-        ("previous", ctypes.c_void_p),
-    )
-
-
-_RTLD_DI_LINKMAP = 2  # of dlfcn.h
-_RTLD_DI_TLS_DATA = 10
-
-
 def loaded_files() -> list[LoadedFile]:
-    """List the files that the dynamic linker has loaded, as the calling thread sees them, in the order of loading.
-
-    ``dl_iterate_phdr`` would call back into Python under the linker's lock. The callback may lose the GIL to a thread
-    that waits for that lock, in a dlopen or in the same call, and then both wait for ever. So this reads the linker's
-    list, as debuggers do, without a lock. A file that another thread closes meanwhile could be read after it is gone;
-    preloaded libraries, and those that Python has imported, are never closed.
-    """
-    program = ctypes.CDLL(None)
-    entry = ctypes.c_void_p()
-    handle = ctypes.c_void_p(program._handle)  # noqa: SLF001 - ctypes documents it
-    found: list[LoadedFile] = []
-    if program.dlinfo(handle, _RTLD_DI_LINKMAP, ctypes.byref(entry)) != 0:
-        return found
-    while entry.value:
-        loaded = _LinkMap.from_address(entry.value)
-        data = ctypes.c_void_p()
-        # glibc's handles are the entries themselves. musl does not know this request, and refuses it.
-        known = program.dlinfo(entry, _RTLD_DI_TLS_DATA, ctypes.byref(data)) == 0
-        found.append(LoadedFile(os.fsdecode(loaded.name or b""), loaded.address, data.value if known else None))
-        entry = ctypes.c_void_p(loaded.next)
-    return found
+    """List the files that the dynamic linker has loaded, as the calling thread sees them, in the order of loading."""
+    return [LoadedFile(*each) for each in _malloc_file.listed()]
 
 
 @cache

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -35,15 +35,6 @@ Format = Literal["shell", "env", "gunicorn", "dockerfile", "systemd", "kubernete
 
 def formats() -> tuple[str, ...]:
     return get_args(Format)
-
-
-def render(name: str, knobs: Sequence[Knob], format: Format) -> str:  # noqa: A002 - the command line's word for it
-    _units.one_of(format, "format", _STYLES, what="format")
-    style = _STYLES[format]
-    lines = [f"# modelguard preset {name}", *style.head]
-    for knob in knobs:
-        lines += [f"{style.indent}# {knob.reader}: {' '.join(knob.does.split())}", f"{style.indent}{style.line(knob)}"]
-    return "\n".join([*lines, *style.tail]) + "\n"
 
 
 class _Style(NamedTuple):
@@ -225,7 +216,13 @@ class Preset:
         Raises:
             InvalidOption: The format is unknown, or cannot represent one of the values.
         """
-        return render(self.name, self.knobs, format)
+        _units.one_of(format, "format", _STYLES, what="format")
+        style = _STYLES[format]
+        lines = [f"# modelguard preset {self.name}", *style.head]
+        for knob in self.knobs:
+            does = f"{style.indent}# {knob.reader}: {' '.join(knob.does.split())}"
+            lines += [does, f"{style.indent}{style.line(knob)}"]
+        return "\n".join([*lines, *style.tail]) + "\n"
 
 
 def _require_preset(given: object) -> None:

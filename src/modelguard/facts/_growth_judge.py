@@ -98,8 +98,6 @@ def judge(calls: Sequence[float], sizes: Sequence[float], *, least: float = LEAS
     readings = [_Reading(*pair) for pair in zip(calls, sizes, strict=True)]
     if len(readings) < FEWEST:
         return _undecided(_too_few(len(readings)), (FEWEST + 1) / max(1, len(readings) - 1))
-    if not all(math.isfinite(number) for reading in readings for number in reading):
-        return _undecided("a reading is no number", 1.0)
     total = readings[-1].calls - readings[0].calls
     if total <= 0:
         return _undecided("no call was made between the readings", 1.0)

@@ -159,13 +159,6 @@ class Mount(NamedTuple):
     options: tuple[str, ...]
 
 
-class Activity(NamedTuple):
-    """What a process does at one moment."""
-
-    busy: bool
-    seconds: float
-
-
 def if_readable(read: Callable[..., T], *arguments: object) -> T | None:
     """Call one of the readers below; None if the file cannot be read."""
     with suppress(OSError):
@@ -208,24 +201,21 @@ def absence(pid: int, root: Path = ROOT) -> str:
     return "is a kernel thread, which has no memory of its own" if found.kernel else "has ended"
 
 
-def activity(pid: int, root: Path = ROOT) -> Activity:
-    fields = _stat_fields(pid, root)
-    return Activity(fields[3] in "RD", _seconds(fields, 14, 15))
+def is_busy(pid: int, root: Path = ROOT) -> bool:
+    """Whether a process runs at this moment, or waits for a disk."""
+    return _stat_fields(pid, root)[3] in "RD"
 
 
 def cpu_seconds(pid: int, root: Path = ROOT) -> float:
     """Processor time of a process, and of its children that it has waited for."""
-    return _seconds(_stat_fields(pid, root), 14, 15, 16, 17)
+    fields = _stat_fields(pid, root)
+    return sum(int(fields[number]) for number in (14, 15, 16, 17)) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat_fields(pid: int, root: Path) -> dict[int, str]:
     """The fields of a process's stat from the third on, by their numbers in proc_pid_stat(5)."""
     # The name is in parentheses, and may itself contain parentheses and spaces.
     return dict(enumerate(_text(pid, "stat", root).rpartition(")")[2].split(), start=3))
-
-
-def _seconds(fields: Mapping[int, str], *numbers: int) -> float:
-    return sum(int(fields[number]) for number in numbers) / os.sysconf("SC_CLK_TCK")
 
 
 def listening(pid: int, root: Path = ROOT) -> set[int | str]:

@@ -50,7 +50,9 @@ def bounded_caches(among: Iterable[object]) -> dict[int, Fill]:
             if info.maxsize is not None:
                 name = getattr(candidate, "__qualname__", "a function")
                 found[id(candidate)] = Fill(f"the lru_cache of {name}()", info.currsize, info.maxsize)
-        elif cachetools is not None and issubclass(type(candidate), cachetools.Cache):  # `__class__` may warn: torch's do
+        elif cachetools is not None and issubclass(
+            type(candidate), cachetools.Cache
+        ):  # `__class__` may warn: torch's do
             found[id(candidate)] = Fill(f"a {type(candidate).__qualname__}", candidate.currsize, candidate.maxsize)
     return found
 

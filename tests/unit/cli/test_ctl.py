@@ -52,7 +52,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     monkeypatch.setattr(_client, "ask", made.ask)
     monkeypatch.setattr(_client, "runs", lambda pid: pid not in made.ended)
     for pid in (10, 11):
-        made.answers[pid] = Answered(pid, None, ({"name": "nlp", "kind": "guard", "error": None, "status": STATUS},))
+        made.answers[pid] = Answered(None, ({"name": "nlp", "kind": "guard", "error": None, "status": STATUS},))
     return made
 
 
@@ -91,9 +91,7 @@ def test_what_a_guard_says(processes: Processes, capsys: pytest.CaptureFixture[s
     """What is due and waits, failures and errors are in its line; an error is exit status 1."""
     waits = {"reasons": ["TTL('1h')"], "cause": "paused", "seconds": None}
     status = {**STATUS, "paused": True, "postponed": waits, "in_flight": 2, "last_error": "OSError: gone"}
-    processes.answers[10] = Answered(
-        10, None, ({"name": "nlp", "kind": "guard", "error": "too late", "status": status},)
-    )
+    processes.answers[10] = Answered(None, ({"name": "nlp", "kind": "guard", "error": "too late", "status": status},))
     assert 1 == cli.main(["ctl", "10", "reload"])
     assert capsys.readouterr().out.splitlines()[1] == (
         "  nlp  ready, paused; generation 3, 1m1s old, 12 calls; 2 in flight; due, waits (paused): TTL('1h'); "
@@ -112,8 +110,8 @@ def test_what_is_not_printable(processes: Processes, capsys: pytest.CaptureFixtu
     """Whatever a process answers, it neither forges lines nor controls the terminal."""
     forged = "nlp\nERROR: forged\r\x1b[2J"
     guard = {"name": forged, "kind": "guard", "error": forged, "status": {**STATUS, "last_error": forged}}
-    processes.answers[10] = Answered(10, None, (guard,))
-    processes.answers[11] = Answered(11, forged, ())
+    processes.answers[10] = Answered(None, (guard,))
+    processes.answers[11] = Answered(forged, ())
     assert 1 == cli.main(["ctl", "10", "status"])
     shown = capsys.readouterr()
     assert [2, 1] == [len(text.splitlines()) for text in (shown.out, shown.err)]
@@ -122,8 +120,8 @@ def test_what_is_not_printable(processes: Processes, capsys: pytest.CaptureFixtu
 
 def test_what_an_isolated_function_says(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
     """Its mold and its workers, and who shares them."""
-    processes.answers[10] = Answered(10, None, (isolated(),))
-    processes.answers[11] = Answered(11, None, (isolated(broker=20),))
+    processes.answers[10] = Answered(None, (isolated(),))
+    processes.answers[11] = Answered(None, (isolated(broker=20),))
     assert 0 == cli.main(["ctl", "10", "status"])
     assert [
         "  lemmas  ready; generation 3, 1m1s old, mold 21, 2 workers",
@@ -134,14 +132,14 @@ def test_what_an_isolated_function_says(processes: Processes, capsys: pytest.Cap
 @pytest.mark.parametrize(("error", "known"), [(None, {20}), ("it hangs", set())], ids=["done", "failed"])
 def test_what_processes_share_is_done_once(processes: Processes, error: str | None, known: set[int]) -> None:
     """The next process hears which brokers have done it; what has failed is tried again."""
-    processes.answers[10] = Answered(10, None, (isolated(broker=20, error=error),))
+    processes.answers[10] = Answered(None, (isolated(broker=20, error=error),))
     cli.main(["ctl", "10", "reload", "--all"])
     assert [frozenset(), frozenset(known)] == [request.brokers for _, request in processes.asked]
 
 
 def test_an_error_of_the_process(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
     """An unknown name is exit status 1, a process that does not answer 2; the others are asked all the same."""
-    processes.answers[10] = Answered(10, "name='x': is not a guard", ())
+    processes.answers[10] = Answered("name='x': is not a guard", ())
     assert 1 == cli.main(["ctl", "10", "pause", "x", "--all"])
     assert "process 10: name='x': is not a guard" in capsys.readouterr().err
     del processes.answers[10]

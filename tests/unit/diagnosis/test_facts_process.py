@@ -92,7 +92,7 @@ def test_a_master_and_its_workers_are_one_service(machine: Machine) -> None:
     assert facts.server is not None
     assert ("gunicorn", 2, True) == (facts.server.kind, facts.server.workers, facts.server.forks)
     worker = facts.processes[2]
-    assert (330_000 * 1024, 7 * 1024, 20_000 * 1024, 3) == (worker.private, worker.shared, worker.swap, worker.threads)
+    assert (330_000 * 1024, 7 * 1024, 20_000 * 1024) == (worker.private, worker.shared, worker.swap)
     assert (True, False, 5_120_000) == (worker.torch, worker.cuda, worker.compiled)
     assert Interpreter((3, 12)) == facts.interpreter
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelguard.diagnosis import _growth_page
-from modelguard.diagnosis._diagnose import Declared, calls_of_a_run, candidates, seconds_needed, try_remedies
+from modelguard.diagnosis._diagnose import calls_of_a_run, candidates, seconds_needed, try_remedies
 from modelguard.diagnosis._growth_causes import (
     Cause,
     CauseName,
@@ -25,6 +25,7 @@ from modelguard.diagnosis._growth_causes import (
 from modelguard.diagnosis._target import End, Said
 
 MB = 10**6
+DECLARED: Mapping[str, Any] = {"load": None, "bucketed": []}
 NOTHING = Round(growth=1e5, cpu=1e-3, p99=1e-3, held=500 * MB)
 
 
@@ -74,10 +75,9 @@ class Machine:
 
     def run(self, causes: Sequence[CauseName], seconds: float = 1000, **fields: Any) -> Trials | None:
         return try_remedies(
-            {"target": "app:f"},
+            {"target": "app:f", **DECLARED},
             [cause(name) for name in causes],
             measured(**fields),
-            Declared(),
             seconds=seconds,
             environ={"LD_PRELOAD": "x.so"},
             cwd=Path(),
@@ -171,10 +171,10 @@ def test_a_function_that_cannot_be_run_again() -> None:
 
 def test_what_cannot_be_tried_is_said() -> None:
     """Each with what would make it possible."""
-    found, left_out = candidates([cause("onednn plans")], measured(), Declared(), {"LD_PRELOAD": "x.so"}, 5)
+    found, left_out = candidates([cause("onednn plans")], measured(), DECLARED, {"LD_PRELOAD": "x.so"}, 5)
     assert ["torch-cpu-dynamic"] == [one.name for one in found]
     assert {"allocators", "bucketed", "isolate"} == {line.partition(":")[0] for line in left_out}
-    found, _ = candidates([cause("tasks")], measured(), Declared(load="app:load"), {}, 5)
+    found, _ = candidates([cause("tasks")], measured(), {**DECLARED, "load": "app:load"}, {}, 5)
     assert ["reload_on"] == [one.name for one in found]
     assert "guard(load, reload_on=Uses(5))" in found[0].lines
 
