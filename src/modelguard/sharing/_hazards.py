@@ -41,6 +41,11 @@ _QUEUE = (
 _EXECUTOR = "Make the executor in each worker; the parent's: shutdown()."
 _EXPORTER = "make its provider in each worker, or export nothing before"
 
+_OPENTELEMETRY = "opentelemetry.sdk._shared_internal:BatchProcessor._at_fork_reinit"
+_SENTRY = "sentry_sdk.worker:BackgroundWorker._ensure_thread"
+_POSTHOG = "posthog.client:Client._reinit_after_fork"
+_LANGFUSE = "langfuse._client.resource_manager:LangfuseResourceManager._at_fork_reinit"
+
 
 class Owner(NamedTuple):
     """One row.
@@ -52,6 +57,8 @@ class Owner(NamedTuple):
             cannot be seen, a module that is loaded.
         remedy: What to do before the fork or in the workers.
         stop: What ends the thread without loss, an attribute of it: the library starts it again when it needs it.
+        restarts: What starts the thread again in a forked child, as ``module:name``: a release without it does not.
+            Empty if nothing does.
     """
 
     name: str
@@ -59,20 +66,18 @@ class Owner(NamedTuple):
     where: str
     remedy: str
     stop: str = ""
-
-    @property
-    def restarts(self) -> str:
-        """What starts the thread again in a forked child, as ``module:name``; empty if nothing does."""
-        return _RESTARTS.get(self.where, "")
+    restarts: str = ""
 
 
 OWNERS = (
     # What its exit() does waits without a limit.
     Owner("tqdm", "thread", "tqdm._monitor.", _TQDM, stop="was_killed.set"),
-    Owner("OpenTelemetry", "thread", "opentelemetry.sdk.", "Make its provider in each worker."),
-    Owner("Sentry", "thread", "sentry_sdk.", "Call sentry_sdk.init() in each worker."),
-    Owner("PostHog", "thread", "posthog.", "Make its client in each worker."),
-    Owner("Langfuse", "thread", "langfuse.", "Make its client in each worker."),
+    Owner(
+        "OpenTelemetry", "thread", "opentelemetry.sdk.", "Make its provider in each worker.", restarts=_OPENTELEMETRY
+    ),
+    Owner("Sentry", "thread", "sentry_sdk.", "Call sentry_sdk.init() in each worker.", restarts=_SENTRY),
+    Owner("PostHog", "thread", "posthog.", "Make its client in each worker.", restarts=_POSTHOG),
+    Owner("Langfuse", "thread", "langfuse.", "Make its client in each worker.", restarts=_LANGFUSE),
     Owner("prometheus_client", "thread", "prometheus_client.", _METRICS),
     Owner("gRPC", "thread", "grpc.", _GRPC),
     Owner("a DataLoader or multiprocessing.Queue", "thread", "multiprocessing.queues.", _QUEUE),
@@ -83,14 +88,6 @@ OWNERS = (
     Owner("aiohttp", "connection", "aiohttp.client", "await session.close(), and close its event loop"),
     Owner("gRPC", "connection", "grpc", "channel.close()"),
 )
-
-#: What starts a library's thread again in a forked child: a release without it does not.
-_RESTARTS = {
-    "opentelemetry.sdk.": "opentelemetry.sdk._shared_internal:BatchProcessor._at_fork_reinit",
-    "sentry_sdk.": "sentry_sdk.worker:BackgroundWorker._ensure_thread",
-    "posthog.": "posthog.client:Client._reinit_after_fork",
-    "langfuse.": "langfuse._client.resource_manager:LangfuseResourceManager._at_fork_reinit",
-}
 
 
 def owner_of(where: str) -> Owner | None:
@@ -204,8 +201,6 @@ class ThisProcess:
         return sorted(_effect.loaded_openmp())
 
     def has_allocator_threads(self) -> bool:
-        from modelguard.environment import _allocator
-
         return any(problem.kind == "background threads" for problem in _allocator.detect().problems)
 
     def uses_cuda(self) -> bool:
