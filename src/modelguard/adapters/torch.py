@@ -9,16 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
-from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
-
-import wrapt
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 
 from modelguard import _extras, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle._misuse import plain_function
 from modelguard.lifecycle._models import PlainAdapter
+from modelguard.lifecycle._wrappers import BoundByReference, ByReference
 
 try:
     import torch
@@ -408,42 +405,18 @@ def _like(result: Any, items: list[Any]) -> Any:
 
 # The decorator
 
-if TYPE_CHECKING:  # generic for the checkers only
-    _FunctionWrapper = wrapt.FunctionWrapper[..., Any]
-    _BoundFunctionWrapper = wrapt.BoundFunctionWrapper[..., Any]
-else:
-    _FunctionWrapper, _BoundFunctionWrapper = wrapt.FunctionWrapper, wrapt.BoundFunctionWrapper
 
-
-class _BoundBucketed(_BoundFunctionWrapper):
+class _BoundBucketed(BoundByReference):
     @property
     def __func__(self) -> Any:  # for inspect.signature(), and defined by a guard's decorator
         method: Any = self.__wrapped__
         return method.__func__
 
-    def __reduce__(self) -> Any:
-        if isinstance(self.__wrapped__, MethodType):
-            return getattr, (self.__self__, self.__name__)
-        return resolve_name, (f"{self.__module__}:{self.__qualname__}",)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
-
-
-class _Bucketed(_FunctionWrapper):
+class _Bucketed(ByReference):
     """The decorated function."""
 
     __bound_function_wrapper__ = _BoundBucketed
-
-    # Pickled by reference, like functions, so that spawned workers find it by its name.
-    def __reduce__(self) -> Any:
-        return str(self.__qualname__)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
-
-    def __copy__(self) -> Any:
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # If a module's forward() is decorated, the copy of the module needs its own forward().
