@@ -260,7 +260,7 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     walk = _Walk(limit)
     walk.run(roots)
     gc.collect()
-    mortal = walk.mortal()
+    mortal = behind_code(walk.code.values())
     return ImmortalReport(
         objects=walk.objects,
         bytes_held=walk.held,
@@ -343,7 +343,7 @@ class _Walk:
         self._words = _graph.memory()
         self._value = _graph.mark(sys.version_info[:2])
         self._namespaces = set(map(id, namespaces()))
-        self._code: dict[int, Any] = {}
+        self.code: dict[int, Any] = {}
 
     def run(self, roots: Sequence[object]) -> None:
         known = [root for root in roots if sys.getrefcount(root) >= _graph.IMMORTAL]
@@ -358,10 +358,6 @@ class _Walk:
             # so no other thread can change a dict meanwhile.
             found.extend(itertools.chain.from_iterable(map(dict.__iter__, dicts)))
             self._mark(found, branches + dicts)
-
-    def mortal(self) -> tuple[Mortal, ...]:
-        """What stays mortal since only code leads to it."""
-        return behind_code(self._code.values())
 
     def _attributes(self, branches: Sequence[Any]) -> list[dict[Any, Any]]:
         """The dicts of instances, each made if it is not there yet, and made immortal with its instance."""
@@ -424,7 +420,7 @@ class _Walk:
     def _skip(self, item: Any, kind: str, holders: Sequence[Any]) -> None:
         if kind not in HANDLES:
             if is_code_with_data(item):
-                self._code[id(item)] = item
+                self.code[id(item)] = item
             if holders:
                 return  # every model refers to classes and functions
             kind = CODE
