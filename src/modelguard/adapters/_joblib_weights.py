@@ -19,6 +19,8 @@ from modelguard.sharing import _weights_formats
 if TYPE_CHECKING:
     from modelguard.sharing._weights_formats import Create
 
+kind = "pickle"
+
 _FILE = "object.joblib"
 
 #: If a smaller part of the file is mapped, the object has copied its arrays, like scikit-learn's trees.
@@ -27,25 +29,18 @@ _MAPPED_PART = 0.5
 _FORK = "Share it between forked workers instead, or publish only its arrays."
 
 
-class JoblibFormat:
-    """Any object that can be pickled and contains numpy arrays."""
-
-    kind = "pickle"
-
-    def write(self, source: Any, create: Create) -> Mapping[str, Any]:
-        """Write the object with ``joblib.dump``, uncompressed."""
-        with create(_FILE) as file:
-            joblib.dump(source, file, compress=0)
-        return {}
-
-    def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:  # noqa: ARG002
-        file = folder / _FILE
-        made = joblib.load(file, mmap_mode="r")
-        _require(file)
-        return build(made)
+def write(source: Any, create: Create) -> Mapping[str, Any]:
+    """Write any object that can be pickled and contains numpy arrays with ``joblib.dump``, uncompressed."""
+    with create(_FILE) as file:
+        joblib.dump(source, file, compress=0)
+    return {}
 
 
-FORMAT = JoblibFormat()
+def load(build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:  # noqa: ARG001
+    file = folder / _FILE
+    made = joblib.load(file, mmap_mode="r")
+    _require(file)
+    return build(made)
 
 
 def _require(file: Path) -> None:

@@ -15,33 +15,29 @@ if TYPE_CHECKING:
     from modelguard.sharing._weights_formats import Create
 
 
-class NumpyFormat:
-    """One array, or a mapping of names to arrays."""
-
-    kind = "numpy"
-
-    def write(self, source: Any, create: Create) -> Mapping[str, Any]:
-        """Write each array into a numbered file, because the names of arrays may not be valid file names."""
-        named = {None: source} if isinstance(source, np.ndarray) else source
-        for name, array in named.items():
-            _check(name, array)
-        for number, array in enumerate(named.values()):
-            with create(_file(number)) as file:
-                np.save(_Sink(file), array, allow_pickle=False)
-        return {"names": None if named is not source else list(named)}
-
-    def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:
-        names = _names(folder, details)
-        files = [folder / _file(number) for number in range(1 if names is None else len(names))]
-        arrays = [np.load(file, mmap_mode="r", allow_pickle=False) for file in files]
-        labels = ["the array"] if names is None else names
-        starts = [array.__array_interface__["data"][0] for array in arrays]
-        blocks = map(_weights_formats.Block, labels, starts, (array.nbytes for array in arrays))
-        _weights_formats.require(blocks, files, fix="Publish the arrays again.")
-        return build(arrays[0] if names is None else dict(zip(names, arrays, strict=True)))
+kind = "numpy"
 
 
-FORMAT = NumpyFormat()
+def write(source: Any, create: Create) -> Mapping[str, Any]:
+    """Write one array, or each of a mapping into a numbered file: the names of arrays may not be valid file names."""
+    named = {None: source} if isinstance(source, np.ndarray) else source
+    for name, array in named.items():
+        _check(name, array)
+    for number, array in enumerate(named.values()):
+        with create(_file(number)) as file:
+            np.save(_Sink(file), array, allow_pickle=False)
+    return {"names": None if named is not source else list(named)}
+
+
+def load(build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:
+    names = _names(folder, details)
+    files = [folder / _file(number) for number in range(1 if names is None else len(names))]
+    arrays = [np.load(file, mmap_mode="r", allow_pickle=False) for file in files]
+    labels = ["the array"] if names is None else names
+    starts = [array.__array_interface__["data"][0] for array in arrays]
+    blocks = map(_weights_formats.Block, labels, starts, (array.nbytes for array in arrays))
+    _weights_formats.require(blocks, files, fix="Publish the arrays again.")
+    return build(arrays[0] if names is None else dict(zip(names, arrays, strict=True)))
 
 
 class _Sink:

@@ -1,4 +1,7 @@
-"""Published weights of torch modules: written as a state dict, and mapped into a module without its own weights."""
+"""Published weights of torch modules: written as a state dict, and mapped into a module without its own weights.
+
+State dicts are written by ``torch.save``, and always loaded with ``weights_only``.
+"""
 
 from __future__ import annotations
 
@@ -19,54 +22,49 @@ from modelguard.sharing import _weights_formats
 if TYPE_CHECKING:
     from modelguard.sharing._weights_formats import Create
 
+kind = "torch"
+
 _FILE = "weights.pt"
 _NAMED = 3
 _FIX = "build() must make the same module as the one whose weights were published."
 
 
-class TorchFormat:
-    """State dicts written by ``torch.save``, and always loaded with ``weights_only``."""
-
-    kind = "torch"
-
-    def write(self, source: Any, create: Create) -> Mapping[str, Any]:
-        """Write the state dict of a module, or the given one."""
-        state = source.state_dict() if isinstance(source, torch.nn.Module) else source
-        plain = OrderedDict((name, _checked(name, value)) for name, value in state.items())
-        # The version of a state dict, which modules check; torch keeps it as an attribute.
-        plain._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]  # noqa: SLF001
-        try:
-            with create(_FILE) as file:
-                torch.save(plain, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # a full disk, for which torch raises its own error
-                raise error.__context__ from None
-            raise
-        return {}
-
-    def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:  # noqa: ARG002
-        """Make a module whose parameters and buffers are in the mapped file."""
-        file = folder / _FILE
-        # Never MAP_SHARED, even if the application has chosen it: a forward pass must not write into the file.
-        with torch.serialization.set_default_mmap_options(mmap.MAP_PRIVATE):
-            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        module = _built(build, state)
-        ties = _ties(module)
-        _fill_ties(state, ties)
-        _check_types(folder, module, state)
-        try:
-            module.load_state_dict(state, assign=True)
-        except RuntimeError as error:  # names or shapes; torch lists them
-            raise WeightsMismatch(folder, why=" ".join(str(error).split()), fix=_FIX) from error
-        _tie(module, ties)
-        if left := sorted(_on_meta(module)):
-            why = f"build() leaves tensors without content that are not in the file: {_list(left)}"
-            raise WeightsMismatch(folder, why=why, fix="Create them outside of torch.device('meta').")
-        _weights_formats.require(_blocks(module), [file], fix=f"A hook of the module copies them. {_FIX}")
-        return module
+def write(source: Any, create: Create) -> Mapping[str, Any]:
+    """Write the state dict of a module, or the given one."""
+    state = source.state_dict() if isinstance(source, torch.nn.Module) else source
+    plain = OrderedDict((name, _checked(name, value)) for name, value in state.items())
+    # The version of a state dict, which modules check; torch keeps it as an attribute.
+    plain._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]  # noqa: SLF001
+    try:
+        with create(_FILE) as file:
+            torch.save(plain, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # a full disk, for which torch raises its own error
+            raise error.__context__ from None
+        raise
+    return {}
 
 
-FORMAT = TorchFormat()
+def load(build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:  # noqa: ARG001
+    """Make a module whose parameters and buffers are in the mapped file."""
+    file = folder / _FILE
+    # Never MAP_SHARED, even if the application has chosen it: a forward pass must not write into the file.
+    with torch.serialization.set_default_mmap_options(mmap.MAP_PRIVATE):
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    module = _built(build, state)
+    ties = _ties(module)
+    _fill_ties(state, ties)
+    _check_types(folder, module, state)
+    try:
+        module.load_state_dict(state, assign=True)
+    except RuntimeError as error:  # names or shapes; torch lists them
+        raise WeightsMismatch(folder, why=" ".join(str(error).split()), fix=_FIX) from error
+    _tie(module, ties)
+    if left := sorted(_on_meta(module)):
+        why = f"build() leaves tensors without content that are not in the file: {_list(left)}"
+        raise WeightsMismatch(folder, why=why, fix="Create them outside of torch.device('meta').")
+    _weights_formats.require(_blocks(module), [file], fix=f"A hook of the module copies them. {_FIX}")
+    return module
 
 
 def _checked(name: object, value: object) -> torch.Tensor:

@@ -9,16 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
-from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
-
-import wrapt
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 
 from modelguard import _extras, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle._misuse import plain_function
 from modelguard.lifecycle._models import PlainAdapter
+from modelguard.lifecycle._wrappers import BoundByReference, ByReference
 
 try:
     import torch
@@ -309,7 +306,10 @@ class _Cutter:
             InvalidOption: It cannot be cut as ``where`` requires.
             _Unproved: Only a call without padding can tell.
         """
-        return result if self.where is None else _Cut(self, length, padded)(result, self.where)
+        cut = _Cut(self, length, padded)
+        if isinstance(self.where, Mapping):
+            return cut.entries(result, self.where)
+        return result if self.where is None else cut.along(result, self.where, ())
 
     def ratio(self, place: _Place, dim: int, size: int, length: int, padded: int) -> int:
         """How many times as long as the input the result is.
@@ -352,16 +352,11 @@ class _Cut:
     length: int
     padded: int
 
-    def __call__(self, result: Any, where: _Where | Mapping[str | int, _Where]) -> Any:
-        if isinstance(where, Mapping):
-            return self._entries(result, where)
-        return self._along(result, where, ())
-
-    def _along(self, result: Any, where: _Where, place: _Place) -> Any:
+    def along(self, result: Any, where: _Where, place: _Place) -> Any:
         if isinstance(result, torch.Tensor):
             return self._tensor(result, where, place)
         if isinstance(result, tuple | list):
-            return _like(result, [self._along(item, where, (*place, number)) for number, item in enumerate(result)])
+            return _like(result, [self.along(item, where, (*place, number)) for number, item in enumerate(result)])
         why = f"cannot be applied: the result has a {type(result).__name__}, which has no dimensions"
         fix = 'Give cut=None for a result without a length, or name what to cut: cut={"last_hidden_state": 1}.'
         raise InvalidOption("cut", where, why=why, fix=fix)
@@ -382,7 +377,7 @@ class _Cut:
         # Contiguous, like the model's own result, and without keeping the padding in memory.
         return result.narrow(dim, 0, kept).contiguous()
 
-    def _entries(self, result: Any, where: Mapping[str | int, _Where]) -> Any:
+    def entries(self, result: Any, where: Mapping[str | int, _Where]) -> Any:
         if isinstance(result, torch.Tensor) or not hasattr(result, "__getitem__"):
             why = f"names entries, and the result is a {type(result).__name__}"
             raise InvalidOption("cut", where, why=why, fix="Give the dimension with the length: cut=-1.")
@@ -393,7 +388,7 @@ class _Cut:
             except (LookupError, TypeError):
                 why = f"names no entry of the result, a {type(result).__name__}"
                 raise InvalidOption("cut", key, why=why, fix="Give the index or name of an entry.") from None
-            entries[key] = self._along(entry, each, (key,))
+            entries[key] = self.along(entry, each, (key,))
         return _like(result, entries) if isinstance(result, tuple) else entries
 
 
@@ -408,42 +403,18 @@ def _like(result: Any, items: list[Any]) -> Any:
 
 # The decorator
 
-if TYPE_CHECKING:  # generic for the checkers only
-    _FunctionWrapper = wrapt.FunctionWrapper[..., Any]
-    _BoundFunctionWrapper = wrapt.BoundFunctionWrapper[..., Any]
-else:
-    _FunctionWrapper, _BoundFunctionWrapper = wrapt.FunctionWrapper, wrapt.BoundFunctionWrapper
 
-
-class _BoundBucketed(_BoundFunctionWrapper):
+class _BoundBucketed(BoundByReference):
     @property
     def __func__(self) -> Any:  # for inspect.signature(), and defined by a guard's decorator
         method: Any = self.__wrapped__
         return method.__func__
 
-    def __reduce__(self) -> Any:
-        if isinstance(self.__wrapped__, MethodType):
-            return getattr, (self.__self__, self.__name__)
-        return resolve_name, (f"{self.__module__}:{self.__qualname__}",)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
-
-
-class _Bucketed(_FunctionWrapper):
+class _Bucketed(ByReference):
     """The decorated function."""
 
     __bound_function_wrapper__ = _BoundBucketed
-
-    # Pickled by reference, like functions, so that spawned workers find it by its name.
-    def __reduce__(self) -> Any:
-        return str(self.__qualname__)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
-
-    def __copy__(self) -> Any:
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # If a module's forward() is decorated, the copy of the module needs its own forward().

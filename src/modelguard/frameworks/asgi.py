@@ -47,61 +47,24 @@ _DISCONNECTS = frozenset({"http.disconnect", "websocket.disconnect"})
 
 
 class Client:
-    """A client that is not watched: the event loop is not asyncio's, as under Hypercorn with Trio.
-
-    Attributes:
-        receive: Receives the next message, for the application.
-        request: What its batched calls are made for.
-        disconnected: Whether the application, or the watcher, has received the disconnect.
-    """
-
-    def __init__(self, receive: Receive, timeout: float | None) -> None:
-        self._receive = receive
-        self.receive: Receive = self._receive_and_note
-        self.request = WebRequest(timeout)
-        self.disconnected = False
-
-    def answered(self) -> None:
-        """Note that the request has been answered, or that the connection has ended."""
-        self.request.answered()
-
-    async def _receive_and_note(self) -> Message:
-        message = await self._receive()
-        self._note(message)
-        return message
-
-    def _note(self, message: Message) -> None:
-        if message["type"] in _DISCONNECTS:
-            self.disconnected = True
-            self.request.disconnect()
-
-
-def client_of(receive: Receive, timeout: float | None) -> Client:
-    """The client of a connection.
-
-    Args:
-        receive: The server's.
-        timeout: Seconds that its batched calls have from now, all together; None for no bound.
-    """
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return Client(receive, timeout)
-    return _WatchedClient(receive, timeout, loop)
-
-
-class _WatchedClient(Client):
     """A client whose messages are shared between the application and a task that watches for the disconnect.
 
     The task starts with the first batched call, so it costs other requests nothing. What it receives is kept for the
     application, in order. It receives a bounded amount ahead, so a slow application still slows its client.
+
+    Args:
+        receive: The server's.
+        timeout: Seconds that its batched calls have from now, all together; None for no bound.
+
+    Attributes:
+        request: What its batched calls are made for.
     """
 
-    def __init__(self, receive: Receive, timeout: float | None, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(receive, timeout)
-        self._loop = loop
-        self.receive = self._receive_next
-        self.request = WebRequest(timeout, lambda: self._loop.call_soon_threadsafe(self._start_watching))
+    def __init__(self, receive: Receive, timeout: float | None) -> None:
+        self._receive = receive
+        # None if it is not asyncio's, as under Hypercorn with Trio: nobody watches there.
+        self._loop = asyncio._get_running_loop()  # noqa: SLF001 - the public one raises where there is none
+        self.request = WebRequest(timeout, self._called)
         self._buffer: deque[Message] = deque()  # what the watcher received, for the application
         self._ahead = 0  # its size in bytes
         self._buffered = asyncio.Event()
@@ -111,7 +74,8 @@ class _WatchedClient(Client):
         self._answered = False
         self._watcher: asyncio.Task[None] | None = None
 
-    async def _receive_next(self) -> Message:
+    async def receive(self) -> Message:
+        """Receive the next message, for the application."""
         while not self._buffer:
             if self._end is not None:
                 return self._end
@@ -140,18 +104,27 @@ class _WatchedClient(Client):
             self._watcher.cancel()
 
     @property
+    def disconnected(self) -> bool:
+        """Whether the application, or the watcher, has received the disconnect."""
+        return self._end is not None
+
+    @property
     def _watching(self) -> bool:
         return self._watcher is not None and not self._watcher.done()
 
+    def _called(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._start_watching)
+
     def _watch_again(self) -> None:
-        if self._watch_wanted:
+        if self._loop is not None and self._watch_wanted:
             self._loop.call_soon(self._start_watching)
 
     def _start_watching(self) -> None:
         self._watch_wanted = True
         ended = self._answered or self._end is not None
         if not (ended or self._app_receives or self._watching or self._ahead >= _AHEAD):
-            self._watcher = self._loop.create_task(self._watch())
+            self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         try:
@@ -167,9 +140,9 @@ class _WatchedClient(Client):
             self._buffered.set()
 
     def _note(self, message: Message) -> None:
-        super()._note(message)
-        if self.disconnected:
+        if message["type"] in _DISCONNECTS:
             self._end = message
+            self.request.disconnect()
 
 
 def _size(message: Message) -> int:
@@ -414,11 +387,11 @@ class ModelGuardMiddleware:
         if isinstance(step, Answer):
             await Response(step)(scope, receive, send)
             return
-        client = client_of(receive, step)
+        client = Client(receive, step)
         await self._serve(scope, client, HeldResponse(scope, client, send))
 
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = client_of(receive, None)
+        client = Client(receive, None)
         await self._serve(scope, client, WebsocketEnd(scope, send, client))
 
     async def _serve(self, scope: Scope, client: Client, end: HeldResponse | WebsocketEnd) -> None:

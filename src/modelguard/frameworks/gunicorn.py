@@ -42,7 +42,7 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from modelguard import _units, prefork, telemetry
@@ -61,6 +61,7 @@ from modelguard.sharing import _prefork
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
+    from modelguard.frameworks.asgi import Message, Receive, Scope, Send
     from modelguard.lifecycle.guard import ModelGuard
 
 __all__ = ["child_exit", "control_socket_disable", "on_starting", "post_fork", "preload_app"]
@@ -392,12 +393,6 @@ def serves(worker: Any, now: float) -> bool:
 # connection while 21 workers were replaced. Clients repeat a GET then, but must not repeat a POST.
 
 
-Message = MutableMapping[str, Any]
-
-Receive = Callable[[], Awaitable[Message]]
-
-Send = Callable[[Message], Awaitable[None]]
-
 #: Seconds between checks whether all connections are closed.
 _CLOSING_POLL = 0.05
 
@@ -430,7 +425,7 @@ class _LeavingWorker:
         self._load()
         self._app, self._worker.asgi = self._worker.asgi, self._serve
 
-    async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         # In HTTP/2 this header is not allowed, and gunicorn announces the end of a connection by itself.
         has_header = scope["type"] == "http" and scope["http_version"].startswith("1")
         await self._app(scope, receive, self._announcing(send) if has_header else send)

@@ -18,11 +18,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from http import HTTPStatus
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 from modelguard import _units
@@ -52,24 +52,27 @@ T = TypeVar("T")
 # with its own clock how long the last entry has not changed.
 
 
-class Store(Protocol):
-    """A key-value store that all processes can reach."""
+class Store:
+    """The key-value store of Ray's head node, which Serve uses for its own state too. Ray has no public API for it."""
+
+    def __init__(self) -> None:
+        self._kv = _ray("ray.experimental.internal_kv")
 
     def put_if_absent(self, key: str, value: str) -> bool:
         """Write a value, unless the key exists; returns whether it was written."""
-        ...
+        existed: bool = self._kv._internal_kv_put(key, value, overwrite=False, namespace=_NAMESPACE)  # noqa: SLF001 - Ray
+        return not existed
 
     def get(self, key: str) -> str | None:
         """The value of a key; None if it does not exist."""
-        ...
+        value: bytes | None = self._kv._internal_kv_get(key, namespace=_NAMESPACE)  # noqa: SLF001 - Ray
+        return None if value is None else value.decode()
 
-    def delete(self, key: str) -> object:
-        """Delete a key, if it exists."""
-        ...
+    def delete(self, key: str) -> None:
+        self._kv._internal_kv_del(key, namespace=_NAMESPACE)  # noqa: SLF001 - Ray
 
-    def keys(self, prefix: str) -> Iterable[str]:
-        """All keys with a prefix."""
-        ...
+    def keys(self, prefix: str) -> list[str]:
+        return [key.decode() for key in self._kv._internal_kv_list(prefix, namespace=_NAMESPACE)]  # noqa: SLF001 - Ray
 
 
 class ReplacementLock:
@@ -263,7 +266,7 @@ class Replica:
         self._web = Web()
         self._request: type[Any] = importlib.import_module("starlette.requests").Request
         self._replacement = ReplacementLock(
-            _Store(), f"{context.app_name}/{context.deployment}", context.replica_tag, timeout=self.replace_timeout
+            Store(), f"{context.app_name}/{context.deployment}", context.replica_tag, timeout=self.replace_timeout
         )
         if isinstance(self._model, ModelGuard):
             self._model.recycle_here(self._policy_due)
@@ -354,27 +357,6 @@ class Replica:
             if answer is None:
                 raise
             return _response(answer)
-
-
-class _Store:
-    """The key-value store of Ray's head node, which Serve uses for its own state too. Ray has no public API for it."""
-
-    def __init__(self) -> None:
-        self._kv = _ray("ray.experimental.internal_kv")
-
-    def put_if_absent(self, key: str, value: str) -> bool:
-        existed: bool = self._kv._internal_kv_put(key, value, overwrite=False, namespace=_NAMESPACE)  # noqa: SLF001 - Ray
-        return not existed
-
-    def get(self, key: str) -> str | None:
-        value: bytes | None = self._kv._internal_kv_get(key, namespace=_NAMESPACE)  # noqa: SLF001 - Ray
-        return None if value is None else value.decode()
-
-    def delete(self, key: str) -> None:
-        self._kv._internal_kv_del(key, namespace=_NAMESPACE)  # noqa: SLF001 - Ray
-
-    def keys(self, prefix: str) -> list[str]:
-        return [key.decode() for key in self._kv._internal_kv_list(prefix, namespace=_NAMESPACE)]  # noqa: SLF001 - Ray
 
 
 def _ray(module: str) -> Any:

@@ -241,9 +241,7 @@ def main(starter: int, lock: int) -> NoReturn:
     try:
         orders: BrokerOrders = channel.receive()
         broker = _Broker(orders)
-    except (EOFError, OSError):  # the starter is gone already
-        os._exit(1)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the starter reports it
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the starter reports it, unless it is gone
         with suppress(OSError):
             channel.send(("failed", "".join(traceback.format_exception(error))))
         os._exit(1)

@@ -631,8 +631,8 @@ class Caller:
             kind, value, worn = channel.receive(self._loads)
         except ConnectionError:  # at its end the message, or a part of it, was still in its socket
             raise _NeverRead(taken.lose("crashed", blame=False)) from None
-        except BlockingIOError:
-            self._kill_at_deadline(taken)
+        except BlockingIOError:  # nothing else ends a call that computes, and nobody knows for how long it would
+            taken.lose("timeout")
             raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from None
         except EOFError:
             cause = taken.lose("crashed")
@@ -662,11 +662,6 @@ class Caller:
             return [self._raisable(with_remote_traceback(*value))]
         return value
 
-    @staticmethod
-    def _kill_at_deadline(taken: Taken) -> None:
-        """Kill the worker: nothing else ends a call that computes, and nobody knows for how long it would."""
-        taken.lose("timeout")
-
 
 def _fail(call: _Call, future: Future[Any], error: BaseException) -> None:
     if call.begun or future.set_running_or_notify_cancel():  # whoever waits for several futures hears of a withdrawal
@@ -682,15 +677,8 @@ def _culprit(arguments: Arguments) -> str:
     args, kwargs = arguments
     named: list[tuple[str, Any]] = [*((f"argument {n}", one) for n, one in enumerate(args, 1)), *kwargs.items()]
     for name, value in named:
-        if not _can_be_pickled(value):
+        try:
+            _channel.dumps(value)
+        except Exception:  # noqa: BLE001 - pickling runs any code
             return f"{name}, of type {type(value).__module__}.{type(value).__qualname__}"
     return "they"
-
-
-def _can_be_pickled(value: object) -> bool:
-    pickle: Callable[[object], object] = _channel.dumps
-    try:
-        pickle(value)
-    except Exception:  # noqa: BLE001 - pickling runs any code
-        return False
-    return True

@@ -51,14 +51,11 @@ Request = Literal[
 
 #: What the broker answers:
 #:
-#: * ``welcome`` (its pid) and ``unwelcome`` (refusal, text) to ``join``.
+#: * ``welcome`` (its pid) and ``unwelcome`` (why, text) to ``join``. Why: ``identity``, if the names are equal by
+#:   accident; ``code``, if a file is not as it was for the process that has started it, or for its mold.
 #: * ``loading`` (), ``waiting`` (), ``granted`` (worker's pid; with its socket), ``withdrawn`` () to ``take``.
 #: * ``ended`` (how) to ``lose``, ``done`` (value) to the others, ``failed`` (error, cause, text) to all of them.
 Answer = Literal["welcome", "unwelcome", "loading", "waiting", "granted", "withdrawn", "ended", "done", "failed"]
-
-#: Why a broker does not take a client. ``identity``: the names are equal by accident; ``code``: a file is not as
-#: it was for the process that has started it, or for its mold.
-Refusal = Literal["identity", "code"]
 
 #: How a message on a client's socket for reports starts: with what follows.
 REPORT, STATE = b"r", b"s"

@@ -79,7 +79,7 @@ class WorkerPlan:
     ) -> None:
         self._size = size
         self._spare = spare
-        self._is_paused = is_paused
+        self.is_paused = is_paused
         self._busy = 0
         self._backoff = backoff
         self._idle: list[PlannedWorker] = []
@@ -106,14 +106,6 @@ class WorkerPlan:
     def complete(self) -> bool:
         """Whether as many workers have come up as may have calls at a time."""
         return sum(member.state != "starting" for member in self.members.values()) >= self._size
-
-    @property
-    def troubled(self) -> bool:
-        return self.circuit.state != "closed"
-
-    @property
-    def paused(self) -> bool:
-        return self._is_paused()
 
     # What is asked for
 
@@ -231,7 +223,7 @@ class WorkerPlan:
             yield ReplaceMold()
             return
         members = self.members.values()
-        to_replace = [] if self.paused else [member for member in members if member.worn]
+        to_replace = [] if self.is_paused() else [member for member in members if member.worn]
         self._keeps_spare = self._keeps_spare or bool(to_replace)
         spare = self._spare if self._keeps_spare else 0
         # While workers keep dying, one is enough: for the probe.
@@ -249,7 +241,7 @@ class WorkerPlan:
             yield Start(self._last)
 
     def _end_replaced(self) -> Iterator[Order]:
-        if self.paused:
+        if self.is_paused():
             return
         up = [member for member in self.members.values() if member.state in {"idle", "busy"}]
         excess = len(up) - self._size
@@ -409,7 +401,7 @@ class Workers:
             CircuitOpen: There is no worker for this call.
         """
         with self._lock:
-            if self._plan.troubled and (refusal := self._refusal()) is not None:
+            if self._plan.circuit.state != "closed" and (refusal := self._refusal()) is not None:
                 raise refusal
             member = None if self._waiters else self._plan.take()
             return None if member is None else self._workers[member.number]
@@ -445,8 +437,8 @@ class Workers:
     def release(self, worker: Worker, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
         with self._lock:
             plan = self._plan
-            troubled = plan.troubled
-            if worn and plan.paused:
+            troubled = plan.circuit.state != "closed"
+            if worn and plan.is_paused():
                 self._postpone(worker, worn)
             ended = plan.answered(worker.number, worn=bool(worn), counts=counts)
             if ended:
@@ -547,7 +539,7 @@ class Workers:
     def settle(self) -> None:
         """Do what has become due; also what a pause has held back until now."""
         with self._lock:
-            if not self._plan.paused:
+            if not self._plan.is_paused():
                 self._postponed.clear()
             self._act(self._plan.settle(time.monotonic()))
             self._hand_over()
@@ -583,7 +575,7 @@ class Workers:
     def postponed(self) -> tuple[Reason, ...]:
         """Why workers are to be replaced that must stay, because the function is paused."""
         with self._lock:
-            if not self._plan.paused:
+            if not self._plan.is_paused():
                 return ()
             waiting = [reasons for number, reasons in self._postponed.items() if number in self._workers]
             return tuple(dict.fromkeys(reason for reasons in waiting for reason in reasons))

@@ -499,7 +499,7 @@ class MoldGuard:
             unload=lambda mold: mold.end(),
             prefork=False,
             name=self._options.name,
-            workers=_Workers(self),
+            workers=self,
         )
 
     def _send_on(self, generation: Generation[Mold]) -> None:
@@ -560,6 +560,11 @@ class MoldGuard:
             )
         finally:
             self._ending_workers.release()
+
+    @property
+    def workers_ended(self) -> bool:
+        mold = self.current
+        return mold is None or mold.workers.presence != "present"
 
     def call_back_workers(self, limit: Timeout) -> None:
         """Start the workers that have ended until the next call, and wait for the first. Blocks."""
@@ -680,19 +685,6 @@ class MoldGuard:
 
     def is_paused(self) -> bool:
         return self.guard.engine.state.paused
-
-
-class _Workers:
-    """The workers of the current mold, as ``Idle`` ends them."""
-
-    def __init__(self, molds: MoldGuard) -> None:
-        self._molds = molds
-        self.end = molds.end_workers
-
-    @property
-    def ended(self) -> bool:
-        mold = self._molds.current
-        return mold is None or mold.workers.presence != "present"
 
 
 def _model_of(generation: Generation[Mold] | None) -> Mold | None:

@@ -218,7 +218,7 @@ class Checks(Generic[M]):
             return False
         if due.action == "end_workers":
             if self._guard.options.workers is not None:
-                self._guard.options.workers.end(due.reasons)
+                self._guard.options.workers.end_workers(due.reasons)
             return False
         if self._recycles_here:
             self._recycle(due, over)
@@ -430,7 +430,7 @@ class Checks(Generic[M]):
         """What decides now. After a rollback that is only a new change of the source."""
         members = self._members_if_pinned if self._guard.state.pinned else self._members
         workers = self._guard.options.workers
-        if workers is None or not workers.ended:
+        if workers is None or not workers.workers_ended:
             return members
         return tuple(member for member in members if not member.ends_workers)
 

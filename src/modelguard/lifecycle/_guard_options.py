@@ -246,9 +246,9 @@ class ModelWorkers(Protocol):
     """The worker processes of a model that is a mold."""
 
     @property
-    def ended(self) -> bool: ...
+    def workers_ended(self) -> bool: ...
 
-    def end(self, reasons: tuple[Reason, ...]) -> None:
+    def end_workers(self, reasons: tuple[Reason, ...]) -> None:
         """End them until the next call, unless one has a call. Does not block."""
 
 

@@ -241,16 +241,8 @@ else:
     _CallableProxy = wrapt.CallableObjectProxy
 
 
-class _BoundGuarded(_BoundFunctionWrapper):
-    @property
-    def __func__(self) -> Any:
-        method: Any = self.__wrapped__
-        return _MethodFunction(method.__func__)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        bound = isinstance(self.__wrapped__, types.MethodType) or self._self_binding == "staticmethod"
-        return without_model(self.__wrapped__, at=0 if bound else self._self_parent.receivers)
+class BoundByReference(_BoundFunctionWrapper):
+    """A method of a decorated function, which is pickled by reference too."""
 
     def __reduce__(self) -> Any:
         if isinstance(self.__wrapped__, types.MethodType):
@@ -264,7 +256,32 @@ class _BoundGuarded(_BoundFunctionWrapper):
         return self.__reduce__()
 
 
-class Guarded(_FunctionWrapper):
+class ByReference(_FunctionWrapper):
+    """A decorated function, pickled and copied by reference, so that spawned processes find it by its name."""
+
+    def __reduce__(self) -> Any:
+        return str(self.__qualname__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+    def __copy__(self) -> Any:
+        return self
+
+
+class _BoundGuarded(BoundByReference):
+    @property
+    def __func__(self) -> Any:
+        method: Any = self.__wrapped__
+        return _MethodFunction(method.__func__)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        bound = isinstance(self.__wrapped__, types.MethodType) or self._self_binding == "staticmethod"
+        return without_model(self.__wrapped__, at=0 if bound else self._self_parent.receivers)
+
+
+class Guarded(ByReference):
     """A decorated function: same name, documentation and signature, without the model."""
 
     __bound_function_wrapper__ = _BoundGuarded
@@ -297,16 +314,6 @@ class Guarded(_FunctionWrapper):
     @property
     def __signature__(self) -> inspect.Signature:
         return without_model(plain_function(self.__wrapped__), at=self._self_receivers)
-
-    # By reference, as functions are pickled and copied, so that spawned processes find it by its name.
-    def __reduce__(self) -> Any:
-        return str(self.__qualname__)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
-
-    def __copy__(self) -> Any:
-        return self
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self

@@ -22,7 +22,8 @@ UNDECIDED = "undecided"  #: depends on the object, not only on its type
 # Not the model's own.
 CODE = "code"
 
-_HANDLES = {
+#: Kinds of objects that belong to one process or thread, and their types.
+HANDLES: Mapping[str, str] = {
     "lock": "_thread.lock _thread.RLock _queue.SimpleQueue threading._RLock threading.Barrier threading.Condition "
     "threading.Event threading.Semaphore multiprocessing.synchronize.SemLock",
     "thread": "threading.Thread _thread._local _thread._ThreadHandle _threading_local.local "
@@ -36,8 +37,6 @@ _HANDLES = {
     "event loop": "asyncio.events.AbstractEventLoop _asyncio.Future asyncio.futures.Future",
     "native handle": "_ctypes._CData ctypes.CDLL builtins.PyCapsule _cffi_backend._CDataBase _cffi_backend.FFI",
 }
-#: Kinds of objects that belong to one process or thread, and their types.
-HANDLES: Mapping[str, tuple[str, ...]] = {kind: tuple(names.split()) for kind, names in _HANDLES.items()}
 
 #: What modules define. It is made on import, and lives as long as the program.
 _DEFINITIONS = (
@@ -82,7 +81,7 @@ _KINDS = {
         ("builtins.mappingproxy", "builtins.builtin_function_or_method", "numpy.ndarray", "numpy.void"), UNDECIDED
     ),
     **dict.fromkeys(_CODE, CODE),
-    **{name: kind for kind, names in HANDLES.items() for name in names},
+    **{name: kind for kind, names in HANDLES.items() for name in names.split()},
 }
 
 _HAS_REFERENTS = 1 << 14  # Py_TPFLAGS_HAVE_GC

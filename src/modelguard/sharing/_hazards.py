@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,11 @@ _QUEUE = (
 _EXECUTOR = "Make the executor in each worker; the parent's: shutdown()."
 _EXPORTER = "make its provider in each worker, or export nothing before"
 
+_OPENTELEMETRY = "opentelemetry.sdk._shared_internal:BatchProcessor._at_fork_reinit"
+_SENTRY = "sentry_sdk.worker:BackgroundWorker._ensure_thread"
+_POSTHOG = "posthog.client:Client._reinit_after_fork"
+_LANGFUSE = "langfuse._client.resource_manager:LangfuseResourceManager._at_fork_reinit"
+
 
 class Owner(NamedTuple):
     """One row.
@@ -52,6 +58,8 @@ class Owner(NamedTuple):
             cannot be seen, a module that is loaded.
         remedy: What to do before the fork or in the workers.
         stop: What ends the thread without loss, an attribute of it: the library starts it again when it needs it.
+        restarts: What starts the thread again in a forked child, as ``module:name``: a release without it does not.
+            Empty if nothing does.
     """
 
     name: str
@@ -59,20 +67,18 @@ class Owner(NamedTuple):
     where: str
     remedy: str
     stop: str = ""
-
-    @property
-    def restarts(self) -> str:
-        """What starts the thread again in a forked child, as ``module:name``; empty if nothing does."""
-        return _RESTARTS.get(self.where, "")
+    restarts: str = ""
 
 
 OWNERS = (
     # What its exit() does waits without a limit.
     Owner("tqdm", "thread", "tqdm._monitor.", _TQDM, stop="was_killed.set"),
-    Owner("OpenTelemetry", "thread", "opentelemetry.sdk.", "Make its provider in each worker."),
-    Owner("Sentry", "thread", "sentry_sdk.", "Call sentry_sdk.init() in each worker."),
-    Owner("PostHog", "thread", "posthog.", "Make its client in each worker."),
-    Owner("Langfuse", "thread", "langfuse.", "Make its client in each worker."),
+    Owner(
+        "OpenTelemetry", "thread", "opentelemetry.sdk.", "Make its provider in each worker.", restarts=_OPENTELEMETRY
+    ),
+    Owner("Sentry", "thread", "sentry_sdk.", "Call sentry_sdk.init() in each worker.", restarts=_SENTRY),
+    Owner("PostHog", "thread", "posthog.", "Make its client in each worker.", restarts=_POSTHOG),
+    Owner("Langfuse", "thread", "langfuse.", "Make its client in each worker.", restarts=_LANGFUSE),
     Owner("prometheus_client", "thread", "prometheus_client.", _METRICS),
     Owner("gRPC", "thread", "grpc.", _GRPC),
     Owner("a DataLoader or multiprocessing.Queue", "thread", "multiprocessing.queues.", _QUEUE),
@@ -84,14 +90,6 @@ OWNERS = (
     Owner("gRPC", "connection", "grpc", "channel.close()"),
 )
 
-#: What starts a library's thread again in a forked child: a release without it does not.
-_RESTARTS = {
-    "opentelemetry.sdk.": "opentelemetry.sdk._shared_internal:BatchProcessor._at_fork_reinit",
-    "sentry_sdk.": "sentry_sdk.worker:BackgroundWorker._ensure_thread",
-    "posthog.": "posthog.client:Client._reinit_after_fork",
-    "langfuse.": "langfuse._client.resource_manager:LangfuseResourceManager._at_fork_reinit",
-}
-
 
 def owner_of(where: str) -> Owner | None:
     """The library that has a thread which runs the function of this name."""
@@ -102,23 +100,6 @@ def restarts(owner: Owner) -> bool:
     """Whether the installed release starts the thread again in a forked child."""
     module, _, name = owner.restarts.partition(":")
     return bool(name) and _attribute(sys.modules.get(module), name) is not None
-
-
-def connected() -> Iterator[Owner]:
-    """The loaded libraries that may have an open connection."""
-    return (owner for owner in OWNERS if owner.has == "connection" and owner.where in sys.modules)
-
-
-def end() -> Iterator[tuple[str, Owner]]:
-    """End the threads that can be ended without loss; their names and owners."""
-    for thread in threading.enumerate():
-        owner = owner_of(origin(thread))
-        stop = None if owner is None or not owner.stop else _attribute(thread, owner.stop)
-        if owner is not None and stop is not None:
-            stop()
-            thread.join(_PATIENCE)
-            if not thread.is_alive():
-                yield thread.name, owner
 
 
 def origin(thread: threading.Thread) -> str:
@@ -204,8 +185,6 @@ class ThisProcess:
         return sorted(_effect.loaded_openmp())
 
     def has_allocator_threads(self) -> bool:
-        from modelguard.environment import _allocator
-
         return any(problem.kind == "background threads" for problem in _allocator.detect().problems)
 
     def uses_cuda(self) -> bool:
@@ -224,7 +203,7 @@ class ThisProcess:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()  # noqa: SLF001 - there is no public way to the stacks of other threads
         others = {ident: frame for ident, frame in frames.items() if ident != threading.get_ident()}
-        return [names.get(ident, "?") for ident, frame in others.items() if any(map(_runs_loop, _stack(frame)))]
+        return [names.get(ident, "?") for ident, frame in others.items() if _runs_loop(frame)]
 
     def forking_thread(self) -> str | None:
         """The calling thread's name, unless servers fork from it or from native code."""
@@ -258,14 +237,8 @@ def _peer(descriptor: int) -> str | None:
     return os.fsdecode(name) if name else None
 
 
-def _runs_loop(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__") in _LOOPS
-
-
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _runs_loop(thread: FrameType) -> bool:
+    return any(frame.f_globals.get("__name__") in _LOOPS for frame, _ in traceback.walk_stack(thread))
 
 
 def find_hazards(process: ThisProcess | None = None) -> tuple[Hazard, ...]:
@@ -324,11 +297,18 @@ def _python_thread(name: str, where: str) -> Hazard:
 
 
 def end_threads() -> tuple[Hazard, ...]:
-    """End the threads that their libraries start again when they are needed."""
-    return tuple(
-        Hazard("python thread", owner.name, f"thread {name!r} was running", f"{_ENDED}{owner.remedy}", "fixed")
-        for name, owner in end()
-    )
+    """End the threads that can be ended without loss: their libraries start them again when they are needed."""
+    ended = []
+    for thread in threading.enumerate():
+        owner = owner_of(origin(thread))
+        stop = None if owner is None or not owner.stop else _attribute(thread, owner.stop)
+        if owner is not None and stop is not None:
+            stop()
+            thread.join(_PATIENCE)
+            if not thread.is_alive():
+                seen = f"thread {thread.name!r} was running"
+                ended.append(Hazard("python thread", owner.name, seen, f"{_ENDED}{owner.remedy}", "fixed"))
+    return tuple(ended)
 
 
 def _native(process: ThisProcess) -> Iterable[Hazard]:
@@ -353,7 +333,8 @@ def _native(process: ThisProcess) -> Iterable[Hazard]:
 
 
 def _descriptors(process: ThisProcess) -> Iterable[Hazard]:
-    perhaps = "".join(f" {owner.name}: {owner.remedy}." for owner in connected())
+    loaded = (owner for owner in OWNERS if owner.has == "connection" and owner.where in sys.modules)
+    perhaps = "".join(f" {owner.name}: {owner.remedy}." for owner in loaded)
     for peer in process.connections():
         seen = "a connection is open; all workers would read and write the same one, and mix up their messages"
         fix = f"Open it in each worker, after the fork.{perhaps}"
@@ -367,9 +348,6 @@ def _descriptors(process: ThisProcess) -> Iterable[Hazard]:
 
 
 # Repair a forked child before it does anything else.
-
-
-_SEED_BYTES = 4
 
 
 def restore(found: Iterable[Hazard]) -> None:
@@ -423,5 +401,5 @@ def _reseed() -> None:
     for module in ("numpy.random", "torch"):
         library = sys.modules.get(module)
         if library is not None:
-            seed = int.from_bytes(os.urandom(_SEED_BYTES))
+            seed = int.from_bytes(os.urandom(4))
             (library.manual_seed if module == "torch" else library.seed)(seed)

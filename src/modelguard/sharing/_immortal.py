@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported
@@ -47,6 +47,8 @@ from modelguard.sharing._graph import (
 # form of a text that native code has read, the parts of a path, the ``__dict__`` of an instance. What any use writes,
 # such as the count of exports of a ``bytearray``, cannot be written in advance.
 
+
+T = TypeVar("T")
 
 Use = Callable[[Any], Any]
 
@@ -78,25 +80,16 @@ _DEPTH = 4
 _HAS_OWN_DICT = 1 << 4  # Py_TPFLAGS_MANAGED_DICT, since 3.12: the interpreter makes the dict at its first use
 
 
-class FirstUse(dict[type, Use | None]):
-    """What to call with an object of each type so that later uses write nothing to it; None if nothing is needed."""
+class _ByType(dict[type, T]):
+    """What a function says of each type that was seen so far."""
 
-    def __missing__(self, cls: type) -> Use | None:
-        self[cls] = use = _use_of(cls)
-        return use
+    def __init__(self, say: Callable[[type], T]) -> None:
+        super().__init__()
+        self._say = say
 
-
-class AttributeDicts(dict[type, Use | None]):
-    """The getter of ``__dict__`` for each type whose instances have none until it is asked for; else None.
-
-    These are plain instances, whose attributes are kept without a dict; it takes 64 bytes. Never a getter that a class
-    has defined for itself. Instances of a subclass of ``str`` or ``dict`` mostly have no attributes, and an empty dict
-    would take 350 bytes (CPython 3.13), so they are left out.
-    """
-
-    def __missing__(self, cls: type) -> Use | None:
-        self[cls] = getter = _getter_of_dict(cls)
-        return getter
+    def __missing__(self, cls: type) -> T:
+        self[cls] = said = self._say(cls)
+        return said
 
 
 def use_text(text: str) -> None:
@@ -117,6 +110,7 @@ def _utf8() -> Callable[[str], Any]:
 
 
 def _use_of(cls: type) -> Use | None:
+    """What to call with an object of this type so that later uses write nothing to it; None if nothing is needed."""
     for base in cls.__mro__:
         name = f"{base.__module__}.{base.__qualname__}"
         if base is str:
@@ -133,6 +127,12 @@ def _use_of(cls: type) -> Use | None:
 
 
 def _getter_of_dict(cls: type) -> Use | None:
+    """The getter of ``__dict__`` if instances have none until it is asked for; else None.
+
+    These are plain instances, whose attributes are kept without a dict; it takes 64 bytes. Never a getter that a class
+    has defined for itself. Instances of a subclass of ``str`` or ``dict`` mostly have no attributes, and an empty dict
+    would take 350 bytes (CPython 3.13), so they are left out.
+    """
     is_plain = (cls.__basicsize__, cls.__itemsize__) == (object.__basicsize__, 0)
     if not is_plain or not cls.__flags__ & _HAS_OWN_DICT:
         return None
@@ -260,7 +260,7 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     walk = _Walk(limit)
     walk.run(roots)
     gc.collect()
-    mortal = walk.mortal()
+    mortal = behind_code(walk.code.values())
     return ImmortalReport(
         objects=walk.objects,
         bytes_held=walk.held,
@@ -277,12 +277,8 @@ _CONSTANTS = frozenset({bytes, complex, float, frozenset, int, str, tuple, types
 _HOLDERS = frozenset({types.BuiltinFunctionType, types.CellType, types.MethodType})
 
 
-class _PartsOfPrograms(dict[type, bool]):
-    """Whether objects of a type become immortal with the program."""
-
-    def __missing__(self, cls: type) -> bool:
-        self[cls] = belongs = cls in _CONSTANTS or cls in _HOLDERS or is_definition(cls)
-        return belongs
+def _is_part_of_program(cls: type) -> bool:
+    return cls in _CONSTANTS or cls in _HOLDERS or is_definition(cls)
 
 
 def immortalize_program() -> int:
@@ -302,7 +298,7 @@ def immortalize_program() -> int:
         return 0
     words, value = _graph.memory(), _graph.mark(sys.version_info[:2])
     count, kept, immortal = sys.getrefcount, _graph.KEPT, _graph.IMMORTAL
-    belongs, made, waiting = _PartsOfPrograms(), 0, list[Any]()
+    belongs, made, waiting = _ByType(_is_part_of_program), 0, list[Any]()
 
     def mark(found: Iterable[Any]) -> None:
         nonlocal made
@@ -340,14 +336,14 @@ class _Walk:
         self.examples: dict[str, str] = {}
         self.seen: dict[str, set[int]] = {}
         self._kinds = ObjectKinds()
-        self._first_use = FirstUse()
-        self._attribute_dicts = AttributeDicts()
+        self._first_use = _ByType(_use_of)
+        self._attribute_dicts = _ByType(_getter_of_dict)
         self._branches: list[Any] = []
         self._dicts: list[dict[Any, Any]] = []
         self._words = _graph.memory()
         self._value = _graph.mark(sys.version_info[:2])
         self._namespaces = set(map(id, namespaces()))
-        self._code: dict[int, Any] = {}
+        self.code: dict[int, Any] = {}
 
     def run(self, roots: Sequence[object]) -> None:
         known = [root for root in roots if sys.getrefcount(root) >= _graph.IMMORTAL]
@@ -362,10 +358,6 @@ class _Walk:
             # so no other thread can change a dict meanwhile.
             found.extend(itertools.chain.from_iterable(map(dict.__iter__, dicts)))
             self._mark(found, branches + dicts)
-
-    def mortal(self) -> tuple[Mortal, ...]:
-        """What stays mortal since only code leads to it."""
-        return behind_code(self._code.values())
 
     def _attributes(self, branches: Sequence[Any]) -> list[dict[Any, Any]]:
         """The dicts of instances, each made if it is not there yet, and made immortal with its instance."""
@@ -428,7 +420,7 @@ class _Walk:
     def _skip(self, item: Any, kind: str, holders: Sequence[Any]) -> None:
         if kind not in HANDLES:
             if is_code_with_data(item):
-                self._code[id(item)] = item
+                self.code[id(item)] = item
             if holders:
                 return  # every model refers to classes and functions
             kind = CODE

@@ -78,16 +78,11 @@ class Prepared:
     failure: BaseException | None = None
 
 
-_current: Prepared | None = None
+_current: Prepared | None = None  # by this process, or by the one that forked it
 _signal_mask = threading.local()  # of the thread that forks
 _mode: Literal["", "trial", "twice"] = ""
 _forker = 0  # the process that forked last; its child cannot ask for its parent, which may have ended
 _first = threading.Lock()  # taken by the first preparation, and never released
-
-
-def current() -> Prepared | None:
-    """What this process, or the one that forked it, has prepared."""
-    return _current
 
 
 def install(prepared: Prepared | None) -> None:
@@ -370,7 +365,7 @@ def _fix_for(given: object) -> str:
 
 def _check_order(chosen: tuple[ModelGuard[Any], ...], generations: tuple[int, ...]) -> bool:
     """Whether this process was already prepared, for models that have been replaced since."""
-    before = current()
+    before = _current
     if before is None:
         return False
     if before.pid != os.getpid():
@@ -410,7 +405,7 @@ def _try_and_install(state: Prepared, timeout: float, on_hazard: OnHazard) -> tu
     Returns:
         How long each took, and, if hazards only warn, which failed.
     """
-    before = current()
+    before = _current
     install(state)
     tried, failed = {}, []
     for guard in state.guards:
@@ -482,11 +477,9 @@ def _copies(chosen: tuple[ModelGuard[Any], ...], *, renewed_here: bool) -> tuple
     found = []
     for guard in chosen:
         why = unsupported or (_RENEWED if renewed_here and guard.engine.renews_weights else None)
+        models = _loaded_by((guard,)) if why else ()
         # Of an array or another large object, a reader writes to the first page alone.
-        if (
-            why
-            and _graph.measure(*_loaded_by((guard,)), enough=_IMMORTALIZE_FROM, most=mmap.PAGESIZE) >= _IMMORTALIZE_FROM
-        ):
+        if _graph.measure(*models, enough=_IMMORTALIZE_FROM, most=mmap.PAGESIZE) >= _IMMORTALIZE_FROM:
             seen = f"each child copies its Python objects as it reads them: up to N + 1 copies with N workers ({why})"
             found.append(Hazard("copies", f"guard {guard.name!r}", seen, _ONE_COPY, "warning"))
     return tuple(found)
@@ -503,8 +496,6 @@ def _size(chosen: tuple[ModelGuard[Any], ...]) -> int:
     A model that was made when a module was imported, or in freed memory, adds nothing when it is loaded.
     """
     grown = sum(guard.status().model_bytes or 0 for guard in chosen)
-    return (
-        grown
-        if grown >= _IMMORTALIZE_FROM
-        else max(grown, _graph.measure(*_loaded_by(chosen), enough=_IMMORTALIZE_FROM))
-    )
+    if grown >= _IMMORTALIZE_FROM:
+        return grown
+    return max(grown, _graph.measure(*_loaded_by(chosen), enough=_IMMORTALIZE_FROM))

@@ -45,7 +45,7 @@ class WeightsFormat(Protocol):
         ...
 
 
-# Kind -> the name of the module with its `FORMAT`. Names, so that nothing is imported here.
+# Kind -> the module that is its format, by name, so that nothing is imported here.
 _MODULES = {
     "torch": "modelguard.adapters._torch_weights",
     "numpy": "modelguard.adapters._numpy_weights",
@@ -109,10 +109,10 @@ def _find(value: object, table: Mapping[str, str]) -> str | None:
 
 def _import(kind: str) -> WeightsFormat:
     try:
-        found: WeightsFormat = importlib.import_module(_MODULES[kind]).FORMAT
+        found: Any = importlib.import_module(_MODULES[kind])
     except ModuleNotFoundError as error:
         raise _extras.not_installed(error, f"publishing and loading weights of the kind {kind!r}") from error
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 # Check whether data is in a mapped file, so that all processes that map the file share the memory.

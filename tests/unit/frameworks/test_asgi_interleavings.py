@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.frameworks.asgi_by_hand import DISCONNECT, Client, piece
 from tests.unit.serving.gated import next_turn
 
-from modelguard.frameworks.asgi import client_of
+from modelguard.frameworks import asgi
 
 SIZES = st.sampled_from([0, 1, 100_000, 300_000])
 STEPS = st.one_of(
@@ -37,7 +37,7 @@ async def turns() -> None:
 
 async def live(steps: list[tuple[str, int]]) -> None:
     client = Client(piece(b"first", more=True))
-    watched = client_of(client.receive, None)
+    watched = asgi.Client(client.receive, None)
     said: list[Any] = [piece(b"first", more=True)]
     heard: list[Any] = []
     calls: list[Call] = []

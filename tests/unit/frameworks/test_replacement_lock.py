@@ -7,10 +7,10 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelguard.frameworks.ray import ReplacementLock
+from modelguard.frameworks.ray import ReplacementLock, Store
 
 
-class Shared:
+class Shared(Store):
     """The store of a whole cluster, in a dict; another process can come in between any two steps."""
 
     def __init__(self) -> None:

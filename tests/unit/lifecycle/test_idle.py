@@ -244,11 +244,11 @@ class Workers:
     """Stands for the worker processes of a mold."""
 
     def __init__(self) -> None:
-        self.ended = False
+        self.workers_ended = False
         self.told: list[tuple[str, ...]] = []
 
-    def end(self, reasons: tuple[Reason, ...]) -> None:
-        self.ended = True
+    def end_workers(self, reasons: tuple[Reason, ...]) -> None:
+        self.workers_ended = True
         self.told.append(tuple(map(str, reasons)))
 
 
@@ -268,7 +268,7 @@ class TestKeep:
         assert [] == workers.told
         idle_for(world, guard, 60)
         assert ([("Idle('10s', keep='mold')",)], 1, []) == (workers.told, number(guard), world.seen(UnloadStarted))
-        workers.ended = False
+        workers.workers_ended = False
         idle_for(world, guard, 12)
         assert 2 == len(workers.told)
 
@@ -277,7 +277,7 @@ class TestKeep:
         guard, workers = of_molds(world, Idle("10s", keep="mold"))
         number(guard)
         idle_for(world, guard, 12)
-        assert (True, True) == (workers.ended, guard.engine.check_interval() >= 1)
+        assert (True, True) == (workers.workers_ended, guard.engine.check_interval() >= 1)
 
     def test_a_plain_one_beside_it_releases_the_model(self, world: World) -> None:
         """Later: first the workers, then all."""
