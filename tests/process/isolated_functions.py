@@ -78,6 +78,13 @@ def where(loaded: Model, delay: float = 0.0) -> tuple[int, int]:
     return loaded.pid, os.getpid()
 
 
+@isolate(workers=2, timeout="5s", start="spawn")
+@guard(load, reload_on=None, loading=QUICK)
+def where_spawned(loaded: Model) -> tuple[int, int]:
+    """Tell the worker's process id."""
+    return loaded.pid, os.getpid()
+
+
 @isolate(workers=2, timeout="1s", breaker=Breaker(failures=100))
 @guard(load, reload_on=None, loading=QUICK)
 def ends(_: Model, how: str) -> str:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -561,31 +562,67 @@ class TestReloads:
         wait_until(lambda: not molds(), "the end of the mold")
         functions.impatient.close()
 
+    @pytest.mark.parametrize("start", ["fork", "spawn"])
+    @pytest.mark.parametrize("closings", [1, 2])
     def test_closing_ends_a_load_that_is_under_way(
-        self, switch: Callable[[str], None], seen: list[telemetry.Event]
+        self, switch: Callable[[str], None], seen: list[telemetry.Event], start: str, closings: int
     ) -> None:
         """Its mold is gone soon, and it is discarded, not failed. Opened again, the function has a mold of its own."""
-        with using(functions.where) as where:
+        with using(functions.where if start == "fork" else functions.where_spawned) as where:
             before = len(molds())
             switch("hang")
             where.reload(wait=False)
             wait_until(lambda: len(molds()) > before, "another mold")
-            where.close()
+            for _ in range(closings):
+                where.close()
             wait_until(lambda: not molds(), "the end of both molds", 10.0)
             ends = [one for one in seen if isinstance(one, telemetry.LoadDiscarded | telemetry.LoadErrored)]
             assert ["closed"] == [getattr(one, "cause", None) for one in ends]
+            causes = {one.cause for one in seen if isinstance(one, telemetry.WorkerEnded)}
+            assert {"closed"} == causes
             switch("")
             with where:
-                assert where()[0] == where.status().mold
+                assert where()[0] in {where.status().mold, *(one.pid for one in where.status().workers)}
 
-    def test_who_opens_it_again_at_once_gets_a_mold(self, switch: Callable[[str], None]) -> None:
-        """The load that closing has ended is done once more, for who waits now."""
+    def test_who_opens_it_again_at_once_gets_a_mold(
+        self, switch: Callable[[str], None], seen: list[telemetry.Event]
+    ) -> None:
+        """The load that closing has ended is done once more, for who waits now, with a time and events of its own."""
+        where = functions.where
+        for _ in range(5):
+            with where:
+                assert where()[0] == where.status().mold
+                assert 0 == where.status().failures
+                where.reload(wait=False)
+        wait_until(lambda: not molds(), "the end of all molds", 10.0)
+        ends = telemetry.LoadFinished | telemetry.LoadDiscarded
+        begun = [one for one in seen if isinstance(one, telemetry.LoadStarted)]
+        wait_until(lambda: len(begun) == sum(isinstance(one, ends) for one in seen), "the end of each load")
+
+    def test_a_mold_that_closing_has_ended_takes_no_calls(
+        self, switch: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where the function is opened again just before its load would have ended."""
         with using(functions.where) as where:
-            for _ in range(5):
-                with where:
-                    assert where()[0] == where.status().mold
-                    assert 0 == where.status().failures
-                    where.reload(wait=False)
+            engine = where._scope._engine
+            runtime = engine.runtime
+
+            def reopen_at_the_end_of_the_load() -> int:
+                job = engine.state.job
+                if engine.state.closed and job is not None and threading.get_ident() in job.threads:
+                    where._reopen()
+                return runtime.private()
+
+            before = len(molds())
+            switch("hang")
+            monkeypatch.setattr(engine, "runtime", replace(runtime, private=reopen_at_the_end_of_the_load))
+            where.reload(wait=False)
+            wait_until(lambda: len(molds()) > before, "another mold")
+            where.close()
+            wait_until(lambda: not engine.loading, "the end of the load")
+            switch("")
+            where._reopen()
+            assert where()[0] == where.status().mold
 
 
 class _Exits:

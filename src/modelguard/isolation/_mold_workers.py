@@ -385,7 +385,7 @@ class Workers:
         self._lock = threading.RLock()
         self._workers: dict[int, Worker] = {}
         self._waiters = WaitingLine()
-        self.gone = False
+        self.gone = self._closed = False
         self._answers: list[tuple[Waiter, Worker | Exception | None]] = []
         self._events: list[Event] = []
         self._postponed: dict[int, tuple[Reason, ...]] = {}
@@ -498,7 +498,8 @@ class Workers:
             member = self._plan.members.get(worker.number)
             if member is None or member.state not in {"starting", "idle"}:
                 return
-            delay = self._take_out(worker.number, worker, "crashed", how, blame=True)
+            cause: WorkerEndCause = "closed" if self._closed else "crashed"
+            delay = self._take_out(worker.number, worker, cause, how, blame=True)
             worker.channel.close()
         self._emit_all(then_settle_in=delay)
 
@@ -532,7 +533,7 @@ class Workers:
 
     def close(self) -> None:
         with self._lock:
-            self.gone = True
+            self.gone = self._closed = True
             self._act(self._plan.close())
         self._emit_all()
 

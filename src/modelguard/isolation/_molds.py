@@ -29,6 +29,7 @@ from modelguard.isolation._supervisor import Files, Instructions, Launched, Orig
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._models import Loaded
+from modelguard.lifecycle._reload import Unwanted
 from modelguard.lifecycle._state import Generation
 from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.policies import subset
@@ -70,7 +71,6 @@ class Mold(MoldOrders):
         died: When it ended by itself, on the monotonic clock; None while it lives.
         code: The files of its modules, if it was asked for them.
         version: The version of its model, as the loader gave it.
-        unwanted: Whether its load was ended, since the function was closed.
     """
 
     #: A fork of a mold costs little memory, and saves the time that a new worker needs.
@@ -82,7 +82,6 @@ class Mold(MoldOrders):
         self.died: float | None = None
         self.code = instructions.code
         self.version: str | None = None
-        self.unwanted = False
         self.instructions = instructions
         self.owner = owner
         self._supervisor = supervisor()
@@ -193,8 +192,9 @@ class Mold(MoldOrders):
     # In the supervisor's thread
 
     def _end_load(self) -> None:
-        self.unwanted = not self._loaded.done()
-        self._fail(RuntimeError("the function was closed"))
+        if not self._loaded.done():
+            self.workers.close()
+            self._fail(Unwanted())
 
     def _begin(self) -> None:
         if self._ending:
@@ -205,6 +205,7 @@ class Mold(MoldOrders):
             self._loaded.set_exception(error)
             return
         self._listen_to(program, lambda: self._gone(program))
+        self._kill_if_ending()
 
     def _listen_to(self, program: Launched, gone: Callable[[], object]) -> None:
         """Heed what a process says, and call ``gone`` when it has ended, or is ending."""
@@ -358,6 +359,11 @@ class Mold(MoldOrders):
             self._ending = True
             self._loaded.set_exception(error)
 
+    def _kill_if_ending(self) -> None:
+        """Another thread has ended it while a process was launched, which it could not know."""
+        if self._ending:
+            self._kill()
+
     def _kill(self) -> None:
         for program in list(self._programs.values()):
             child_processes.kill_group(program.process.pid)
@@ -419,6 +425,7 @@ class SpawnedWorkers(Mold):
         worker.pidfd = child_processes.opened(worker.pid)  # a child that nobody has waited for, so it is this one
         self._programs[number] = program
         self._listen_to(program, lambda: self._worker_gone(program, worker))
+        self._kill_if_ending()
         if self._load_timeout is not None:
             self._check_later(worker, self._load_timeout)
 
@@ -486,6 +493,7 @@ class MoldGuard:
         state.on_retire = self._send_on
         state.set_paused(paused=paused)
         self.guard.engine.shown_pause.show(paused=paused)
+        self.guard.engine.end_load = self._end_load
         hide(self.guard)
 
     def _made_of(self, source: GuardOptions[Any]) -> GuardOptions[Mold]:
@@ -512,8 +520,7 @@ class MoldGuard:
     def current(self) -> Mold | None:
         return _model_of(self.guard.engine.state.current)
 
-    def end_load(self) -> None:
-        """End a mold that still loads, when the function is closed. Does not block."""
+    def _end_load(self) -> None:
         for mold in self._running():
             mold.end_load()
 
@@ -623,18 +630,10 @@ class MoldGuard:
             shared=self._origin is not None,
         )
         kind, state = Mold if self._options.start == "fork" else SpawnedWorkers, self.guard.engine.state
-        while True:
-            mold = kind(instructions, self, generation=state.generations + 1)
-            if state.closed:
-                mold.end_load()
-            try:
-                mold.load()
-                break
-            except BaseException:
-                if not mold.unwanted:
-                    raise
-            if state.closed:  # not reopened meanwhile: it is discarded
-                break
+        mold = kind(instructions, self, generation=state.generations + 1)
+        if state.closed:
+            mold.end_load()
+        mold.load()
         self.code = mold.code
         return mold if mold.version is None else Loaded(mold, version=mold.version)
 

@@ -262,9 +262,7 @@ class ProcessScope(MoldScope):
     def close(self, timeout: float | None) -> None:
         self._engine.check_closable()
         self._refuse_waiting()
-        ended = self._engine.refuse()
-        self._molds.end_load()
-        self._engine.end(ended, timeout)
+        self._engine.shut_down(timeout)
 
     def refuse_calls(self) -> None:
         self._refuse_waiting()

@@ -75,6 +75,7 @@ class Engine(GuardContext[M], fork.Forkable):
     Attributes:
         checks: Ask the policies, and start what is due.
         changed: Called when a load has ended, and while :attr:`GuardState.watched` at the end of each call.
+        end_load: Called when it is closed: ends a load under way, where one can be ended. Does not block.
     """
 
     fork_rank = fork.Rank.GUARD
@@ -83,6 +84,7 @@ class Engine(GuardContext[M], fork.Forkable):
         super().__init__(options, runtime)
         self.checks = Checks(self, self._start)
         self.changed: Callable[[], object] = lambda: None
+        self.end_load: Callable[[], object] = lambda: None
         _hooks.import_events()
         _engines.add(self)
         if options.unload is not None:
@@ -526,6 +528,7 @@ class Engine(GuardContext[M], fork.Forkable):
         """Refuse calls from now on; returns what is to be drained and released. Waits for nothing."""
         TICKER.remove(self)
         ended = (self.state.close(), self.state.take_previous())  # once it is closed, nothing is kept any more
+        self.end_load()
         return [old for old in ended if old is not None]
 
     def end(self, ended: list[Generation[M]], timeout: float | None) -> None:

@@ -212,8 +212,8 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                 known.failed, known.idle = None, False
             releasing = self._releasing
         self.line.serve()
-        for engine in engines:
-            engine.close(None if limit is None else limit.left())
+        for engine, ended in [(engine, engine.refuse()) for engine in engines]:  # all at once, and then one by one
+            engine.end(ended, None if limit is None else limit.left())
         self._close_evicted()
         if releasing is not None:
             wait([releasing], _END if limit is None else limit.left())
@@ -580,6 +580,8 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                 known.failed, known.idle = None, False
             engine = model.engine = failed or self._make(key, self.runtime)
             engine.changed = self._call_ended
+            with self._lock:  # who closes it from now on finds the engine, and closes that
+                self._raise_if_gone(key, model)
             if woken:
                 engine.state.await_next_use()
             at_load = UNKNOWN if probe is None else probe.wait(*probe.ask(self.runtime))
@@ -632,8 +634,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             size = known.size = max(size, known.size or 0)
             if size > self.options.max_memory:
                 raise ModelTooLarge(key, model_bytes=size, max_memory=self.options.max_memory)
-            if self._models.get(key) is not model:  # closed meanwhile, and maybe reopened
-                raise GuardClosed(self.name)
+            self._raise_if_gone(key, model)
             model.size = size  # and no longer what was estimated
             if not self._make_room(0):
                 self._evict(key)
@@ -646,6 +647,10 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             engine.state.watch(watched=bool(self._watchers))
         self.line.serve()
         return True
+
+    def _raise_if_gone(self, key: K, model: PooledModel[M]) -> None:
+        if self._models.get(key) is not model:  # closed meanwhile, and maybe reopened
+            raise GuardClosed(self.name)
 
     def _drop(self, key: K, model: PooledModel[M], error: BaseException) -> None:
         failure = error if isinstance(error, Exception) else None

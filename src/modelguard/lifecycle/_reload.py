@@ -48,6 +48,10 @@ class Late(Exception):
     """The work was not done in time. It goes on in its thread, and its result goes to ``when_late``."""
 
 
+class Unwanted(Exception):
+    """The load was ended, since its guard was closed. Who waits after it was opened again gets another one."""
+
+
 class Rejected(Exception):
     """The model was loaded but is not accepted."""
 
@@ -67,6 +71,7 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Generatio
     Raises:
         Late: That has passed. The loader's thread is left behind.
         Rejected: The loader returned no model, or ``validate`` rejected it.
+        Unwanted: The loader has ended it.
         BaseException: Whatever the loader or the warm-up raised.
     """
 
@@ -643,7 +648,7 @@ class Reload(Generic[M]):
             self._discard(generation, "closed" if guard.state.closed else cancelled)
 
     def _make(self) -> Generation[M] | None:
-        """Make a generation; None if that failed, which has then been reported."""
+        """Make a generation; None if there is none, which has then been reported."""
         guard = self._guard
         telemetry.emit(
             telemetry.LoadStarted(
@@ -663,6 +668,8 @@ class Reload(Generic[M]):
             self.fail(
                 LoadTimeout, f"the loader did not end within Loading(timeout={timeout:g}) and was abandoned", None
             )
+        except Unwanted:
+            telemetry.emit(telemetry.LoadDiscarded(guard=guard.name, cause="closed"))
         except Rejected as rejection:
             free_after(guard.runtime.gpu, rejection.__cause__ or rejection)
             self.fail(ModelRejected, str(rejection), rejection.__cause__)

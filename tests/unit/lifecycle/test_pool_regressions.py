@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.unit.lifecycle.pools import Sizes, loaded, use
-from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World, outcome, own_context
+from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World, outcome, own_context, until
 
 from modelguard import TTL, batched, replicas
 from modelguard.errors import GuardClosed, LoadFailed, Overloaded
@@ -161,6 +161,32 @@ class TestALoaderWithACache:
         """A new model may get the address of one that was freed."""
         pool = world.pool(max_models=1, unload=lambda model: model.unload())
         assert ["a", "b"] * 50 == use(pool, *(["a", "b"] * 50))
+
+
+class TestClosing:
+    def test_ends_loads_that_wait_for_their_turn(self, world: World) -> None:
+        """They are refused, and their loaders are not called after the one that runs."""
+        loading, go_on, loads = threading.Event(), threading.Event(), []
+
+        def load(key: str) -> Model:
+            loads.append(key)
+            loading.set()
+            assert go_on.wait(TIMEOUT)
+            return Model(world, 1, key)
+
+        pool = world.pool(load)
+        callers = [world.spawn(use, pool, "a")]
+        assert loading.wait(TIMEOUT)
+        callers += [world.spawn(use, pool, key) for key in "bc"]
+        until(lambda: 3 == len(pool._engine._models))
+        pool.close()
+        go_on.set()
+        for caller in callers:
+            with pytest.raises(GuardClosed):
+                outcome(caller)
+        assert ["a"] == loads
+        with pool:
+            assert ["c"] == use(pool, "c")
 
 
 class TestWarmups:
