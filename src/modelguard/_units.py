@@ -8,7 +8,7 @@ import re
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 from modelguard.errors import InvalidOption, shortened
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
@@ -21,6 +21,9 @@ T = TypeVar("T")
 
 #: A duration as an argument: seconds, a timedelta, or text such as ``"1h30m"``.
 Duration: TypeAlias = float | timedelta | str
+
+#: What a call of a function gives: a result, a coroutine, or a generator of either kind.
+FunctionKind: TypeAlias = Literal["function", "coroutine", "generator", "async generator"]
 
 _DECIMAL = ("B", "kB", "MB", "GB", "TB")
 _BINARY = ("KiB", "MiB", "GiB", "TiB")
@@ -271,6 +274,27 @@ def misfit(function: Callable[..., object], arguments: int) -> str | None:
     except TypeError as error:
         return str(error)
     return None
+
+
+def function_kind(function: Any) -> FunctionKind:
+    """The kind of a function, a method, or an object that can be called.
+
+    Args:
+        function: Any callable. One whose calls give something else than its code says has a ``function_kind``.
+    """
+    import inspect  # as above
+
+    declared = getattr(function, "function_kind", None)
+    if isinstance(declared, str) and declared in get_args(FunctionKind):
+        return declared  # type: ignore[return-value] # narrowed by the line above
+    for called in (function, type(function).__call__):
+        if inspect.isasyncgenfunction(called):
+            return "async generator"
+        if inspect.iscoroutinefunction(called):
+            return "coroutine"
+        if inspect.isgeneratorfunction(called):
+            return "generator"
+    return "function"
 
 
 def name(value: object) -> str:

@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
 from modelguard import _public, _units
-from modelguard._function_kinds import FunctionKind, kind_of
+from modelguard._units import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, shortened
 from modelguard.facts._proc import MODEL_LIBRARIES
 from modelguard.isolation import _processes
@@ -329,7 +329,7 @@ def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, *
     return IsolationOptions(
         function=where,
         stub=stub,
-        kind=kind_of(inspect.unwrap(function)) if stub is None else stub.kind,
+        kind=_units.function_kind(inspect.unwrap(function)) if stub is None else stub.kind,
         name=".".join(reference(function)) if name is None else _units.name(name),
         workers=_units.whole_number(given["workers"], "workers"),
         timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
@@ -462,7 +462,7 @@ def source_of_stub(where: Reference, stub: Stub, name: str, start: StartMethod) 
     """In a mold: import what a stub stands for, and find its guard, which decorates it or which it uses."""
     found = find_target(where, stub, lambda one: hasattr(one, "isolated_function"))
     function = getattr(found, "isolated_function", found)
-    kind, why, fix = kind_of(found), "", ""
+    kind, why, fix = _units.function_kind(found), "", ""
     owners: list[Any] = [owner_of(function)] if owner_of(function) is not None else _guards_in(function)
     if kind != stub.kind:
         why = f"does not fit: {stub.place} is a {stub.kind}, and {place_of(found)} a {kind}"

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from modelguard import prefork
-from modelguard._function_kinds import FunctionKind
+from modelguard._units import FunctionKind
 from modelguard.errors import RemoteError, TransferRefused, text_of, told
 from modelguard.isolation import _channel, _isolation_options, _processes, _supervisor
 from modelguard.isolation._channel import (

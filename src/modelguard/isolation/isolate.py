@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar, overload
 
 from modelguard import _public, _units
-from modelguard._function_kinds import FunctionKind
+from modelguard._units import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _processes, status
 from modelguard.isolation._calls import Arguments, Caller, Limits

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self, TypedDict, cast, get_args
 
 from modelguard import _units
-from modelguard._function_kinds import FunctionKind, kind_of
+from modelguard._units import FunctionKind
 from modelguard.errors import InvalidOption, ItemRefused, ItemTooHeavy, told
 from modelguard.runtime.event_loops import OwnLoop
 from modelguard.serving._requests import Group, Request
@@ -258,7 +258,7 @@ class BatchOptions:
         Raises:
             InvalidOption: One of them is not for functions of its kind.
         """
-        made = replace(self, kind=kind_of(function), name=name)
+        made = replace(self, kind=_units.function_kind(function), name=name)
         loop = None if self.execution is None else self.execution.loop
         if loop is not None and not made.is_async:
             why = "only an async function runs on an event loop, and this one runs on a thread"
@@ -444,7 +444,7 @@ def function_name(function: Any) -> str:
 def route_fix(function: Any, name: str) -> str:
     """What to write for a route of a web framework, in place of the batched function of this name."""
     short = name.rpartition(".")[2]
-    streams = kind_of(function) in ("generator", "async generator")
+    streams = _units.function_kind(function) in ("generator", "async generator")
     answer = f"StreamingResponse({short}.stream(text))" if streams else f"await {short}.aio(text)"
     return f"Write a function for the route: async def route(text: str): return {answer}"
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from modelguard import _units
-from modelguard._function_kinds import kind_of
 from modelguard.errors import InvalidOption, told
 from modelguard.runtime import clock
 
@@ -169,7 +168,7 @@ class Bound(ContextDecorator):
     if not TYPE_CHECKING:  # checkers reject these; without a checker they need a message that says what to write
 
         def __call__(self, function: Any) -> Any:
-            kind = kind_of(getattr(function, "__func__", function))  # of a static method
+            kind = _units.function_kind(getattr(function, "__func__", function))  # of a static method
             if kind != "function":
                 why = f"is a {kind.removeprefix('async ')} function, which runs after the block has ended"
                 fix = f"Write inside it: with {self._name}(...):"
