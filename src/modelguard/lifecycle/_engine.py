@@ -438,15 +438,14 @@ class Engine(GuardContext[M], fork.Forkable):
             raise NoPreviousModel(self.name, why=why)
         back, old = swapped
         self.shown.show(back.version)
-        telemetry.emit(
-            telemetry.RolledBack(
-                guard=self.name,
-                generation=back.number,
-                version=back.version,
-                replaced=old.number,
-                replaced_version=old.version,
-            )
+        event = telemetry.RolledBack(
+            guard=self.name,
+            generation=back.number,
+            version=back.version,
+            replaced=old.number,
+            replaced_version=old.version,
         )
+        telemetry.emit(event)
         self._in_background(partial(drain_and_release, self, old))
 
     def _in_background(self, work: Callable[[], None]) -> None:

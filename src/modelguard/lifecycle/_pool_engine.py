@@ -293,9 +293,10 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             return
         current = engine.state.current
         if model.until_next_use is not None and current is not None:
-            telemetry.emit(
-                telemetry.UnloadStarted(guard=engine.name, generation=current.number, reasons=(model.until_next_use,))
+            event = telemetry.UnloadStarted(
+                guard=engine.name, generation=current.number, reasons=(model.until_next_use,)
             )
+            telemetry.emit(event)
         if waiting.on_event_loop():
             name = f"modelguard-release-{self.name}"
             waiting.start(engine.shut_down, name, self.runtime.start_thread).result()
