@@ -125,13 +125,10 @@ def check_not_routed(function: Any) -> None:
     holders = (one for one in everything if type(one) in matching)
     holder = next((one for one in holders if _calls(one, function)), None)
     if holder is not None:
-        raise InvalidOption(
-            "function",
-            function,
-            why=f"is already registered with {type(holder).__module__.partition('.')[0]}, which would call it without "
-            "the model",
-            fix="Put the guard's decorator below the route's, next to the def.",
-        )
+        framework = type(holder).__module__.partition(".")[0]
+        why = f"is already registered with {framework}, which would call it without the model"
+        fix = "Put the guard's decorator below the route's, next to the def."
+        raise InvalidOption("function", function, why=why, fix=fix)
 
 
 def in_use(references: int) -> bool:

@@ -313,9 +313,8 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         for key, model in self._models.items():
             if model.encloses_this_call and (not keys or key in keys):
                 why = f"unload() inside a lease of key {shortened(key)} would wait for that lease to end"
-                raise WouldDeadlock(
-                    self.name, why=why, fix="Call it outside, or use reload(), which waits for nothing."
-                )
+                fix = "Call it outside, or use reload(), which waits for nothing."
+                raise WouldDeadlock(self.name, why=why, fix=fix)
 
     def _states_of_loads(self) -> list[GuardState[M]]:
         with self._lock:

@@ -713,9 +713,8 @@ def batched(
         InvalidOption: An option is invalid, or the function cannot be batched; the message gives the fix.
     """
     if others:
-        raise InvalidOption(
-            "batched", others[0], why="takes keyword arguments only", fix="Write @batched(max_size=32)."
-        )
+        fix = "Write @batched(max_size=32)."
+        raise InvalidOption("batched", others[0], why="takes keyword arguments only", fix=fix)
     options = BatchOptions(
         max_size=max_size,
         deadline=deadline,

@@ -124,9 +124,8 @@ def _register(client: Any, registry: Any) -> dict[str, Any]:
         for each in made.values():
             registry.unregister(each)
         why = f"already has metrics of these names ({error})"
-        raise InvalidOption(
-            "registry", registry, why=why, fix="Make one hook for a registry, and add it once."
-        ) from None
+        fix = "Make one hook for a registry, and add it once."
+        raise InvalidOption("registry", registry, why=why, fix=fix) from None
     return made
 
 
