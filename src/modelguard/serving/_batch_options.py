@@ -518,10 +518,8 @@ class NotARoute:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):  # many built-in functions have none
-        return None
+    signature = _units.signature_of(function)
+    return None if signature is None else list(signature.parameters.values())
 
 
 def _without_self(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
@@ -673,12 +671,12 @@ class Arguments:
         )
 
     def _mismatch(self, extras: dict[str, Any]) -> str | None:
+        signature = _units.signature_of(self._function)
         try:
-            inspect.signature(self._function).bind([], **extras)
+            if signature is not None:
+                signature.bind([], **extras)
         except TypeError as error:
             return str(error)
-        except ValueError:  # many built-in functions have no signature
-            return None
         return None
 
     def _weight(self, weigh: Callable[[Any], float], item: Any) -> float:
