@@ -248,10 +248,6 @@ class BatchOptions:
         """Whether the function needs an event loop."""
         return self.kind in ("coroutine", "async generator")
 
-    @property
-    def on_callers_loop(self) -> bool:
-        return self.is_async and self.own_loop is None
-
     def suited_to(self, function: Any, name: str) -> Self:
         """The same options for this function of this name.
 
@@ -582,6 +578,7 @@ class Arguments:
     Attributes:
         weigh: Gives the weight of an item, or raises what :meth:`fill_in` does; None if nothing is weighed.
         incomplete: Why a call without keyword arguments fails; None if it does not.
+        always_checked: Whether even a call with nothing but an item has to be checked, whatever the item is.
     """
 
     def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
@@ -593,11 +590,7 @@ class Arguments:
         self._accepted: set[tuple[str, ...]] = set()
         self.weigh = None if options.weight is None else functools.partial(self._weight, options.weight.of)
         self.incomplete = self._unbound() or self._mismatch({})
-
-    @property
-    def always_checked(self) -> bool:
-        """Whether even a call with nothing but an item has to be checked, whatever the item is."""
-        return self.incomplete is not None or self._fair_by is not None
+        self.always_checked = self.incomplete is not None or self._fair_by is not None
 
     def fill_in(self, request: Request, extras: dict[str, Any]) -> None:
         """Check the arguments of one call, and set the request's group, weight and key.

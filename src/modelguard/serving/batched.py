@@ -186,7 +186,7 @@ class Decorated(Entered):
         self._options = options
         self._batcher = Batcher(function, options)
         self._arguments = Arguments(function, options)
-        self._on_callers_loop = options.on_callers_loop
+        self._on_callers_loop = options.is_async and options.own_loop is None
         self._always_checked = self._on_callers_loop or self._arguments.always_checked
         self._weigh = self._arguments.weigh
         self._methods: BoundMethods | None = None
