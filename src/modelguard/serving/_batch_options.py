@@ -335,12 +335,8 @@ def _check_together(limits: Limits, slo: _units.Duration | None) -> None:
 # What can be read from a batch function when it is decorated: whether it can be batched, and what its items are.
 
 
-_POSITIONAL = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+_BY_NAME = (_KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 #: Keyword arguments of every batched call, and what they do.
 _TAKEN = {"timeout": "bounds the call", "priority": "says how urgent it is"}
 #: Annotations that a list satisfies.
@@ -466,12 +462,12 @@ def call_signature(function: Any, name: str) -> inspect.Signature | None:
     if parameters is None:
         return None
     others = [each for each in _without_self(parameters)[1:] if each.kind is not inspect.Parameter.VAR_POSITIONAL]
-    keywords = [each for each in parameters if each.kind not in _POSITIONAL]
+    keywords = [each for each in parameters if each.kind in _BY_NAME]
     item: Any = Annotated[_item_annotation(function), NotARoute(function, name)]
-    taken = {each.name for each in others + keywords}
+    shown = "item_" if any(each.name == "item" for each in others + keywords) else "item"
     return inspect.Signature(
         [
-            inspect.Parameter("item_" if "item" in taken else "item", _POSITIONAL[0], annotation=item),
+            inspect.Parameter(shown, inspect.Parameter.POSITIONAL_ONLY, annotation=item),
             inspect.Parameter("timeout", _KEYWORD_ONLY, default=None, annotation=_units.Duration | None),
             inspect.Parameter("priority", _KEYWORD_ONLY, default=0, annotation=int),
             *(each.replace(kind=_KEYWORD_ONLY) for each in others),
@@ -520,7 +516,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 def _without_self(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
     """The positional parameters; methods are recognised by their first parameter's name."""
-    positional = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    positional = [parameter for parameter in parameters if parameter.kind not in _BY_NAME]
     return positional[1:] if positional and positional[0].name in {"self", "cls"} else positional
 
 
