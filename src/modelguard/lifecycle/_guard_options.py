@@ -32,11 +32,7 @@ from modelguard.lifecycle.policies import (
 )
 from modelguard.telemetry.reasons import Reason
 
-__all__ = [
-    "Loading",
-    "Replay",
-    "Swap",
-]
+__all__ = ["Loading", "Replay", "Swap"]
 
 
 # ``Replay``: which recorded calls a new model must answer, and how well.

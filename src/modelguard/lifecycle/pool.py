@@ -303,10 +303,7 @@ class PooledFunction(NamedTuple):
 
 class Keyed(Decorator[M]):
     def __init__(
-        self,
-        engine: PoolEngine[Any, M],
-        key: str | Callable[..., Any],
-        options_for: Callable[[Any], GuardOptions[M]],
+        self, engine: PoolEngine[Any, M], key: str | Callable[..., Any], options_for: Callable[[Any], GuardOptions[M]]
     ) -> None:
         if not isinstance(key, str) and not callable(key):
             fix = "Name a parameter, key='voice', or give a function of the arguments."

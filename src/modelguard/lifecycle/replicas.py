@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     from modelguard.lifecycle._state import Generation
     from modelguard.lifecycle.status import Status
 
-__all__ = [
-    "ModelReplicas",
-    "replicas",
-]
+__all__ = ["ModelReplicas", "replicas"]
 
 
 # Which replica takes a call: one that no other call uses, and that has its model if there is such a one.

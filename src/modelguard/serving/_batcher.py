@@ -25,14 +25,7 @@ from modelguard.runtime.clock import Watch
 from modelguard.runtime.event_loops import PrivateLoop, RunOnLoop, run_on
 from modelguard.runtime.fork import Wakeup, WeakRegistry
 from modelguard.serving._batch_options import BatchOptions, Buffer, Changes
-from modelguard.serving._execution import (
-    Answer,
-    BatchFunction,
-    Computed,
-    compute,
-    compute_one,
-    one_line,
-)
+from modelguard.serving._execution import Answer, BatchFunction, Computed, compute, compute_one, one_line
 from modelguard.serving._planner import GoalSize
 from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import (

@@ -581,13 +581,7 @@ class BatchedStream(Decorated, Generic[X, Y]):
     """
 
     def stream(
-        self,
-        item: X,
-        /,
-        *others: Never,
-        timeout: _units.Duration | None = None,
-        priority: int = 0,
-        **extras: Any,
+        self, item: X, /, *others: Never, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any
     ) -> Stream[Y]:
         """Queue one item, and return the stream of its parts. Does not block, on an event loop or elsewhere.
 
