@@ -198,11 +198,10 @@ class Checks(Generic[M]):
         fresh = tuple(reason for reason in job.reasons if self._first_report((job.cause, reason)))
         if fresh:
             seconds = None if job.until is None else job.until - now
-            telemetry.emit(
-                telemetry.ReloadPostponed(
-                    guard=self._guard.name, generation=over.number, reasons=fresh, cause=job.cause, seconds=seconds
-                )
+            event = telemetry.ReloadPostponed(
+                guard=self._guard.name, generation=over.number, reasons=fresh, cause=job.cause, seconds=seconds
             )
+            telemetry.emit(event)
         return True
 
     def _retry(self, due: Due[M]) -> bool:
@@ -332,9 +331,8 @@ class Checks(Generic[M]):
         """Report a callable of the author's that raised; once per generation and type of error."""
         if self._first_report(f"{callback} {about} {type(error)}"):
             where = f" (in {about})" if about else ""
-            telemetry.emit(
-                telemetry.CallbackErrored(guard=self._guard.name, callback=callback, error=f"{told(error)}{where}")
-            )
+            event = telemetry.CallbackErrored(guard=self._guard.name, callback=callback, error=f"{told(error)}{where}")
+            telemetry.emit(event)
 
     def _due_now(self, *, sample: bool) -> Due[M] | None:
         state = self._guard.state
@@ -397,15 +395,14 @@ class Checks(Generic[M]):
         for part in policy.parts():
             detail = part.ignored_because(snapshot)
             if detail is not None and self._first_report(f"ignored {part!r}"):
-                telemetry.emit(
-                    telemetry.PolicyIgnored(
-                        guard=self._guard.name,
-                        generation=snapshot.generation,
-                        policy=repr(part),
-                        detail=detail,
-                        cause=runtime.cause() if part.reads_memory else None,
-                    )
+                event = telemetry.PolicyIgnored(
+                    guard=self._guard.name,
+                    generation=snapshot.generation,
+                    policy=repr(part),
+                    detail=detail,
+                    cause=runtime.cause() if part.reads_memory else None,
                 )
+                telemetry.emit(event)
 
     def _set_alarm(self, generation: Generation[M], snapshot: Snapshot) -> None:
         members = self._asked()
@@ -452,15 +449,14 @@ class Checks(Generic[M]):
         after = use_of(runtime.gpu)
         if before is None or after is None:  # the device has failed
             return
-        telemetry.emit(
-            telemetry.GpuCacheEmptied(
-                guard=self._guard.name,
-                generation=now.generation,
-                policy=repr(part),
-                reserved_before=before.reserved,
-                reserved_after=after.reserved,
-                allocated=after.allocated,
-                seconds=runtime.clock() - started,
-                advice=_ADVICE if self._emptied > 1 or after.reserved >= before.reserved else None,
-            )
+        event = telemetry.GpuCacheEmptied(
+            guard=self._guard.name,
+            generation=now.generation,
+            policy=repr(part),
+            reserved_before=before.reserved,
+            reserved_after=after.reserved,
+            allocated=after.allocated,
+            seconds=runtime.clock() - started,
+            advice=_ADVICE if self._emptied > 1 or after.reserved >= before.reserved else None,
         )
+        telemetry.emit(event)

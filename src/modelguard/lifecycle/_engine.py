@@ -440,15 +440,14 @@ class Engine(GuardContext[M], fork.Forkable):
             raise NoPreviousModel(self.name, why=why)
         back, old = swapped
         self.shown.show(back.version)
-        telemetry.emit(
-            telemetry.RolledBack(
-                guard=self.name,
-                generation=back.number,
-                version=back.version,
-                replaced=old.number,
-                replaced_version=old.version,
-            )
+        event = telemetry.RolledBack(
+            guard=self.name,
+            generation=back.number,
+            version=back.version,
+            replaced=old.number,
+            replaced_version=old.version,
         )
+        telemetry.emit(event)
         self._in_background(partial(drain_and_release, self, old))
 
     def _in_background(self, work: Callable[[], None]) -> None:
@@ -475,11 +474,9 @@ class Engine(GuardContext[M], fork.Forkable):
         """
         generation = self.state.enclosing_generation()
         if generation is not None and not generation.dropped:
-            raise WouldDeadlock(
-                self.name,
-                why=f"{action}() inside a call on the same guard would wait for that call to end",
-                fix="Call it outside." if action == "close" else "Call it outside, or use reload(wait=False).",
-            )
+            why = f"{action}() inside a call on the same guard would wait for that call to end"
+            fix = "Call it outside." if action == "close" else "Call it outside, or use reload(wait=False)."
+            raise WouldDeadlock(self.name, why=why, fix=fix)
 
     # Policies
 
@@ -604,11 +601,9 @@ def search(states: Iterable[GuardState[Any]]) -> None:
     for name, threads in loads:
         stacks = [walk_stack(frames[thread]) for thread in threads if thread in frames]
         if any(_is_done_here(frame) for stack in stacks for frame, _ in stack):
-            raise WouldDeadlock(
-                name,
-                why="the warm-up of its new model waits for this thread, which waits for that model",
-                fix="Call the function in the warm-up itself, or submit contextvars.copy_context().run(...).",
-            )
+            why = "the warm-up of its new model waits for this thread, which waits for that model"
+            fix = "Call the function in the warm-up itself, or submit contextvars.copy_context().run(...)."
+            raise WouldDeadlock(name, why=why, fix=fix)
 
 
 def _is_done_here(frame: FrameType) -> bool:
@@ -652,11 +647,9 @@ def _raise_on_circle(state: GuardState[Any], me: int) -> None:
         job = pending.pop().job
         for thread in list(job.threads) if job is not None else ():
             if thread == me:
-                raise WouldDeadlock(
-                    state.name,
-                    why="its loader waits for the very model that it is loading",
-                    fix="Use the model itself inside the loader, or move the call to warmup: it runs on the new model.",
-                )
+                why = "its loader waits for the very model that it is loading"
+                fix = "Use the model itself inside the loader, or move the call to warmup: it runs on the new model."
+                raise WouldDeadlock(state.name, why=why, fix=fix)
             following = [other for other in _waiting.get(thread, ()) if other not in seen]
             seen.update(following)
             pending.extend(following)

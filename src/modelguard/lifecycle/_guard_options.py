@@ -32,11 +32,7 @@ from modelguard.lifecycle.policies import (
 )
 from modelguard.telemetry.reasons import Reason
 
-__all__ = [
-    "Loading",
-    "Replay",
-    "Swap",
-]
+__all__ = ["Loading", "Replay", "Swap"]
 
 
 # ``Replay``: which recorded calls a new model must answer, and how well.
@@ -465,12 +461,9 @@ def memory_bound(argument: str, value: int | str | _units.Percentage, limit: Cal
         return size
     whole = limit()
     if whole is None:
-        raise NoMemoryLimit(
-            argument,
-            str(size),
-            why="is a percentage of the memory limit, but no cgroup limits this process",
-            fix="Give bytes, as in '2 GB', or run the service under a memory limit.",
-        )
+        why = "is a percentage of the memory limit, but no cgroup limits this process"
+        fix = "Give bytes, as in '2 GB', or run the service under a memory limit."
+        raise NoMemoryLimit(argument, str(size), why=why, fix=fix)
     return int(whole * size.fraction)
 
 

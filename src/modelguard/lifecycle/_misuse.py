@@ -125,13 +125,10 @@ def check_not_routed(function: Any) -> None:
     holders = (one for one in everything if type(one) in matching)
     holder = next((one for one in holders if _calls(one, function)), None)
     if holder is not None:
-        raise InvalidOption(
-            "function",
-            function,
-            why=f"is already registered with {type(holder).__module__.partition('.')[0]}, which would call it without "
-            "the model",
-            fix="Put the guard's decorator below the route's, next to the def.",
-        )
+        framework = type(holder).__module__.partition(".")[0]
+        why = f"is already registered with {framework}, which would call it without the model"
+        fix = "Put the guard's decorator below the route's, next to the def."
+        raise InvalidOption("function", function, why=why, fix=fix)
 
 
 def in_use(references: int) -> bool:
@@ -161,11 +158,7 @@ def _calls(holder: Any, function: FunctionType) -> bool:
 # Signatures of functions before and after they are decorated.
 
 
-_POSITIONAL = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
+_BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 
 
 def plain_function(function: Any) -> Any:
@@ -175,7 +168,7 @@ def plain_function(function: Any) -> Any:
 def takes_positional(function: Any) -> bool:
     """Whether it takes a positional argument, as far as its signature is known."""
     signature = _units.signature_of(function)
-    return signature is None or any(one.kind in _POSITIONAL for one in signature.parameters.values())
+    return signature is None or any(one.kind not in _BY_NAME for one in signature.parameters.values())
 
 
 def first_name(function: Any) -> str | None:

@@ -76,6 +76,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
 
     Attributes:
         paused: Age, changed sources and idleness end no model.
+        closed: Whether leases are refused.
     """
 
     fork_rank = fork.Rank.POOL
@@ -89,7 +90,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         self._models: OrderedDict[K, PooledModel[M]] = OrderedDict()  # the latest one last
         self._evicted: list[PooledModel[M]] = []  # they have left the pool, and are to be released
         self._known: OrderedDict[K, Known[M]] = OrderedDict()  # in the same order
-        self._closed = False
+        self.closed = False
         self._loads = self._evictions = self._unloads = 0
         _hooks.import_events()
         self._renew_locks()
@@ -110,10 +111,6 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
     @property
     def name(self) -> str:
         return self.options.name
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def _used(self) -> int:
@@ -192,7 +189,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
     def refuse_calls(self) -> None:
         """Refuse further leases, and those that are waited for. Waits for nothing, and releases nothing."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             engines = self._engines()
         for engine in engines:
             engine.state.close()
@@ -206,7 +203,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             engines = self._engines()
             for engine in engines:
                 engine.raise_inside_call("close")
-            self._closed = True
+            self.closed = True
             self._models.clear()
             for known in self._known.values():
                 known.failed, known.idle = None, False
@@ -220,7 +217,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
 
     def reopen(self) -> None:
         with self._lock:
-            self._closed = False
+            self.closed = False
 
     # As time passes
 
@@ -293,9 +290,10 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             return
         current = engine.state.current
         if model.until_next_use is not None and current is not None:
-            telemetry.emit(
-                telemetry.UnloadStarted(guard=engine.name, generation=current.number, reasons=(model.until_next_use,))
+            event = telemetry.UnloadStarted(
+                guard=engine.name, generation=current.number, reasons=(model.until_next_use,)
             )
+            telemetry.emit(event)
         if waiting.on_event_loop():
             name = f"modelguard-release-{self.name}"
             waiting.start(engine.shut_down, name, self.runtime.start_thread).result()
@@ -305,16 +303,15 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
     # What the calling context may do
 
     def _raise_if_closed(self) -> None:
-        if self._closed:
+        if self.closed:
             raise GuardClosed(self.name)
 
     def _raise_inside_lease(self, keys: tuple[K, ...]) -> None:
         for key, model in self._models.items():
             if model.encloses_this_call and (not keys or key in keys):
                 why = f"unload() inside a lease of key {shortened(key)} would wait for that lease to end"
-                raise WouldDeadlock(
-                    self.name, why=why, fix="Call it outside, or use reload(), which waits for nothing."
-                )
+                fix = "Call it outside, or use reload(), which waits for nothing."
+                raise WouldDeadlock(self.name, why=why, fix=fix)
 
     def _states_of_loads(self) -> list[GuardState[M]]:
         with self._lock:

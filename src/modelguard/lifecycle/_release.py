@@ -45,15 +45,10 @@ def drain_and_release(guard: GuardContext[M], old: Generation[M], timeout: float
     timeout = guard.options.swap.drain_timeout if timeout is None else timeout
     remaining = guard.state.drain(old, timeout)
     if remaining:
-        telemetry.emit(
-            telemetry.GenerationAbandoned(
-                guard=guard.name,
-                generation=old.number,
-                version=old.version,
-                in_flight=remaining,
-                drain_timeout=timeout,
-            )
+        event = telemetry.GenerationAbandoned(
+            guard=guard.name, generation=old.number, version=old.version, in_flight=remaining, drain_timeout=timeout
         )
+        telemetry.emit(event)
         return
     release_and_report(guard, old, drain_seconds=guard.runtime.clock() - started)
 

@@ -193,20 +193,19 @@ def _replay(guard: GuardContext[M], generation: Generation[M], calls: RecordedCa
             retired=lambda: current.retired,
         )
         objection = found.objection
-        telemetry.emit(
-            telemetry.ReplayFinished(
-                guard=guard.name,
-                generation=generation.number,
-                version=generation.version,
-                current=current.number,
-                recorded=found.recorded,
-                compared=found.compared,
-                agreed=found.agreed,
-                slowdown=found.slowdown,
-                seconds=guard.runtime.clock() - started,
-                accepted=objection is None,
-            )
+        event = telemetry.ReplayFinished(
+            guard=guard.name,
+            generation=generation.number,
+            version=generation.version,
+            current=current.number,
+            recorded=found.recorded,
+            compared=found.compared,
+            agreed=found.agreed,
+            slowdown=found.slowdown,
+            seconds=guard.runtime.clock() - started,
+            accepted=objection is None,
         )
+        telemetry.emit(event)
     if objection is not None:
         raise Rejected(f"replay: {objection}")
 
@@ -393,16 +392,15 @@ def free(
     before = use_of(gpu)
     free_after(gpu, error)
     after = use_of(gpu)
-    telemetry.emit(
-        telemetry.GpuOutOfMemory(
-            guard=guard.name,
-            generation=generation.number,
-            reserved_before=None if before is None else before.reserved,
-            reserved_after=None if after is None else after.reserved,
-            allocated=None if after is None else after.allocated,
-            retry=retry,
-        )
+    event = telemetry.GpuOutOfMemory(
+        guard=guard.name,
+        generation=generation.number,
+        reserved_before=None if before is None else before.reserved,
+        reserved_after=None if after is None else after.reserved,
+        allocated=None if after is None else after.allocated,
+        retry=retry,
     )
+    telemetry.emit(event)
     # Other calls on it have tensors of their own, which say nothing.
     if after is None or generation.gpu_allocated is None or len(generation.leases) > 1:
         return ()
@@ -482,15 +480,10 @@ class Reload(Generic[M]):
         failure = kind(self._guard.name, reason, attempt=attempt, retry_after=wait, current=current)
         failure.__cause__ = cause
         try:
-            telemetry.emit(
-                telemetry.LoadErrored(
-                    guard=self._guard.name,
-                    attempt=attempt,
-                    error=failure.reason,
-                    retry_after=wait,
-                    current=current,
-                )
+            event = telemetry.LoadErrored(
+                guard=self._guard.name, attempt=attempt, error=failure.reason, retry_after=wait, current=current
             )
+            telemetry.emit(event)
         except BaseException:  # noqa: BLE001 - whatever becomes of the event, those who wait must not wait for ever
             with suppress(BaseException):
                 logger.exception("modelguard could not report that the load of guard %r failed", self._guard.name)
@@ -650,16 +643,15 @@ class Reload(Generic[M]):
     def _make(self) -> Generation[M] | None:
         """Make a generation; None if there is none, which has then been reported."""
         guard = self._guard
-        telemetry.emit(
-            telemetry.LoadStarted(
-                guard=guard.name,
-                generation=guard.state.generations + 1,
-                reasons=self._job.reasons,
-                deferred_seconds=self._deferred,
-                deferred_growth=self._growth_meanwhile,
-                host_lock=self._host_lock,
-            )
+        event = telemetry.LoadStarted(
+            guard=guard.name,
+            generation=guard.state.generations + 1,
+            reasons=self._job.reasons,
+            deferred_seconds=self._deferred,
+            deferred_growth=self._growth_meanwhile,
+            host_lock=self._host_lock,
         )
+        telemetry.emit(event)
         before = guard.runtime.private()
         try:
             return make(guard, self._job, self._discard)
@@ -694,21 +686,20 @@ class Reload(Generic[M]):
 
     def _emit_finished(self, loaded: Generation[M], swap: Swap, waited: float) -> None:
         gpu = use_of(self._guard.runtime.gpu)
-        telemetry.emit(
-            telemetry.LoadFinished(
-                guard=self._guard.name,
-                generation=loaded.number,
-                version=loaded.version,
-                reasons=self._job.reasons,
-                seconds=loaded.load_seconds,
-                stall_seconds=loaded.stall_seconds,
-                model_bytes=loaded.model_bytes,
-                swap=swap,
-                waited_seconds=waited,
-                gpu_allocated=None if gpu is None else gpu.allocated,
-                gpu_reserved=None if gpu is None else gpu.reserved,
-            )
+        event = telemetry.LoadFinished(
+            guard=self._guard.name,
+            generation=loaded.number,
+            version=loaded.version,
+            reasons=self._job.reasons,
+            seconds=loaded.load_seconds,
+            stall_seconds=loaded.stall_seconds,
+            model_bytes=loaded.model_bytes,
+            swap=swap,
+            waited_seconds=waited,
+            gpu_allocated=None if gpu is None else gpu.allocated,
+            gpu_reserved=None if gpu is None else gpu.reserved,
         )
+        telemetry.emit(event)
 
     def _discard(self, generation: Generation[M], cause: DiscardCause) -> None:
         release(self._guard, generation)

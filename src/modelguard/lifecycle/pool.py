@@ -106,10 +106,8 @@ class ModelPool(Handle, Generic[K, M]):
                 InvalidOption: ``key`` is neither, or the function has no such parameter.
             """
             if others:
-                why = "only key= can be passed"
-                raise InvalidOption(
-                    "key", others[0], why=why, fix="Write @pool(key='voice'), with the name of a parameter."
-                )
+                fix = "Write @pool(key='voice'), with the name of a parameter."
+                raise InvalidOption("key", others[0], why="only key= can be passed", fix=fix)
             return Keyed(self._engine, key, self._options_for)
 
     def status(self) -> PoolStatus[K]:
@@ -305,18 +303,11 @@ class PooledFunction(NamedTuple):
 
 class Keyed(Decorator[M]):
     def __init__(
-        self,
-        engine: PoolEngine[Any, M],
-        key: str | Callable[..., Any],
-        options_for: Callable[[Any], GuardOptions[M]],
+        self, engine: PoolEngine[Any, M], key: str | Callable[..., Any], options_for: Callable[[Any], GuardOptions[M]]
     ) -> None:
         if not isinstance(key, str) and not callable(key):
-            raise InvalidOption(
-                "key",
-                key,
-                why="must be a parameter's name or a function",
-                fix="Name a parameter, key='voice', or give a function of the arguments.",
-            )
+            fix = "Name a parameter, key='voice', or give a function of the arguments."
+            raise InvalidOption("key", key, why="must be a parameter's name or a function", fix=fix)
         self._engine = engine
         self._key = key
         self._options_for = options_for
@@ -359,13 +350,8 @@ class Keyed(Decorator[M]):
         title = plain_function(function).__qualname__
         if name not in signature.parameters:
             names = ", ".join(map(repr, signature.parameters))
-            raise InvalidOption(
-                "key",
-                name,
-                why=f"is not a parameter of {title}() besides the model",
-                fix=f"Choose one of {names}, or give a function." if names else f"Give {title}() that parameter.",
-            )
-
+            fix = f"Choose one of {names}, or give a function." if names else f"Give {title}() that parameter."
+            raise InvalidOption("key", name, why=f"is not a parameter of {title}() besides the model", fix=fix)
         kinds = [parameter.kind for parameter in signature.parameters.values()]
         simple = set(kinds) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}
         all_given = len(kinds) if simple else -1

@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     from modelguard.lifecycle._state import Generation
     from modelguard.lifecycle.status import Status
 
-__all__ = [
-    "ModelReplicas",
-    "replicas",
-]
+__all__ = ["ModelReplicas", "replicas"]
 
 
 # Which replica takes a call: one that no other call uses, and that has its model if there is such a one.
@@ -371,9 +368,8 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
         raise InvalidOption("keep", "mold", why=why, fix="Leave it out, to release the copies that nobody uses.")
     if options.swap.replay is not None:
         why = "calls the current model beside its other calls, and a replica takes one call at a time"
-        raise InvalidOption(
-            "replay", options.swap.replay, why=why, fix="Leave it out, and use validate= to compare the two."
-        )
+        fix = "Leave it out, and use validate= to compare the two."
+        raise InvalidOption("replay", options.swap.replay, why=why, fix=fix)
     hide(model)
     free: FreeReplicas[M] = FreeReplicas(options.name, options.wait_timeout)
     options = replace(options, family=KnownModels())

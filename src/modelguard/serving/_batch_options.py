@@ -248,10 +248,6 @@ class BatchOptions:
         """Whether the function needs an event loop."""
         return self.kind in ("coroutine", "async generator")
 
-    @property
-    def on_callers_loop(self) -> bool:
-        return self.is_async and self.own_loop is None
-
     def suited_to(self, function: Any, name: str) -> Self:
         """The same options for this function of this name.
 
@@ -339,12 +335,8 @@ def _check_together(limits: Limits, slo: _units.Duration | None) -> None:
 # What can be read from a batch function when it is decorated: whether it can be batched, and what its items are.
 
 
-_POSITIONAL = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+_BY_NAME = (_KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 #: Keyword arguments of every batched call, and what they do.
 _TAKEN = {"timeout": "bounds the call", "priority": "says how urgent it is"}
 #: Annotations that a list satisfies.
@@ -470,12 +462,12 @@ def call_signature(function: Any, name: str) -> inspect.Signature | None:
     if parameters is None:
         return None
     others = [each for each in _without_self(parameters)[1:] if each.kind is not inspect.Parameter.VAR_POSITIONAL]
-    keywords = [each for each in parameters if each.kind not in _POSITIONAL]
+    keywords = [each for each in parameters if each.kind in _BY_NAME]
     item: Any = Annotated[_item_annotation(function), NotARoute(function, name)]
-    taken = {each.name for each in others + keywords}
+    shown = "item_" if any(each.name == "item" for each in others + keywords) else "item"
     return inspect.Signature(
         [
-            inspect.Parameter("item_" if "item" in taken else "item", _POSITIONAL[0], annotation=item),
+            inspect.Parameter(shown, inspect.Parameter.POSITIONAL_ONLY, annotation=item),
             inspect.Parameter("timeout", _KEYWORD_ONLY, default=None, annotation=_units.Duration | None),
             inspect.Parameter("priority", _KEYWORD_ONLY, default=0, annotation=int),
             *(each.replace(kind=_KEYWORD_ONLY) for each in others),
@@ -518,15 +510,13 @@ class NotARoute:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):  # many built-in functions have none
-        return None
+    signature = _units.signature_of(function)
+    return None if signature is None else list(signature.parameters.values())
 
 
 def _without_self(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
     """The positional parameters; methods are recognised by their first parameter's name."""
-    positional = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    positional = [parameter for parameter in parameters if parameter.kind not in _BY_NAME]
     return positional[1:] if positional and positional[0].name in {"self", "cls"} else positional
 
 
@@ -584,6 +574,7 @@ class Arguments:
     Attributes:
         weigh: Gives the weight of an item, or raises what :meth:`fill_in` does; None if nothing is weighed.
         incomplete: Why a call without keyword arguments fails; None if it does not.
+        always_checked: Whether even a call with nothing but an item has to be checked, whatever the item is.
     """
 
     def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
@@ -595,11 +586,7 @@ class Arguments:
         self._accepted: set[tuple[str, ...]] = set()
         self.weigh = None if options.weight is None else functools.partial(self._weight, options.weight.of)
         self.incomplete = self._unbound() or self._mismatch({})
-
-    @property
-    def always_checked(self) -> bool:
-        """Whether even a call with nothing but an item has to be checked, whatever the item is."""
-        return self.incomplete is not None or self._fair_by is not None
+        self.always_checked = self.incomplete is not None or self._fair_by is not None
 
     def fill_in(self, request: Request, extras: dict[str, Any]) -> None:
         """Check the arguments of one call, and set the request's group, weight and key.
@@ -673,12 +660,12 @@ class Arguments:
         )
 
     def _mismatch(self, extras: dict[str, Any]) -> str | None:
+        signature = _units.signature_of(self._function)
         try:
-            inspect.signature(self._function).bind([], **extras)
+            if signature is not None:
+                signature.bind([], **extras)
         except TypeError as error:
             return str(error)
-        except ValueError:  # many built-in functions have no signature
-            return None
         return None
 
     def _weight(self, weigh: Callable[[Any], float], item: Any) -> float:

@@ -25,14 +25,7 @@ from modelguard.runtime.clock import Watch
 from modelguard.runtime.event_loops import PrivateLoop, RunOnLoop, run_on
 from modelguard.runtime.fork import Wakeup, WeakRegistry
 from modelguard.serving._batch_options import BatchOptions, Buffer, Changes
-from modelguard.serving._execution import (
-    Answer,
-    BatchFunction,
-    Computed,
-    compute,
-    compute_one,
-    one_line,
-)
+from modelguard.serving._execution import Answer, BatchFunction, Computed, compute, compute_one, one_line
 from modelguard.serving._planner import GoalSize
 from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import (
@@ -256,6 +249,9 @@ class Batcher(fork.Forkable):
     Args:
         run: Computes a batch.
         options: Bounds, and how to treat errors.
+
+    Attributes:
+        limits: The bounds in force.
     """
 
     fork_rank = fork.Rank.BATCHERS
@@ -280,7 +276,7 @@ class Batcher(fork.Forkable):
         fork.register(self)
 
     def _take_limits(self, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._bounded = limits.deadline != math.inf
 
     def after_fork_in_child(self) -> None:
@@ -292,7 +288,7 @@ class Batcher(fork.Forkable):
             self._queue.close()
 
     def _reset(self) -> None:
-        self._queue = BatchQueue(self._limits, None if self._breaker is None else Circuit(self._breaker))
+        self._queue = BatchQueue(self.limits, None if self._breaker is None else Circuit(self._breaker))
         #: Reentrant, because a finalizer or signal handler may want it in a thread that holds it. What these ask for is
         #: deferred until the state is consistent again.
         self._lock = threading.RLock()
@@ -312,11 +308,7 @@ class Batcher(fork.Forkable):
 
     @property
     def name(self) -> str:
-        return self._limits.name
-
-    @property
-    def limits(self) -> Limits:
-        return self._limits
+        return self.limits.name
 
     @property
     def occupied(self) -> bool:
@@ -342,7 +334,7 @@ class Batcher(fork.Forkable):
             now = clock.now()
             self._options = self._options.changed(changes)
             self._take_limits(self._options.limits)
-            self._queue.configure(self._limits, now)
+            self._queue.configure(self.limits, now)
             if self._queue.running and self._watch.due > now:
                 self._watch.schedule(now)  # a batch may count as hung sooner
         self._wake_all()  # they may be waiting for a batch to become due
@@ -359,7 +351,7 @@ class Batcher(fork.Forkable):
         scope = current_scope.get()
         if scope is None and timeout is None and not self._bounded:
             return
-        deadline = clock.now() + min(self._limits.deadline, math.inf if timeout is None else timeout)
+        deadline = clock.now() + min(self.limits.deadline, math.inf if timeout is None else timeout)
         if scope is not None:
             deadline = min(deadline, scope.nearest_deadline)
             self._refuse_own_call(scope)
@@ -430,11 +422,11 @@ class Batcher(fork.Forkable):
             self.bound(request, None)
             self.put(request)
             return
-        until = now + self._limits.deadline
+        until = now + self.limits.deadline
         try:
             queue.inbox.append((item, future, loop, now, weight))
             # Read again, after the call was queued: a thread looks for work after it has written these.
-            if self._idle or len(self._wakeups) < self._limits.threads or queue.closed or until < self._watch.due:
+            if self._idle or len(self._wakeups) < self.limits.threads or queue.closed or until < self._watch.due:
                 self._attend_to(future, until)
         except GuardClosed:
             raise
@@ -569,7 +561,7 @@ class Batcher(fork.Forkable):
         """The wakeup of a thread without work. If there is none, start a thread, if more are allowed. With the lock."""
         if self._idle:
             return self._idle.pop()
-        if len(self._wakeups) < self._limits.threads:
+        if len(self._wakeups) < self.limits.threads:
             self._start_thread()
         return None
 
@@ -630,7 +622,7 @@ class Batcher(fork.Forkable):
                 self._idle.remove(wakeup)
             found = queue.next_batch(clock.now())
             if isinstance(found, Batch):
-                self._look_at(found.started + self._limits.hang_after)
+                self._look_at(found.started + self.limits.hang_after)
                 if queue.waiting or queue.inbox:  # the rest may be due before this batch has ended
                     other = self._find_thread()
             else:
@@ -740,7 +732,7 @@ class Batcher(fork.Forkable):
         try:
             self._events.refused(self._queue, now)
             if hung:
-                self._events.hung(self._queue, self._limits.hang_after)
+                self._events.hung(self._queue, self.limits.hang_after)
         except Exception:  # noqa: BLE001 - an observer may not end this thread
             logger.exception("modelguard: %s() goes on", self.name)
         if hung:

@@ -186,7 +186,7 @@ class Decorated(Entered):
         self._options = options
         self._batcher = Batcher(function, options)
         self._arguments = Arguments(function, options)
-        self._on_callers_loop = options.on_callers_loop
+        self._on_callers_loop = options.is_async and options.own_loop is None
         self._always_checked = self._on_callers_loop or self._arguments.always_checked
         self._weigh = self._arguments.weigh
         self._methods: BoundMethods | None = None
@@ -581,13 +581,7 @@ class BatchedStream(Decorated, Generic[X, Y]):
     """
 
     def stream(
-        self,
-        item: X,
-        /,
-        *others: Never,
-        timeout: _units.Duration | None = None,
-        priority: int = 0,
-        **extras: Any,
+        self, item: X, /, *others: Never, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any
     ) -> Stream[Y]:
         """Queue one item, and return the stream of its parts. Does not block, on an event loop or elsewhere.
 
@@ -713,9 +707,8 @@ def batched(
         InvalidOption: An option is invalid, or the function cannot be batched; the message gives the fix.
     """
     if others:
-        raise InvalidOption(
-            "batched", others[0], why="takes keyword arguments only", fix="Write @batched(max_size=32)."
-        )
+        fix = "Write @batched(max_size=32)."
+        raise InvalidOption("batched", others[0], why="takes keyword arguments only", fix=fix)
     options = BatchOptions(
         max_size=max_size,
         deadline=deadline,

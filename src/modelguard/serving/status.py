@@ -5,11 +5,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-__all__ = [
-    "BatchState",
-    "BatchStatus",
-    "Quantiles",
-]
+__all__ = ["BatchState", "BatchStatus", "Quantiles"]
 
 #: ``"open"``: it admits items. ``"circuit open"``: the breaker refuses them. ``"half-open"``: one item is being tried.
 #: ``"hung"``: a batch has run for longer than ``hang_after``.

@@ -126,9 +126,8 @@ def set_hooks(hooks: Iterable[Hook] | None) -> None:
     global _hooks
     if callable(hooks) or isinstance(hooks, str) or not isinstance(hooks, Iterable | None):
         why = f"must be a list of hooks or None, not {_units.kind_of(hooks)}"
-        raise InvalidOption(
-            "hooks", hooks, why=why, fix="Write set_hooks([hook]), or add_hook(hook) to keep the others."
-        )
+        fix = "Write set_hooks([hook]), or add_hook(hook) to keep the others."
+        raise InvalidOption("hooks", hooks, why=why, fix=fix)
     chosen = None if hooks is None else tuple(hooks)
     for hook in chosen or ():
         _check(hook)

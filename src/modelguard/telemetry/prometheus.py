@@ -71,7 +71,7 @@ class _PrometheusHook:
 
     def __init__(self, metrics: dict[str, Any], *, removes: bool) -> None:
         self._size = len(metrics)
-        self._recorder = Recorder(partial(_record, metrics, removes))
+        self._recorder = Recorder(partial(_record, metrics, removes=removes))
 
     def __call__(self, event: Event) -> None:
         self._recorder(event)
@@ -81,11 +81,7 @@ class _PrometheusHook:
 
 
 def _record(
-    metrics: dict[str, Any],
-    removes: bool,  # noqa: FBT001 - bound by partial
-    metric: _metrics.Metric,
-    labels: tuple[str, ...],
-    amount: float,
+    metrics: dict[str, Any], metric: _metrics.Metric, labels: tuple[str, ...], amount: float, *, removes: bool
 ) -> None:
     if metric.only_current and not amount and removes:
         metrics[metric.name].remove(*labels)
@@ -124,9 +120,8 @@ def _register(client: Any, registry: Any) -> dict[str, Any]:
         for each in made.values():
             registry.unregister(each)
         why = f"already has metrics of these names ({error})"
-        raise InvalidOption(
-            "registry", registry, why=why, fix="Make one hook for a registry, and add it once."
-        ) from None
+        fix = "Make one hook for a registry, and add it once."
+        raise InvalidOption("registry", registry, why=why, fix=fix) from None
     return made
 
 

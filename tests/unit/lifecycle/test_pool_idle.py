@@ -222,7 +222,7 @@ class TestReleases:
         pool._engine.tick()
         assert releasing.wait(60)
         closing = world.spawn(pool.close)
-        until(lambda: pool._engine._closed)
+        until(lambda: pool._engine.closed)
         assert not closing.done()
         release.set()
         outcome(closing)

@@ -76,7 +76,7 @@ class TestClose:
         pool = world.pool()
         with pool.lease("a") as model:
             closing = world.spawn(pool.close)
-            until(lambda: pool._engine._closed)
+            until(lambda: pool._engine.closed)
             assert ["fine"] == model.words("fine")
         assert outcome(closing) is None
 
