@@ -41,7 +41,7 @@ class Fill(NamedTuple):
         return f"{self.name} (filled to {self.used:,} of {self.limit:,})"
 
 
-def bounded_caches(among: Iterable[object]) -> dict[int, Fill]:
+def bounded_caches(among: Iterable[Any]) -> dict[int, Fill]:
     found = {}
     cachetools = sys.modules.get("cachetools")
     for candidate in among:
