@@ -650,9 +650,6 @@ def _own_share(process: ServiceProcess) -> str:
 
 _IMMORTAL = (3, 12)  # the first version of CPython with immortal objects
 
-#: The first release that can keep small objects in huge pages.
-_HUGE_PAGES = (3, 15)
-
 #: The patches of CPython 3.14 whose garbage collector worked in increments. 3.14.5 went back to that of 3.13.
 _INCREMENTAL = (3, 14), range(5)
 
@@ -696,7 +693,7 @@ def _incremental_collector(facts: Facts) -> Evidence | None:
 def _huge_pages(facts: Facts) -> Evidence | None:
     setting = facts.last("PYTHON_PYMALLOC_HUGEPAGES")
     built = [process for process in facts.running("forked") if process.said.huge_pages]
-    if not built or built[0].said.version < _HUGE_PAGES or setting is None or setting.value in ("", "0"):
+    if not built or setting is None or setting.value in ("", "0"):
         return None
     return _without(setting, f"{_sets(setting)}, and process {built[0].pid} is a fork")
 

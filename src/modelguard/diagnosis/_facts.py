@@ -97,10 +97,8 @@ class Inside:
     """What a process says of itself.
 
     Attributes:
-        version: Its Python, such as ``(3, 14, 2)``.
-        free_threaded: Whether that is a build without the GIL.
-        gil_for: The module for which such a build has switched the GIL on; empty if it does not say which; None if the
-            GIL is as it was chosen.
+        gil_for: The module for which a build without the GIL has switched it on; empty if it does not say which; None
+            if the GIL is as it was chosen.
         huge_pages: Whether it was built so that Python's small objects are kept in huge pages.
         malloc: The file that serves ``malloc``; None if unknown.
         frozen: The number of objects that its garbage collector ignores, because of ``gc.freeze``.
@@ -112,8 +110,6 @@ class Inside:
         asgi: Whether the app that gunicorn serves is an ASGI application; None if unknown.
     """
 
-    version: tuple[int, int, int] = (0, 0, 0)
-    free_threaded: bool = False
     gil_for: tuple[str, ...] | None = None
     huge_pages: bool = False
     malloc: str | None = None

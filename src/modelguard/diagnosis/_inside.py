@@ -150,13 +150,7 @@ def describe(script: dict[str, Any]) -> dict[str, Any]:
 def _python() -> dict[str, Any]:
     import sysconfig
 
-    return {
-        "version": sys.version_info[:3],
-        "implementation": sys.implementation.name,
-        "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-        "gil_for": _gil_for(),
-        "huge_pages": bool(sysconfig.get_config_var("PYMALLOC_USE_HUGEPAGES")),
-    }
+    return {"gil_for": _gil_for(), "huge_pages": bool(sysconfig.get_config_var("PYMALLOC_USE_HUGEPAGES"))}
 
 
 def _gil_for() -> list[str] | None:

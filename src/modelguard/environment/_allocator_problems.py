@@ -167,23 +167,20 @@ def _private_copy(file: str, path: str) -> Problem:
 
 
 def _settings(process: ProcessView, environ: Mapping[str, str], kind: Kind, path: str) -> Iterator[Problem]:
-    if kind != "jemalloc" and (environ.get(_SETTINGS) or process.environ.get(_SETTINGS)):
+    before = process.environ.get(_SETTINGS)
+    if kind != "jemalloc" and (environ.get(_SETTINGS) or before):
         yield Problem(
             "unused setting",
             f"{_SETTINGS} is set, but malloc is served by {path}, which does not read it",
             f"Preload jemalloc ('modelguard run --allocator jemalloc -- COMMAND'), or remove {_SETTINGS}.",
         )
     # Compare only if the variables at the start are known. They are if some of them are still set.
-    elif process.environ.keys() & environ.keys() and _changed(process.environ, environ):
+    elif process.environ.keys() & environ.keys() and environ.get(_SETTINGS, before) != before:
         yield Problem(
             "unused setting",
             f"{_SETTINGS} was set or changed after the process had started, but jemalloc reads it only at the start",
             f"Set {_SETTINGS} before the process starts.",
         )
-
-
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    return _SETTINGS in now and now[_SETTINGS] != before.get(_SETTINGS)
 
 
 # What can be seen of another process's allocator from outside. The process itself could find out more.

@@ -115,7 +115,7 @@ class ThisProcess:
 
         try:
             files = [file for file in _linker.loaded_files() if file.path in loaded]
-            made = [file.thread_static(variable) if of_thread else file.static(variable) for file in files]
+            made = [file.static(variable, of_thread=of_thread) for file in files]
         except (LookupError, OSError):
             reason = f"{', '.join(loaded)} has no symbols for its caches"
             raise NotSupported("reading the size of oneDNN's caches", reason=reason) from None

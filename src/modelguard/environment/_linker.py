@@ -76,13 +76,8 @@ class LoadedFile(NamedTuple):
     base: int
     thread_base: int | None
 
-    def static(self, variable: str) -> int | None:
-        return self._read(variable, self.base)
-
-    def thread_static(self, variable: str) -> int | None:
-        return self._read(variable, self.thread_base)
-
-    def _read(self, variable: str, base: int | None) -> int | None:
+    def static(self, variable: str, *, of_thread: bool = False) -> int | None:
+        base = self.thread_base if of_thread else self.base
         value, guard = _offset(self.path, variable), _offset(self.path, variable.replace("_ZZ", "_ZGVZ", 1))
         # The first byte of a guard variable shows whether the variable is initialised (Itanium C++ ABI, 3.3.3).
         if base is None or not ctypes.c_uint8.from_address(base + guard).value:

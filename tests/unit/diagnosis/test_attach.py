@@ -102,7 +102,7 @@ def test_a_process_answers(no_thread_is_left: None) -> None:
     with nlp.lease():
         pass
     with attached(os.getpid(), run=here) as inside:
-        assert list(sys.version_info[:3]) == inside.ask("describe")["version"]
+        assert 0 < inside.ask("describe")["tracked"]
         look = inside.ask("look")
         assert "failed" not in look, look
         assert look["census"]["threads"] >= 2

@@ -34,7 +34,7 @@ ROOMY = Machine(Cpus(64, "/sys/fs/cgroup/cpu.max"), Limit(10**9, "memory.max", 1
 PREFORK = Server("gunicorn", 2, forks=True, preload=True, worker_class="sync", max_requests=0)
 COPIES = replace(PREFORK, preload=False)
 TORCH = ServiceProcess(7, torch=True)
-HEAP = Inside((3, 12, 1), tracked=600_000)
+HEAP = Inside(tracked=600_000)
 HEAVY = (
     ServiceProcess(1),
     ServiceProcess(2, "forked", private=300 * MB),
@@ -254,7 +254,7 @@ def test_nothing_known() -> None:
             "fault",
             {
                 "variables": (variable("PYTHON_PYMALLOC_HUGEPAGES", "1"),),
-                "processes": forks(Inside(), inside=Inside((3, 15, 0), huge_pages=True)),
+                "processes": forks(Inside(), inside=Inside(huge_pages=True)),
             },
             id="huge pages",
         ),

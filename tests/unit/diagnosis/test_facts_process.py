@@ -237,7 +237,7 @@ def test_what_the_processes_say_of_themselves(machine: Machine) -> None:
     """Settings and guards come from inside; variables that were set later count once."""
     service(machine)
     late = ["OMP_NUM_THREADS", "1", "after import", "/srv/app.py line 3"]
-    master = {"server": {"kind": "gunicorn", "preload": True}, "version": [3, 14, 2], "frozen": 9}
+    master = {"server": {"kind": "gunicorn", "preload": True}, "frozen": 9}
     worker = {"variables": [late], "pools": {"torch": 2}, "guards": [{"name": "nlp", "policy": "Uses(5)"}]}
     facts = facts_of_tree(10, "it", {10: master, 11: worker, 12: worker}, root=machine.root)
     assert facts.server is not None

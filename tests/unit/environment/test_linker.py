@@ -52,8 +52,8 @@ def test_a_variable_without_its_value(file: str) -> None:
 def test_a_variable_of_the_thread(file: str) -> None:
     """It is read from the thread's own block; a thread without one has no value."""
     memory = (ctypes.c_int32 * 4)(1, 0, 7, 0)
-    assert 7 == LoadedFile(file, 0, ctypes.addressof(memory)).thread_static(VARIABLE)
-    assert LoadedFile(file, 0, None).thread_static(VARIABLE) is None
+    assert 7 == LoadedFile(file, 0, ctypes.addressof(memory)).static(VARIABLE, of_thread=True)
+    assert LoadedFile(file, 0, None).static(VARIABLE, of_thread=True) is None
 
 
 @pytest.mark.parametrize("places", [{"other": 1}, {VARIABLE: 8}, {"x" + VARIABLE: 8, "x" + GUARD: 0}])
