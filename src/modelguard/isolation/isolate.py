@@ -40,10 +40,7 @@ from modelguard.serving.breaker import Breaker
 if TYPE_CHECKING:
     from modelguard.isolation._host_scope import HostScope
 
-__all__ = [
-    "Isolated",
-    "isolate",
-]
+__all__ = ["Isolated", "isolate"]
 
 
 # How web frameworks see an isolated function: with the hints and the kind of the function that was written.
