@@ -286,7 +286,7 @@ class _Broker:
         self._ending = False
         timeout = orders.options.timeout
         streams = "generator" in orders.options.kind  # whose timeout counts for each step
-        self._may_keep = None if timeout is None or streams else timeout + _OVERTIME
+        self._may_keep = math.inf if timeout is None or streams else timeout + _OVERTIME
         self._looking = False
         self._look_at = math.inf
         self._last_left = -math.inf
@@ -396,7 +396,7 @@ class _Broker:
         if len(self._holders) > 1000:  # noqa: PLR2004 - most of these workers are gone
             self._holders.clear()
         self._holders[worker] = connection.token
-        if self._may_keep is not None and not self._looking:
+        if self._may_keep < math.inf and not self._looking:
             self._look_again()
 
     def _look_again(self) -> None:
@@ -405,7 +405,6 @@ class _Broker:
 
     def _look(self) -> None:
         """Take workers back from clients that keep them for too long, not counting the time when this was stopped."""
-        assert self._may_keep is not None  # noqa: S101 - for the checkers
         now = time.monotonic()
         stopped = now - self._look_at if now > self._look_at + _LOOK else 0.0
         holding = [one for one in self._connections if one.granted_at is not None]
