@@ -142,10 +142,7 @@ def _names(module: torch.nn.Module) -> set[str]:
 
 def _on_meta(module: torch.nn.Module) -> set[str]:
     """Names of all tensors of a module that have no content, registered or not."""
-    registered = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    registered = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     known = {id(tensor) for _, tensor in registered}
     loose = [(name, tensor) for name, tensor in _attributes(module) if id(tensor) not in known]
     return {name for name, tensor in (*registered, *loose) if tensor.is_meta}

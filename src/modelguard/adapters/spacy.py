@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
 from types import CoroutineType, MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from modelguard import _extras, _units
@@ -30,6 +30,7 @@ from modelguard.lifecycle._misuse import plain_function
 from modelguard.lifecycle._models import PlainAdapter
 from modelguard.lifecycle._wrappers import Guarded, is_lazy
 from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.handle import Decorator
 from modelguard.lifecycle.policies import NextCheck, Policy, Snapshot
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.waiting import Steps, Timeout, Wait
@@ -387,9 +388,6 @@ fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
 
 
 L = TypeVar("L", bound=Language)
-S = TypeVar("S")
-P = ParamSpec("P")
-R = TypeVar("R")
 
 #: A cell of preshed's hash map is a 64-bit key and a 64-bit value. Two maps grow together: strings and lexemes.
 _BYTES_PER_CELL = 16 * 2
@@ -496,8 +494,14 @@ class ZonedLease(Generic[L]):
         return self._context
 
 
-class Zoned(Generic[L]):
-    """A guarded pipeline that runs calls in memory zones. Made by :func:`zoned`; a decorator, like the guard."""
+class Zoned(Decorator[L]):
+    """A guarded pipeline that runs calls in memory zones. Made by :func:`zoned`; a decorator, like the guard.
+
+    It decorates a function that takes the pipeline as its first parameter, after ``self`` or ``cls`` in a class, as the
+    guard's own decorator does. Each call also has exclusive use of the pipeline's zone. Results must not refer to the
+    pipeline's memory: strings, numbers, and containers of these. What is not a function, takes no pipeline, or is a
+    generator function, is refused (``InvalidOption``).
+    """
 
     def __init__(self, guard: ModelGuard[L], timeout: float) -> None:
         self._guard = guard
@@ -506,23 +510,7 @@ class Zoned(Generic[L]):
     def __repr__(self) -> str:
         return f"<Zoned {self._guard!r}>"
 
-    @overload
-    def __call__(self, function: classmethod[S, Concatenate[L, P], R], /) -> classmethod[S, P, R]: ...
-    @overload
-    def __call__(self, function: staticmethod[Concatenate[L, P], R], /) -> staticmethod[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[L, P], R], /) -> Callable[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[S, L, P], R], /) -> Callable[Concatenate[S, P], R]: ...
-    def __call__(self, function: Any, /) -> Any:
-        """Decorate a function that takes the pipeline as its first parameter, after ``self`` or ``cls`` in a class.
-
-        This works like the guard's own decorator, and each call also has exclusive use of the pipeline's zone. Results
-        must not refer to the pipeline's memory: strings, numbers, and containers of these.
-
-        Raises:
-            InvalidOption: The decorated object is not a function, does not take a pipeline, or is a generator function.
-        """
+    def _decorate(self, function: Any) -> Any:
         plain = plain_function(function)
         if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
             why = "is a generator function, and the memory zone would be closed before its results are read"

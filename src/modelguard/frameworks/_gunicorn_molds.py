@@ -37,8 +37,6 @@ from modelguard.runtime.fork import WeakRegistry
 from modelguard.sharing import _immortal, _prefork
 from modelguard.telemetry import _hooks
 
-__all__ = ["Molds", "needed"]
-
 #: Seconds between two looks at the first mold, before the server starts.
 _POLL = 0.01
 #: Seconds that a mold may take to fork a worker (which warms up later) before it is killed.

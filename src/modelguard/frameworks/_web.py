@@ -153,9 +153,8 @@ class Web:
         if missing:
             content["waiting_for"] = missing
             _tell_of_unused(checked)
-        versions = {
-            guard.name: version for guard in checked if (version := getattr(guard, "version", None)) is not None
-        }
+        known = ((guard.name, getattr(guard, "version", None)) for guard in checked)
+        versions = {name: version for name, version in known if version is not None}
         if versions:
             content["versions"] = versions
         return json_answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, content)

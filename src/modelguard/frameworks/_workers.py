@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, get_args
 
 from modelguard import _units, prefork
 from modelguard.errors import ForkHazard, InvalidOption
@@ -31,7 +31,7 @@ from modelguard.runtime import background, fork
 from modelguard.runtime.background import start_thread
 from modelguard.serving import _batcher
 from modelguard.sharing import _prefork
-from modelguard.sharing._prefork import prepare_chosen
+from modelguard.sharing._prefork import Immortalize, OnHazard, prepare_chosen
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -55,8 +55,8 @@ class PreforkOptions:
     """
 
     freeze: bool = True
-    immortalize: Literal["auto"] | bool = "auto"
-    on_hazard: Literal["fix", "refuse", "warn"] = "fix"
+    immortalize: Immortalize = "auto"
+    on_hazard: OnHazard = "fix"
     warm_timeout: float = 60.0
 
     @classmethod
@@ -70,9 +70,7 @@ class PreforkOptions:
         return cls(
             freeze=_choice(environ, "MODELGUARD_FREEZE", "yes", _YES_OR_NO),
             immortalize=_choice(environ, "MODELGUARD_IMMORTALIZE", "auto", {"auto": "auto", **_YES_OR_NO}),
-            on_hazard=_choice(
-                environ, "MODELGUARD_ON_HAZARD", "fix", {"fix": "fix", "refuse": "refuse", "warn": "warn"}
-            ),
+            on_hazard=_choice(environ, "MODELGUARD_ON_HAZARD", "fix", {one: one for one in get_args(OnHazard)}),
             warm_timeout=_units.seconds(timeout, "MODELGUARD_WARM_TIMEOUT"),
         )
 

@@ -35,11 +35,7 @@ from modelguard.serving import Batched, BatchedStream, Limits
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
-__all__ = [
-    "Replica",
-    "deployment",
-    "run",
-]
+__all__ = ["Replica", "deployment", "run"]
 
 
 T = TypeVar("T")

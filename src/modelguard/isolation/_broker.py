@@ -28,17 +28,7 @@ from modelguard import telemetry
 from modelguard.isolation import _host, _supervisor
 from modelguard.isolation._calls import Claim, Followed, Limits, Taken, Withdrawn
 from modelguard.isolation._channel import AT_ONCE, Channel, Unreadable
-from modelguard.isolation._host import (
-    REPORT,
-    STATE,
-    Answer,
-    BrokerOrders,
-    Folder,
-    ForeignPeer,
-    Identity,
-    Request,
-    packed,
-)
+from modelguard.isolation._host import Answer, BrokerOrders, Identity, Request
 from modelguard.isolation._molds import MoldGuard, end_all
 from modelguard.isolation._scopes import ProcessScope, TakenWorker
 from modelguard.isolation._supervisor import Files, supervisor
@@ -151,7 +141,7 @@ class ClientConnection:
         """The call has its worker, or an error. From any thread."""
         if taken is None:
             assert error is not None  # noqa: S101 - for the checkers
-            answer = ("withdrawn",) if isinstance(error, Withdrawn) else ("failed", *packed(error))
+            answer = ("withdrawn",) if isinstance(error, Withdrawn) else ("failed", *_host.packed(error))
             self._broker.supervisor.call(functools.partial(self.answer, *answer))
             return
         assert isinstance(taken, TakenWorker)  # noqa: S101 - for the checkers
@@ -205,7 +195,7 @@ class ClientConnection:
         try:
             result = work()
         except Exception as error:  # noqa: BLE001 - it is the client's
-            self.answer("failed", *packed(error))
+            self.answer("failed", *_host.packed(error))
         else:
             self.answer("done", result)
 
@@ -284,7 +274,7 @@ class _Broker:
     def __init__(self, orders: BrokerOrders) -> None:
         self.name = orders.options.name
         self._orders = orders
-        self._folder = Folder(Path(orders.folder))
+        self._folder = _host.Folder(Path(orders.folder))
         self._molds = MoldGuard(orders.options, orders.source, orders.origin, paused=orders.paused)
         self._molds.code = orders.code
         # Times are counted by the clients, which withdraw: a broker needs no timer for each call.
@@ -296,7 +286,7 @@ class _Broker:
         self._ending = False
         timeout = orders.options.timeout
         streams = "generator" in orders.options.kind  # whose timeout counts for each step
-        self._may_keep = None if timeout is None or streams else timeout + _OVERTIME
+        self._may_keep = math.inf if timeout is None or streams else timeout + _OVERTIME
         self._looking = False
         self._look_at = math.inf
         self._last_left = -math.inf
@@ -335,7 +325,7 @@ class _Broker:
             return
         try:
             pid = _host.check_peer(accepted)
-        except ForeignPeer as error:
+        except _host.ForeignPeer as error:
             logger.warning("%s: refused %s", self.name, error)
             accepted.close()
             return
@@ -406,7 +396,7 @@ class _Broker:
         if len(self._holders) > 1000:  # noqa: PLR2004 - most of these workers are gone
             self._holders.clear()
         self._holders[worker] = connection.token
-        if self._may_keep is not None and not self._looking:
+        if self._may_keep < math.inf and not self._looking:
             self._look_again()
 
     def _look_again(self) -> None:
@@ -415,7 +405,6 @@ class _Broker:
 
     def _look(self) -> None:
         """Take workers back from clients that keep them for too long, not counting the time when this was stopped."""
-        assert self._may_keep is not None  # noqa: S101 - for the checkers
         now = time.monotonic()
         stopped = now - self._look_at if now > self._look_at + _LOOK else 0.0
         holding = [one for one in self._connections if one.granted_at is not None]
@@ -453,7 +442,7 @@ class _Broker:
         if client is None:
             client = next(iter(self._clients.values()), None)
         if client is not None:
-            client.send(REPORT, report)
+            client.send(_host.REPORT, report)
 
     def _tell_state(self) -> None:
         mold = self._molds.current
@@ -461,7 +450,7 @@ class _Broker:
         state = pickle.dumps((self.scope.ready, pids, self.scope.version, self.scope.paused))
         for client in self._clients.values():
             if client.state != state:
-                if client.send(STATE, state):
+                if client.send(_host.STATE, state):
                     client.state = state
                 else:
                     self.supervisor.later(_AGAIN, self._tell_state)

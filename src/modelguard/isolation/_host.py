@@ -516,7 +516,7 @@ class Election:
             return None
         with ExitStack() as refused:
             channel = refused.enter_context(closing(Channel(connected)))
-            reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            reports, theirs = _supervisor.report_pair()
             refused.enter_context(reports)
             token = secrets.token_bytes(16)
             channel.set_timeout(self._patience)

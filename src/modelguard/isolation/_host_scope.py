@@ -20,22 +20,10 @@ from typing import Any, NamedTuple
 
 from modelguard import telemetry
 from modelguard.errors import GuardClosed, LoadFailed, NotSupported, Reloading
-from modelguard.isolation import _processes, _supervisor, status
+from modelguard.isolation import _host, _processes, _supervisor, status
 from modelguard.isolation._calls import Claim, Followed, Source, Taken, Waits
 from modelguard.isolation._channel import Channel, Unreadable
-from modelguard.isolation._host import (
-    ANSWER_SOON,
-    REPORT,
-    Election,
-    ForeignPeer,
-    Joined,
-    Request,
-    check_shareable,
-    collect,
-    collect_later,
-    identity_of,
-    unpacked,
-)
+from modelguard.isolation._host import ANSWER_SOON, Election, Joined, Request
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus
@@ -136,7 +124,7 @@ class Membership:
             return idle
         try:
             connected = None if self.gone else self._joined.folder.connect(self._joined.name, patience)
-        except (OSError, ForeignPeer) as error:
+        except (OSError, _host.ForeignPeer) as error:
             raise BrokerGone from error
         if connected is None:
             raise BrokerGone
@@ -161,7 +149,7 @@ class Membership:
     def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
         kind, *answer = self.connection().ask(what, *details, limit=limit)
         if kind == "failed":
-            raise unpacked(*answer)
+            raise _host.unpacked(*answer)
         return answer[0]
 
     # The end
@@ -178,7 +166,7 @@ class Membership:
                     child_processes.await_end(broker, patience)
                     os.close(broker)
         self._end()
-        collect()
+        _host.collect()
 
     def abandon(self) -> None:
         """In a forked child: close the copies of the descriptors. The parent stays a client."""
@@ -204,7 +192,7 @@ class Membership:
             message = b""
         if not message:
             self._broker_ended()
-        elif message[:1] == REPORT:
+        elif message[:1] == _host.REPORT:
             _supervisor.replay(message[1:])
         else:
             state = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
@@ -218,7 +206,7 @@ class Membership:
             supervisor().forget(self._joined.reports.fileno())
         else:
             self._end()
-        collect_later([self.pid, *self._family, *(-group for group in self._groups)])
+        _host.collect_later([self.pid, *self._family, *(-group for group in self._groups)])
         if lost:
             self._on_loss()  # last: it needs a thread, and may not get one
 
@@ -334,8 +322,8 @@ class HostScope(Source):
     keeps_none = "molds that processes share are not kept"
 
     def __init__(self, options: IsolationOptions, source: GuardOptions[Any], *, paused: bool = False) -> None:
-        check_shareable(source)
-        identity_of(options, source)  # now, as in all processes that import the module
+        _host.check_shareable(source)
+        _host.identity_of(options, source)  # now, as in all processes that import the module
         super().__init__(options, lambda: source.wait_timeout)
         self._options = options
         self._source = source
@@ -400,7 +388,7 @@ class HostScope(Source):
         if kind == "granted":
             return GrantedWorker(self, connection, *details)
         connection.give_back()
-        raise unpacked(*details)
+        raise _host.unpacked(*details)
 
     def _until_taken_back(self, connection: Connection) -> Steps[None]:
         """Take a question back whose call has gone; a worker that is granted in this moment goes back too."""

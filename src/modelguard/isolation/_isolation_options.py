@@ -356,8 +356,7 @@ def check_stub(function: Any, recycle_on: Policy | None, start: StartMethod) -> 
         why = "stands for another one by target=, and takes no model"
         raise InvalidOption("function", function, why=why, fix="Decorate the function that target= names.")
     check_source(function, None, recycle_on, start)
-    foreign = () if recycle_on is None else recycle_on.parts()
-    for part in foreign:
+    for part in () if recycle_on is None else recycle_on.parts():
         if isinstance(part, Changed) or type(part).__module__.partition(".")[0] != "modelguard":
             why = "is of this program's own code, which the module of target= does not know"
             raise InvalidOption("recycle_on", part, why=why, fix="Give the function in that module a guard with it.")
@@ -480,8 +479,7 @@ def source_of_stub(where: Reference, stub: Stub, name: str, start: StartMethod) 
     check_source(function, owner, stub.recycle_on, start)
     if isinstance(owner, ModelGuard):
         return Source(function, owner)
-    source = source_of(function, name, kind, stub.recycle_on)
-    return source.for_key(None)
+    return source_of(function, name, kind, stub.recycle_on).for_key(None)
 
 
 def _guards_in(function: Any) -> list[Any]:
@@ -549,8 +547,7 @@ def _with_model(function: Any, kind: FunctionKind) -> Any:
         async for item in function(*args, **kwargs):
             yield item
 
-    kinds = {"function": call, "coroutine": acall, "generator": items, "async generator": aitems}
-    chosen = kinds[kind]
+    chosen = {"function": call, "coroutine": acall, "generator": items, "async generator": aitems}[kind]
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):  # no __wrapped__, which has no such parameter
         setattr(chosen, name, getattr(function, name))
     return chosen

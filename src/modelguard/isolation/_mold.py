@@ -24,15 +24,7 @@ from modelguard import prefork
 from modelguard._units import FunctionKind
 from modelguard.errors import RemoteError, TransferRefused, text_of, told
 from modelguard.isolation import _channel, _isolation_options, _processes, _supervisor
-from modelguard.isolation._channel import (
-    AnswerKind,
-    Channel,
-    StreamStep,
-    Unreadable,
-    described,
-    load_failure,
-    portable,
-)
+from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unreadable
 from modelguard.isolation._isolation_options import Source, source_of_stub
 from modelguard.isolation._supervisor import Instructions
 from modelguard.lifecycle.guard import ModelGuard
@@ -78,7 +70,7 @@ def loading(
             yield
     except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
         with suppress(OSError):
-            owner.send(("failed", *load_failure(error, name, plain=plain, unwrap=unwrap)))
+            owner.send(("failed", *_channel.load_failure(error, name, plain=plain, unwrap=unwrap)))
         leave(status)
 
 
@@ -399,12 +391,12 @@ class Serving:
         text = None if raised is None else "".join(traceback.format_exception(raised))
         if isinstance(error, (KeyboardInterrupt, SystemExit)):  # ends nothing, in the owner as here
             error = RemoteError(self._name, kind=type(error).__qualname__, text=text_of(error))
-        sent = portable(error, self._name, plain=self._mold.options.stub is not None)
+        sent = _channel.portable(error, self._name, plain=self._mold.options.stub is not None)
         content = _channel.dumps((int(AnswerKind.ERROR), (sent, text), self._mold.worn))
         size = _channel.size(content)
         if size > self._max_bytes:
             why = f"; the error takes {size:,} bytes, and Bounds(transfer=) is {self._max_bytes:,}"
-            short = described(error, self._name, text_of(error)[:_SHORT] + why)
+            short = _channel.described(error, self._name, text_of(error)[:_SHORT] + why)
             trace = None if text is None else text[-_SHORT:]
             content = _channel.dumps((int(AnswerKind.ERROR), (short, trace), self._mold.worn))
         self._send(content)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, QueueFull
@@ -473,12 +473,7 @@ class Workers:
                 self._workers.pop(worker.number, None)
                 worker.channel.close()
                 return
-            seconds = time.monotonic() - worker.born
-            self._events.append(
-                telemetry.WorkerStarted(
-                    guard=self._name, generation=self._generation, worker=worker.pid, seconds=seconds
-                )
-            )
+            self._note(telemetry.WorkerStarted, worker, seconds=time.monotonic() - worker.born)
             self._act(self._plan.settle(time.monotonic()))
             self._hand_over()
         self._emit_all()
@@ -601,16 +596,7 @@ class Workers:
         fresh = tuple(reason for reason in reasons if reason not in self._reported)
         if fresh:
             self._reported.update(fresh)
-            self._events.append(
-                telemetry.ReloadPostponed(
-                    guard=self._name,
-                    generation=self._generation,
-                    reasons=fresh,
-                    cause="paused",
-                    seconds=None,
-                    worker=worker.pid,
-                )
-            )
+            self._note(telemetry.ReloadPostponed, worker, reasons=fresh, cause="paused", seconds=None)
 
     def _refusal(self) -> CircuitOpen | None:
         left = None if self.gone else self._plan.circuit.retry_after(time.monotonic())
@@ -662,12 +648,11 @@ class Workers:
 
     def _count(self, worker: Worker, cause: WorkerEndCause, how: str) -> None:
         self.counts[cause] += 1
-        age = time.monotonic() - worker.born
-        self._events.append(
-            telemetry.WorkerEnded(
-                guard=self._name, generation=self._generation, worker=worker.pid, cause=cause, detail=how, age=age
-            )
-        )
+        self._note(telemetry.WorkerEnded, worker, cause=cause, detail=how, age=time.monotonic() - worker.born)
+
+    def _note(self, kind: Callable[..., Event], worker: Worker, **details: Any) -> None:
+        """Report an event of a worker, once the lock is free."""
+        self._events.append(kind(guard=self._name, generation=self._generation, worker=worker.pid, **details))
 
     # Outside of it
 

@@ -255,9 +255,8 @@ class Mold(MoldOrders):
             self.workers.not_started(number, str(error))
             return
         # A call waits for the first worker, so that one does not stand back.
-        awaited = self.workers.presence == "returning" and not any(
-            map(self.workers.is_starting, self._running.values())
-        )
+        is_first = not any(map(self.workers.is_starting, self._running.values()))
+        awaited = is_first and self.workers.presence == "returning"
         worker = self._add_worker(number, ours)
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
             beside_calls = not awaited and (self._loaded.done() or self.instructions.beside_calls)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Never, ParamSpec, Protocol, Self
 from modelguard import _public, _units
 from modelguard._units import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
-from modelguard.isolation import _processes, status
+from modelguard.isolation import _isolation_options, _processes, status
 from modelguard.isolation._calls import Arguments, Caller, Limits
 from modelguard.isolation._isolation_options import (
     Bounds,
@@ -25,12 +25,6 @@ from modelguard.isolation._isolation_options import (
     ScopeName,
     Source,
     StartMethod,
-    check_function,
-    check_stub,
-    parse,
-    source_of,
-    stub_of,
-    warn_of_other_loaders,
 )
 from modelguard.isolation._molds import MoldGuard
 from modelguard.isolation._scopes import PoolScope, ProcessScope
@@ -46,10 +40,7 @@ from modelguard.serving.breaker import Breaker
 if TYPE_CHECKING:
     from modelguard.isolation._host_scope import HostScope
 
-__all__ = [
-    "Isolated",
-    "isolate",
-]
+__all__ = ["Isolated", "isolate"]
 
 
 # How web frameworks see an isolated function: with the hints and the kind of the function that was written.
@@ -455,13 +446,13 @@ def isolate(
     def decorate(function: Callable[P, R], /) -> Isolated[P, R]:
         _processes.check_supported()
         if target is None:
-            check_function(function, recycle_on, start)
-            warn_of_other_loaders(function)
+            _isolation_options.check_function(function, recycle_on, start)
+            _isolation_options.warn_of_other_loaders(function)
         else:
-            check_stub(function, recycle_on, start)
-        options = parse(
+            _isolation_options.check_stub(function, recycle_on, start)
+        options = _isolation_options.parse(
             function,
-            None if target is None else stub_of(function, target, recycle_on),
+            None if target is None else _isolation_options.stub_of(function, target, recycle_on),
             workers=workers,
             timeout=timeout,
             start=start,
@@ -471,7 +462,8 @@ def isolate(
             scope=scope,
             name=name,
         )
-        return Isolated(options, function, source_of(function, options.name, options.kind, recycle_on))
+        source = _isolation_options.source_of(function, options.name, options.kind, recycle_on)
+        return Isolated(options, function, source)
 
     return decorate
 

@@ -13,10 +13,7 @@ from modelguard.lifecycle.status import PoolStatus, Postponed, State
 from modelguard.runtime import fork
 from modelguard.runtime.fork import WeakRegistry
 
-__all__ = [
-    "IsolationStatus",
-    "WorkerStatus",
-]
+__all__ = ["IsolationStatus", "WorkerStatus"]
 
 #: ``starting``: it is being forked or loads; ``retiring``: its call is its last one.
 WorkerState = Literal["starting", "idle", "busy", "retiring"]

@@ -24,22 +24,7 @@ from typing import Any, TypeVar
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.sharing import _graph
-from modelguard.sharing._graph import (
-    BRANCH,
-    CODE,
-    DICT,
-    HANDLES,
-    LEAF,
-    UNDECIDED,
-    Mortal,
-    ObjectKinds,
-    behind_code,
-    elements,
-    is_code_with_data,
-    is_definition,
-    namespaces,
-    type_name,
-)
+from modelguard.sharing._graph import BRANCH, CODE, DICT, HANDLES, LEAF, UNDECIDED, Mortal, ObjectKinds
 
 # What objects write to themselves when they are first used, written before the fork.
 #
@@ -260,7 +245,7 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     walk = _Walk(limit)
     walk.run(roots)
     gc.collect()
-    mortal = behind_code(walk.code.values())
+    mortal = _graph.behind_code(walk.code.values())
     return ImmortalReport(
         objects=walk.objects,
         bytes_held=walk.held,
@@ -278,7 +263,7 @@ _HOLDERS = frozenset({types.BuiltinFunctionType, types.CellType, types.MethodTyp
 
 
 def _is_part_of_program(cls: type) -> bool:
-    return cls in _CONSTANTS or cls in _HOLDERS or is_definition(cls)
+    return cls in _CONSTANTS or cls in _HOLDERS or _graph.is_definition(cls)
 
 
 def immortalize_program() -> int:
@@ -342,7 +327,7 @@ class _Walk:
         self._dicts: list[dict[Any, Any]] = []
         self._words = _graph.memory()
         self._value = _graph.mark(sys.version_info[:2])
-        self._namespaces = set(map(id, namespaces()))
+        self._namespaces = set(map(id, _graph.namespaces()))
         self.code: dict[int, Any] = {}
 
     def run(self, roots: Sequence[object]) -> None:
@@ -412,21 +397,21 @@ class _Walk:
         elif kind == DICT and id(item) not in self._namespaces:
             self._dicts.append(item)
         elif kind == UNDECIDED and self._kinds.belongs_to_model(item):
-            self._branches += (item, elements(item))
+            self._branches += (item, _graph.elements(item))
         else:
             return False
         return True
 
     def _skip(self, item: Any, kind: str, holders: Sequence[Any]) -> None:
         if kind not in HANDLES:
-            if is_code_with_data(item):
+            if _graph.is_code_with_data(item):
                 self.code[id(item)] = item
             if holders:
                 return  # every model refers to classes and functions
             kind = CODE
         self.seen.setdefault(kind, set()).add(id(item))
         if kind not in self.examples:
-            self.examples[kind] = f"{type_name(type(item))}, {_where(item, holders)}"
+            self.examples[kind] = f"{_graph.type_name(type(item))}, {_where(item, holders)}"
 
 
 def _last(stack: list[Any]) -> list[Any]:
@@ -447,8 +432,8 @@ def _place(item: Any, holder: Any) -> str:
     is_dict = type(holder) is dict
     for name, value in list((holder if is_dict else _attributes(holder)).items()):
         if value is item and isinstance(name, str):
-            return f"{'key' if is_dict else 'attribute'} {reprlib.repr(name)} of a {type_name(type(holder))}"
-    return f"in a {type_name(type(holder))}"
+            return f"{'key' if is_dict else 'attribute'} {reprlib.repr(name)} of a {_graph.type_name(type(holder))}"
+    return f"in a {_graph.type_name(type(holder))}"
 
 
 def _attributes(holder: Any) -> dict[str, Any]:
