@@ -8,6 +8,7 @@ import concurrent.futures
 import ctypes
 import logging
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -92,8 +93,6 @@ def ends(_: Model, how: str) -> str:
     if how == "exit":
         os._exit(3)
     if how.startswith("SIG"):
-        import signal
-
         os.kill(os.getpid(), signal.Signals[how])
     if how == "segfault":
         ctypes.string_at(0)
@@ -256,6 +255,30 @@ def late_echo(value: int, seconds: float) -> int:
 def shared_echo(value: Any = None, do: str = "") -> Any:
     """The same, for the host."""
     return ACTIONS[do](value)
+
+
+class Exits:
+    """Calls sys.exit() as it is rebuilt in the process that has made it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.__dict__.update(state)
+        if self.pid == os.getpid():
+            self.end()
+
+    def end(self) -> None:
+        """End it."""
+        sys.exit(3)
+
+
+class Signals(Exits):
+    """Sends itself a signal then."""
+
+    def end(self) -> None:
+        """Send it."""
+        os.kill(self.pid, signal.SIGUSR1)
 
 
 def raise_unpicklable(_: Any) -> None:

@@ -689,6 +689,19 @@ class TestTransfer:
                 echo(_Exits())
             assert pid == echo.status().workers[0].pid
 
+    def test_a_signal_that_ends_the_caller_is_not_taken_for_an_error_of_the_result(self) -> None:
+        """Its handler may call sys.exit() while a result is rebuilt, which takes most of the time of large ones."""
+        before = signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+        try:
+            with using(functions.echo) as echo:
+                with pytest.raises(SystemExit):
+                    echo(functions.Signals(os.getpid()))
+                assert 1 == echo(1)
+                with ThreadPoolExecutor() as threads, pytest.raises(TransferRefused, match="SystemExit"):
+                    threads.submit(echo, functions.Exits(os.getpid())).result(30)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
     def test_what_is_too_large_is_refused(self) -> None:
         """Bounds(transfer=) bounds arguments and results."""
         with using(functions.echo) as echo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import signal
@@ -376,6 +377,44 @@ class TestTheEnd:
                         result = app.predict()
                 """)
             assert 2 == loads(folder)
+
+    def test_a_call_that_waits_for_a_broker_hears_that_the_function_is_closed(self, folder: Path) -> None:
+        """Not that there is no broker."""
+        with Caller(folder) as one:
+            one.run("""
+                with app.predict:
+                    app.predict()
+                app.predict._reopen()
+            """)
+            lock = os.open(folder / "run", os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                assert ["GuardClosed"] == one.run("""
+                    result = []
+
+                    def call(heard):
+                        try:
+                            app.predict()
+                        except Exception as error:
+                            heard.append(type(error).__name__)
+
+                    thread = threading.Thread(target=call, args=(result,))
+                    thread.start()
+                    thread.join(1.0)  # by then it waits for the lock
+                    app.predict.close()
+                    thread.join()
+                """)
+            finally:
+                os.close(lock)
+
+    def test_closing_that_is_overtaken_by_opening_leaves_the_broker_to_the_calls(self, folder: Path) -> None:
+        """It would end their workers."""
+        with Caller(folder) as one:
+            assert one.run("""
+                app.predict()
+                app.predict._scope._leave()
+                result = app.predict._scope.membership is not None
+            """)
 
     @pytest.mark.parametrize("end", ["exit", "SIGTERM", "SIGKILL"])
     def test_nothing_outlives_the_last_one(self, folder: Path, end: str) -> None:

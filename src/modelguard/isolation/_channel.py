@@ -19,6 +19,7 @@ import select
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -28,6 +29,7 @@ from enum import IntEnum
 from typing import Any
 
 from modelguard.errors import LoadFailed, ModelRejected, RemoteError, text_of, told
+from modelguard.isolation import _processes
 from modelguard.lifecycle._reload import Rejected
 
 # Pickles whose large buffers stay outside: arrays and tensors are not copied into the pickle.
@@ -166,6 +168,11 @@ _ALIGNMENT = 64
 
 class Unreadable(Exception):
     """A message that cannot be rebuilt in this process. It is lost, and the channel serves on."""
+
+
+def _may_be_of_a_signal() -> bool:
+    """Whether a handler of a signal may have raised, as that of SIGTERM by ``sys.exit()``; workers heed none."""
+    return _processes.role == "owner" and threading.current_thread() is threading.main_thread()
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -312,9 +319,9 @@ class Channel:
             raise Unreadable("no file descriptor is free to receive it")
         try:
             return self._rebuilt(data, end, parts, loads, shared=bool(shared))
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # an object that calls sys.exit() must not end who rebuilds it
+            if not isinstance(error, Exception) and _may_be_of_a_signal():
+                raise
             raise Unreadable(told(error)) from error
 
     def _rebuilt(self, data: bytes, end: int, parts: int, loads: Loads, *, shared: bool) -> Any:

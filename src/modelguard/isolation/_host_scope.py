@@ -299,13 +299,6 @@ class Incoming(NamedTuple):
             supervisor().watch(fd, readable)
 
 
-def _raise_error_of(searching: Future[Membership]) -> None:
-    """Each of those who wait raises an object of its own."""
-    error = searching.exception()
-    if error is not None:
-        raise afresh(error) if isinstance(error, Exception) else error
-
-
 def _seconds(left: float | None) -> float:
     """For a channel's timeout: 0 for no limit."""
     return 0.0 if left is None else max(0.001, left)
@@ -361,7 +354,7 @@ class HostScope(Source):
         late = partial(self._too_late, claim)
         while (membership := self._known) is None or self.closed:
             yield from self._await(claim, searching := self._search(), math.inf, late, loading=True)
-            _raise_error_of(searching)
+            self._raise_error_of(searching)
         return membership.connection(ANSWER_SOON if claim.blocks else 0.0)
 
     def _until_answered(self, claim: Claim, connection: Connection) -> Steps[Taken]:
@@ -411,6 +404,12 @@ class HostScope(Source):
         membership = self.membership
         return None if membership is None or membership.gone else membership
 
+    def _raise_error_of(self, searching: Future[Membership]) -> None:
+        """Each of those who wait raises an object of its own. Where it was opened again, they search again."""
+        error = searching.exception()
+        if error is not None and (self.closed or not isinstance(error, GuardClosed)):
+            raise afresh(error) if isinstance(error, Exception) else error
+
     def _search(self) -> Future[Membership]:
         """Find the broker, or start one. One thread does so for all."""
         with self._starting_search:
@@ -430,7 +429,7 @@ class HostScope(Source):
         membership = self._known
         if membership is None:
             election = Election(self._options, self._source, elect=elect, paused=self._paused)
-            joined = election.join(self._ended.is_set)
+            joined = election.join(self._gives_up)
             renew = partial(start_thread, self._renew, f"modelguard-host-{self.name}")
             self.membership = None if joined is None else Membership(joined, self._hear_pause, renew)
             if (membership := self.membership) is not None:
@@ -439,6 +438,11 @@ class HostScope(Source):
                     with suppress(BrokerGone, BlockingIOError):
                         self._pass_on_pause(membership)
         return membership
+
+    def _gives_up(self) -> bool:
+        """Whether a search is over, as it is told while it waits: by this error, once the function is closed."""
+        self._raise_if_refusing()
+        return False
 
     def _raise_if_refusing(self) -> None:
         if self._ended.is_set():
@@ -496,7 +500,7 @@ class HostScope(Source):
             Wait(searching, limit).block()
             if not searching.done():
                 raise BlockingIOError
-            _raise_error_of(searching)
+            self._raise_error_of(searching)
         return membership
 
     # Its state
@@ -629,11 +633,12 @@ class HostScope(Source):
                 self._closing.pop().set_result(None)
 
     def _leave_late(self) -> None:
-        if self.closed:  # and not opened again
-            start_thread(self._leave, f"modelguard-close-{self.name}")
+        start_thread(self._leave, f"modelguard-close-{self.name}")
 
     def _leave(self) -> None:
         with self._joining:
+            if not self.closed:  # opened again meanwhile: calls use it
+                return
             membership, self.membership = self.membership, None
         if membership is not None:
             membership.leave(_END)
