@@ -10,6 +10,7 @@ import math
 import sys
 import tracemalloc
 import warnings
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -41,7 +42,7 @@ class Fill(NamedTuple):
         return f"{self.name} (filled to {self.used:,} of {self.limit:,})"
 
 
-def bounded_caches(among: Iterable[object]) -> dict[int, Fill]:
+def bounded_caches(among: Iterable[Any]) -> dict[int, Fill]:
     found = {}
     cachetools = sys.modules.get("cachetools")
     for candidate in among:
@@ -50,7 +51,9 @@ def bounded_caches(among: Iterable[object]) -> dict[int, Fill]:
             if info.maxsize is not None:
                 name = getattr(candidate, "__qualname__", "a function")
                 found[id(candidate)] = Fill(f"the lru_cache of {name}()", info.currsize, info.maxsize)
-        elif cachetools is not None and issubclass(type(candidate), cachetools.Cache):  # `__class__` may warn: torch's do
+        elif cachetools is not None and issubclass(
+            type(candidate), cachetools.Cache
+        ):  # `__class__` may warn: torch's do
             found[id(candidate)] = Fill(f"a {type(candidate).__qualname__}", candidate.currsize, candidate.maxsize)
     return found
 
@@ -207,15 +210,18 @@ def _drive(
     run: _Run, feed: Iterator[Any], calls: int, meters: list[_Meter], older: list[object], *, rounds: int = _ROUNDS
 ) -> _Stretch:
     caches = bounded_caches([*older, *gc.get_objects()])
-    made, readings = [0], [_readings(meters)]
-    for _ in range(rounds):
-        run(_take(feed, calls))
-        made.append(made[-1] + calls)
-        readings.append(_readings(meters))
+    made = range(0, (rounds + 1) * calls, calls)
+    readings = [array("q", bytes(8 * len(made))) for _ in meters]  # made at once: what is kept would be growth
+    for number, _ in enumerate(made):
+        if number:
+            run(_take(feed, calls))
+        gc.collect()
+        for meter, sizes in zip(meters, readings, strict=True):
+            sizes[number] = meter.read()
     filling = growing(caches, bounded_caches([*older, *gc.get_objects()]))
     judged = [
         (meter, judge(made, sizes, least=meter.noise + meter.per_call * made[-1]))
-        for meter, sizes in zip(meters, zip(*readings, strict=True), strict=True)
+        for meter, sizes in zip(meters, readings, strict=True)
     ]
     return _Stretch(made[-1], judged, filling)
 
@@ -246,11 +252,6 @@ def _meters(spare: int) -> list[_Meter]:
         blocks = max(0.5, spare / 64 - 0.5)
         found.insert(0, _Meter("Python's own blocks", sys.getallocatedblocks, "blocks", 32, blocks))
     return found
-
-
-def _readings(meters: list[_Meter]) -> list[int]:
-    gc.collect()
-    return [meter.read() for meter in meters]
 
 
 # The calls

@@ -30,6 +30,12 @@ def test_what_keeps_nothing_passes() -> None:
     assert_no_growth(bytearray, [10, 100_000, 3_000_000])
 
 
+@pytest.mark.parametrize("calls", [1, 5])
+def test_what_keeps_nothing_passes_with_few_calls_too(calls: int) -> None:
+    """The readings themselves do not count as growth, however few calls they are shared among."""
+    assert_no_growth(len, [[1]], calls=calls)
+
+
 def test_a_leak_of_objects_is_found_and_named() -> None:
     """Kept objects are reported by type, by the line that made them, and by the figure that grew."""
     kept: list[Any] = []
