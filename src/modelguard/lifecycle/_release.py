@@ -32,6 +32,9 @@ IMMORTAL = 1 << 31
 #: weights are a mapped file, has 10 MB of private memory, and readings beside its calls differ by 9 MB.
 NOISE = 16 * 2**20
 
+#: Thaws what ``assert_no_growth`` has frozen, which a model that is dropped meanwhile is part of; None while none runs.
+thaw: Callable[[], None] | None = None
+
 
 def drain_and_release(guard: GuardContext[M], old: Generation[M], timeout: float | None = None) -> None:
     """Wait for a retired generation's calls and release it; after ``timeout`` seconds, abandon it to them.
@@ -99,7 +102,7 @@ def _release(
     collected = False
     alive = None if watch is None else watch() is not None
     if alive is not False and not immortal:
-        gc.collect()
+        _collect()
         collected = True
         alive = None if watch is None else watch() is not None
     trim, after = _return_memory(runtime)
@@ -108,7 +111,7 @@ def _release(
         _too_little_came_back(guard, generation, before, after) or _stays_on_gpu(generation, gpu_before, gpu_after)
     ):
         # The model itself died by reference count, but memory is still held: most likely by cycles inside it.
-        gc.collect()
+        _collect()
         collected = True
         trim, after = _return_memory(runtime)
         gpu_after = use_of(runtime.gpu)
@@ -134,6 +137,12 @@ def _release(
         gpu_allocated=None if gpu_after is None else gpu_after.allocated,
         kept=None if alive or immortal or trim.error else _why_kept(guard, generation, before - after, handed_out),
     )
+
+
+def _collect() -> None:
+    if thaw is not None:
+        thaw()
+    gc.collect()
 
 
 def _holders_of(watch: weakref.ref[Any]) -> tuple[str, ...]:

@@ -550,6 +550,9 @@ _SHARES = 8
 _AHEAD = 1.1
 #: A batch that is larger by this much must compute so many more items a second, or the smaller one is planned with.
 _GAIN = 1.015
+#: What takes no longer than so many seconds is quick: that is how long another thread may keep the interpreter's lock
+#: (``sys.getswitchinterval``), so such times say more about the lock than about the model.
+QUICK = 5e-3
 #: Sizes are planned anew when arrivals have changed by this much.
 _ALIKE = 0.1
 #: When so many times as many arrive as a batch has room for, it is full.
@@ -664,17 +667,18 @@ class Arrivals:
         known = self._planned.get(key)
         if known is not None and known[0] is curve and abs(known[1] - self.rate) <= _ALIKE * known[1]:
             return known[2]
-        size = self._most_answers(curve, mean, self.rate / max(lines, 1) or math.inf, ceiling)
+        size = self._most_answers(curve, mean, max(lines, 1), ceiling)
         if len(self._planned) > _REMEMBERED:
             self._planned.clear()
         self._planned[key] = curve, self.rate, size
         return size
 
-    def _most_answers(self, curve: Curve, mean: float, rate: float, ceiling: int) -> int:
+    def _most_answers(self, curve: Curve, mean: float, lines: int, ceiling: int) -> int:
         """The size of the batches that answer most requests a second, when so many come in a second."""
+        rate = self.rate / lines or math.inf
         alone = curve.seconds(1, mean)
         timeouts = [timeout for timeout in self._timeouts if timeout > alone]
-        longest = min(max(timeouts, default=0.0), self._longest)
+        shortest, longest = min(timeouts, default=0.0), min(max(timeouts, default=0.0), self._longest)
         best, size = 0.0, 1 if timeouts else ceiling
         for count in self._sizes:
             seconds = curve.seconds(count, count * mean)
@@ -690,8 +694,10 @@ class Arrivals:
             answered = _lesser(count, usable) + none
             spent = curve.seconds(answered, answered * mean) + none / rate
             answers = answered / spent if spent > 0 else math.inf
-            if answers > best * _GAIN:
-                best, size = answers, count
+            # Nothing comes while it runs, or what comes is in time all the same, and its time says little.
+            harmless = rate * lines * seconds < 1 or (lines == 1 and seconds <= min(QUICK, shortest / 2))
+            if answers > best * _GAIN or harmless:
+                best, size = max(answers, best), count
         return size
 
 

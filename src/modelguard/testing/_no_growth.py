@@ -10,6 +10,7 @@ import math
 import sys
 import tracemalloc
 import warnings
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from modelguard.environment import _allocator
 from modelguard.errors import InvalidOption, ModelGuardWarning, NotSupported
 from modelguard.facts import _memory
 from modelguard.facts._growth_judge import Judgement, judge
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import _release, runtime
 
 # Caches with an upper limit, which grow until they are full and then stop: ``functools.lru_cache`` and cachetools.
 
@@ -152,7 +153,9 @@ def assert_no_growth(
         with _only_new_objects() as older:
             stretch = _drive(run, feed, calls, meters, older)
             with suppress(_InputsEnd):
-                stretch = _decided(stretch, lambda rounds: _drive(run, feed, calls, meters, older, rounds=rounds))
+                stretch = _decided(
+                    stretch, older, lambda rounds: _drive(run, feed, calls, meters, older, rounds=rounds)
+                )
             if stretch.growing:
                 grew = [f"{cache} grows; this may be all" for cache in stretch.filling]
                 grew += _what_grew(lambda: run(list(islice(feed, calls))), calls)
@@ -171,22 +174,42 @@ class _InputsEnd(Exception):
     pass
 
 
+@dataclass
+class _Older:
+    """What was there before the calls that are judged.
+
+    Attributes:
+        caches: Those that have a limit.
+        frozen: Whether the collector passes it over.
+    """
+
+    caches: list[object]
+    frozen: bool
+
+    def thaw(self) -> None:
+        if self.frozen:
+            self.frozen = False
+            gc.unfreeze()
+
+
 @contextmanager
-def _only_new_objects() -> Iterator[list[object]]:
-    """Have the collector look at objects that are made from now on alone; yields the caches among the older ones.
+def _only_new_objects() -> Iterator[_Older]:
+    """Have the collector look at objects that are made from now on alone, until growth is found, or a model is dropped.
 
     With torch and spaCy imported it would take 150 ms at each of up to 270 readings. Who has frozen objects keeps them.
     """
     gc.collect()
     if gc.get_freeze_count():
-        yield []
+        yield _Older([], frozen=False)
         return
-    older = [one for one in gc.get_objects() if bounded_caches([one])]
+    older = _Older([one for one in gc.get_objects() if bounded_caches([one])], frozen=True)
     gc.freeze()
+    _release.thaw = older.thaw
     try:
         yield older
     finally:
-        gc.unfreeze()
+        _release.thaw = None
+        older.thaw()
 
 
 class _Stretch(NamedTuple):
@@ -206,23 +229,26 @@ class _Stretch(NamedTuple):
 
 
 def _drive(
-    run: _Run, feed: Iterator[Any], calls: int, meters: list[_Meter], older: list[object], *, rounds: int = _ROUNDS
+    run: _Run, feed: Iterator[Any], calls: int, meters: list[_Meter], older: _Older, *, rounds: int = _ROUNDS
 ) -> _Stretch:
-    caches = bounded_caches([*older, *gc.get_objects()])
-    made, readings = [0], [_readings(meters)]
-    for _ in range(rounds):
-        run(_take(feed, calls))
-        made.append(made[-1] + calls)
-        readings.append(_readings(meters))
-    filling = growing(caches, bounded_caches([*older, *gc.get_objects()]))
+    caches = bounded_caches([*older.caches, *gc.get_objects()])
+    made = range(0, (rounds + 1) * calls, calls)
+    readings = [array("q", bytes(8 * len(made))) for _ in meters]  # made at once: what is kept would be growth
+    for number, _ in enumerate(made):
+        if number:
+            run(_take(feed, calls))
+        gc.collect()
+        for meter, sizes in zip(meters, readings, strict=True):
+            sizes[number] = meter.read()
+    filling = growing(caches, bounded_caches([*older.caches, *gc.get_objects()]))
     judged = [
         (meter, judge(made, sizes, least=meter.noise + meter.per_call * made[-1]))
-        for meter, sizes in zip(meters, zip(*readings, strict=True), strict=True)
+        for meter, sizes in zip(meters, readings, strict=True)
     ]
     return _Stretch(made[-1], judged, filling)
 
 
-def _decided(stretch: _Stretch, drive: Callable[[int], _Stretch]) -> _Stretch:
+def _decided(stretch: _Stretch, older: _Older, drive: Callable[[int], _Stretch]) -> _Stretch:
     """The stretch that tells growth from noise, and a leak from what fills up; the last one if none does.
 
     Growth has to be there in two of them: the first may be the rise of a sawtooth.
@@ -235,6 +261,8 @@ def _decided(stretch: _Stretch, drive: Callable[[int], _Stretch]) -> _Stretch:
         left -= length
         if left < 0 or length > longest:
             break
+        if grew and not stretch.filling:
+            older.thaw()  # it may be what new objects have replaced
         stretch = drive(length)
     return stretch
 
@@ -248,11 +276,6 @@ def _meters(spare: int) -> list[_Meter]:
         blocks = max(0.5, spare / 64 - 0.5)
         found.insert(0, _Meter("Python's own blocks", sys.getallocatedblocks, "blocks", 32, blocks))
     return found
-
-
-def _readings(meters: list[_Meter]) -> list[int]:
-    gc.collect()
-    return [meter.read() for meter in meters]
 
 
 # The calls

@@ -295,6 +295,42 @@ def test_batches_of_a_quick_model_are_full_whatever_chance_says_of_them() -> Non
         assert {32} == set(sizes), seed
 
 
+@pytest.mark.parametrize("deadlines", [(0.01, 0.01), (0.005, 0.02), (0.02, 5.0)])
+def test_deadlines_of_blocks_leave_batches_of_a_quick_model_full(deadlines: tuple[float, float]) -> None:
+    """What arrives while a batch runs is in time with the next one, so none is made smaller for it by chance."""
+    for seed in range(3):
+        dice, queue = random.Random(seed), queue_of(max_size=32, max_queue=200)
+        sizes, now = [], 0.0
+        for number in range(600):
+            while queue.waiting < (100 if number > 20 else number + 1):
+                queue.admit(request(deadline=now + dice.uniform(*deadlines)), now)
+            batch = queue.next_batch(now)
+            assert isinstance(batch, Batch)
+            sizes += [batch.count] if number > 40 else []
+            seconds = batch.count * 1e-5 * dice.uniform(1, 3)
+            now += seconds
+            run(queue, batch, seconds, now)
+        assert {32} == set(sizes), seed
+
+
+@pytest.mark.parametrize("pause", [1.0, 60.0])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_what_comes_together_now_and_then_is_computed_together(groups: int, pause: float) -> None:
+    """Nothing arrives while its batches run, so nothing is gained by smaller ones."""
+    queue = queue_of(max_size=64, max_queue=100, weighed=True)
+    now = 0.0
+    for _ in range(20):
+        now += pause
+        for number in range(60):
+            group = None if groups == 1 else (("k", int, number % groups),)
+            queue.admit(request(deadline=now + 2.0, weight=number % 7 + 1, group=group), now)
+        sizes = []
+        while isinstance(batch := queue.next_batch(now), Batch):
+            sizes.append(batch.count)
+            run(queue, batch, 0.005 + 1e-4 * batch.count, now := now + 0.005 + 1e-4 * batch.count)
+    assert [60 // groups] * groups == sizes
+
+
 def test_after_a_batch_that_failed_as_a_whole_half_as_many_share_the_next() -> None:
     """Several bad items may be at fault, or the model: either way fewer healthy ones fail beside them."""
     queue = queue_of(max_size=8, max_queue=100)
