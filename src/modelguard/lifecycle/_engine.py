@@ -277,16 +277,19 @@ class Engine(GuardContext[M], fork.Forkable):
         state = self.state
         enclosing = state.enclosing
 
+        def hand_over(generation: Generation[M], result: Any) -> Any:
+            """Give a lazy result a lease besides the call's own, which ends now: it counts as one use, at its end."""
+            generation.leases.append(None)
+            generation.uses -= 1
+            return keep(generation, result)
+
         def again(generation: Generation[M], wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             try:
                 result = wrapped(generation.model, *args, **kwargs)
             except Exception as error:
                 self.repair(generation, error, last=True)
                 raise
-            if not is_lazy(type(result)):
-                return result
-            generation.leases.append(None)
-            return keep(generation, result)
+            return hand_over(generation, result) if is_lazy(type(result)) else result
 
         def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             generation = state.current
@@ -304,8 +307,7 @@ class Engine(GuardContext[M], fork.Forkable):
                 result = wrapped(generation.model, *args, **kwargs)
                 if (kind := type(result)) in EAGER or not is_lazy(kind):
                     return result
-                generation.leases.append(None)  # besides the call's own, which ends now
-                return keep(generation, result)
+                return hand_over(generation, result)
             except TypeError as error:
                 if (misuse := _misuse.wrong_arguments(error, wrapped, args, kwargs)) is not None:
                     raise misuse from None  # says nothing about the model, so it does not count as its failure
