@@ -311,7 +311,8 @@ def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROO
 
 def _kind(environ: Mapping[str, str]) -> Kind:
     """The allocator that serves ``malloc``: the first that is preloaded, otherwise the C library's."""
-    return next(filter(None, map(kind_of, preload_entries(environ))), "glibc")
+    kinds: list[Kind] = [kind for entry in preload_entries(environ) if (kind := kind_of(entry)) is not None]
+    return kinds[0] if kinds else "glibc"
 
 
 def _reset_signals() -> dict[int, signal._HANDLER]:
