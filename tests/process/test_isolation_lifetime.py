@@ -64,7 +64,8 @@ def owner(folder: Path, end: str = "time.sleep(600)", *, loading: bool = False) 
     """Run a program that has workers, one of them in a long call, and whose model has started a program."""
     (folder / "app.py").write_text(MODEL)
     program = OWNER.format(folder=str(folder), end=end, loading=loading)
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe if loading else None, text=True) as process:
         yield process
         process.kill()
 
@@ -142,6 +143,24 @@ def test_a_mold_that_loads_ends_with_its_owner(tmp_path: Path) -> None:
         assert processes
         process.kill()
         wait_until(lambda: gone(processes), "the end of the mold", 20.0)
+
+
+def test_an_exit_while_a_mold_loads_is_no_failed_load(tmp_path: Path) -> None:
+    """The exit ends the load, and announces no next attempt."""
+    at_exit = """
+import logging
+from modelguard.isolation import _molds, status
+logging.basicConfig()
+status.refuse_calls()
+_molds.end_all()
+time.sleep(1)
+"""
+    with owner(tmp_path, at_exit, loading=True) as process:
+        everyone = family(process)
+        assert process.wait(60) == 0
+        wait_until(lambda: gone(everyone), "the end of all processes")
+        assert process.stderr is not None
+        assert "load failed" not in process.stderr.read()
 
 
 def test_no_zombie_and_no_descriptor_is_left(tmp_path: Path) -> None:

@@ -632,7 +632,12 @@ class MoldGuard:
         mold = kind(instructions, self, generation=state.generations + 1)
         if state.closed:
             mold.end_load()
-        mold.load()
+        try:
+            mold.load()
+        except BaseException:
+            if state.closed:  # as at the exit of this process, which kills what still loads
+                raise Unwanted from None
+            raise
         self.code = mold.code
         return mold if mold.version is None else Loaded(mold, version=mold.version)
 

@@ -441,6 +441,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                 model = None
             mine = model is None
             if model is None:
+                self._raise_if_closed()  # in this very moment: nothing would release it
                 self._raise_if_too_large(key)
                 model = self._make_place(want)
             elif not self._lends(model, want):

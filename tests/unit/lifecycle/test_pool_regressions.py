@@ -188,6 +188,24 @@ class TestClosing:
         with pool:
             assert ["c"] == use(pool, "c")
 
+    def test_refuses_who_was_about_to_load(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing would release what is loaded into a pool that has been closed."""
+        pool = world.pool(Sizes(world, a=1))
+        check, checks, closing = pool._engine._raise_if_closed, [], []
+
+        def close_after_the_check() -> None:
+            check()
+            checks.append(None)
+            if len(checks) == 2:  # the first one is made under the lock
+                closing.append(world.spawn(pool.close))
+                until(lambda: pool._engine.closed)
+
+        monkeypatch.setattr(pool._engine, "_raise_if_closed", close_after_the_check)
+        with pytest.raises(GuardClosed):
+            use(pool, "a")
+        outcome(closing[0])
+        assert {} == loaded(pool)
+
 
 class TestWarmups:
     """A warm-up runs on the new model, also where it calls the service's own functions."""
