@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import sysconfig
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from typing import Any
@@ -14,9 +12,7 @@ from typing import Any
 import pytest
 from cachetools import LRUCache
 
-from modelguard import guard, telemetry
 from modelguard.errors import InvalidOption, ModelGuardWarning, WouldDeadlock
-from modelguard.telemetry import Event, GenerationReleased
 from modelguard.testing import assert_no_growth
 
 #: Python takes all its memory from an allocator of its own there, which keeps what is freed.
@@ -79,61 +75,6 @@ def test_a_full_cache_passes() -> None:
     """Growth that ends is not a leak, even if it goes on beyond the warm-up."""
     cached = functools.lru_cache(maxsize=150)(lambda number: bytes(1000 + number % 7))
     assert_no_growth(cached, count(), calls=100)
-
-
-def test_what_was_there_is_collected_afterwards_as_before() -> None:
-    """It looks at new objects alone, and thaws the older ones; what somebody else has frozen stays frozen."""
-    gc.freeze()
-    assert_no_growth(bytearray, [10])
-    assert gc.get_freeze_count()
-    gc.unfreeze()
-    try:
-        assert_no_growth(bytearray, [10])
-        assert not gc.get_freeze_count()
-    finally:
-        gc.freeze()
-
-
-class Cycle:
-    """Only the collector frees it."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-@pytest.fixture
-def thawed() -> Iterator[None]:
-    """As in a process that has frozen nothing."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("thawed")
-def test_a_model_that_is_dropped_meanwhile_is_gone() -> None:
-    """Its generation is from before the calls, and the first reload of them collects it all the same."""
-    nlp = guard(Cycle, reload_on=None, name="dropped")
-    alive: set[bool | None] = set()
-
-    def note(event: Event) -> None:
-        if isinstance(event, GenerationReleased) and event.guard == "dropped":
-            alive.add(event.alive)
-
-    remove = telemetry.add_hook(note)
-    try:
-        assert_no_growth(lambda _: nlp.reload(), [1], calls=1)
-    finally:
-        remove()
-        nlp.close()
-    assert {False} == alive
-    assert not gc.get_freeze_count()
-
-
-@pytest.mark.usefixtures("thawed")
-def test_new_objects_in_place_of_old_ones_pass() -> None:
-    """What a window of the last results lets go is no growth, though only the collector frees it."""
-    window = deque((Cycle() for _ in range(5000)), maxlen=5000)
-    assert_no_growth(lambda _: window.append(Cycle()), [1])
 
 
 @pytest.mark.parametrize("entries", [300, 1024, 1500, 3000])
