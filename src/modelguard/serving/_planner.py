@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._requests import Batch, Group, Request
-from modelguard.serving._times import LEARNED, QUICK, Arrivals, BatchTimes, Curve, sizes_up_to
+from modelguard.serving._times import LEARNED, Arrivals, BatchTimes, Curve, sizes_up_to
 from modelguard.serving.status import Limits
 
 # Batches of items of like weight, for functions that pad: each item of a batch then costs as much as the heaviest one.
@@ -213,6 +213,9 @@ _CONFIRMED_SECONDS = 1.0
 _HAND_OVER = 1e-4
 _NEARLY = 0.98
 _UNSURE = 0.04
+#: A full batch that takes no longer than so many seconds is not made smaller: that is how long another thread may keep
+#: the interpreter's lock (``sys.getswitchinterval``), so such times say more about the lock than about the model.
+_QUICK = 5e-3
 #: Sizes that are compared are apart by this factor, so many to a doubling.
 _APART, _STEPS = 1.15, 5
 #: After so many batches a size next to it is tried, and after twice as many when both of them have changed nothing.
@@ -234,7 +237,7 @@ class BestSize:
 
     def next(self, curve: Curve | None, mean: float) -> int:
         """How large the next batch may be."""
-        if curve is not None and curve.at_best(self._most, self._most * mean) <= QUICK:  # not made smaller
+        if curve is not None and curve.at_best(self._most, self._most * mean) <= _QUICK:
             self._best = self._most
             return self._most
         best = self._most if curve is None or curve.most != math.inf else self._find(curve, mean)

@@ -550,9 +550,6 @@ _SHARES = 8
 _AHEAD = 1.1
 #: A batch that is larger by this much must compute so many more items a second, or the smaller one is planned with.
 _GAIN = 1.015
-#: What takes no longer than so many seconds is quick: that is how long another thread may keep the interpreter's lock
-#: (``sys.getswitchinterval``), so such times say more about the lock than about the model.
-QUICK = 5e-3
 #: Sizes are planned anew when arrivals have changed by this much.
 _ALIKE = 0.1
 #: When so many times as many arrive as a batch has room for, it is full.
@@ -678,7 +675,7 @@ class Arrivals:
         rate = self.rate / lines or math.inf
         alone = curve.seconds(1, mean)
         timeouts = [timeout for timeout in self._timeouts if timeout > alone]
-        shortest, longest = min(timeouts, default=0.0), min(max(timeouts, default=0.0), self._longest)
+        longest = min(max(timeouts, default=0.0), self._longest)
         best, size = 0.0, 1 if timeouts else ceiling
         for count in self._sizes:
             seconds = curve.seconds(count, count * mean)
@@ -694,9 +691,9 @@ class Arrivals:
             answered = _lesser(count, usable) + none
             spent = curve.seconds(answered, answered * mean) + none / rate
             answers = answered / spent if spent > 0 else math.inf
-            # Nothing comes while it runs, or what comes is in time all the same, and its time says little.
-            harmless = rate * lines * seconds < 1 or (lines == 1 and seconds <= min(QUICK, shortest / 2))
-            if answers > best * _GAIN or harmless:
+            if (
+                answers > best * _GAIN or rate * lines * seconds < 1
+            ):  # nothing comes while it runs: all sizes seem alike
                 best, size = max(answers, best), count
         return size
 

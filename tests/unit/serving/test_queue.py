@@ -295,24 +295,6 @@ def test_batches_of_a_quick_model_are_full_whatever_chance_says_of_them() -> Non
         assert {32} == set(sizes), seed
 
 
-@pytest.mark.parametrize("deadlines", [(0.01, 0.01), (0.005, 0.02), (0.02, 5.0)])
-def test_deadlines_of_blocks_leave_batches_of_a_quick_model_full(deadlines: tuple[float, float]) -> None:
-    """What arrives while a batch runs is in time with the next one, so none is made smaller for it by chance."""
-    for seed in range(3):
-        dice, queue = random.Random(seed), queue_of(max_size=32, max_queue=200)
-        sizes, now = [], 0.0
-        for number in range(600):
-            while queue.waiting < (100 if number > 20 else number + 1):
-                queue.admit(request(deadline=now + dice.uniform(*deadlines)), now)
-            batch = queue.next_batch(now)
-            assert isinstance(batch, Batch)
-            sizes += [batch.count] if number > 40 else []
-            seconds = batch.count * 1e-5 * dice.uniform(1, 3)
-            now += seconds
-            run(queue, batch, seconds, now)
-        assert {32} == set(sizes), seed
-
-
 @pytest.mark.parametrize("pause", [1.0, 60.0])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_what_comes_together_now_and_then_is_computed_together(groups: int, pause: float) -> None:
