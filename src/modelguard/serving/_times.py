@@ -691,9 +691,8 @@ class Arrivals:
             answered = _lesser(count, usable) + none
             spent = curve.seconds(answered, answered * mean) + none / rate
             answers = answered / spent if spent > 0 else math.inf
-            if (
-                answers > best * _GAIN or rate * lines * seconds < 1
-            ):  # nothing comes while it runs: all sizes seem alike
+            nothing_comes = rate * lines * seconds < 1  # while it runs: then all sizes answer equally many
+            if answers > best * _GAIN or nothing_comes:
                 best, size = max(answers, best), count
         return size
 
