@@ -8,7 +8,7 @@ from tests.process.harness import run_python
 pytestmark = pytest.mark.timeout(120)
 
 START = """
-    import gc, json
+    import gc, json, threading
     from collections import deque
     from contextlib import suppress
     from modelguard import guard, telemetry
@@ -35,11 +35,22 @@ def test_what_was_there_is_collected_afterwards_as_before() -> None:
 def test_a_model_that_is_dropped_meanwhile_is_gone() -> None:
     """Its generation is from before the calls, and the first reload of them collects it all the same."""
     program = """
-    alive = set()
-    telemetry.add_hook(lambda event: isinstance(event, telemetry.GenerationReleased) and alive.add(event.alive))
+    alive, released = set(), threading.Semaphore(0)
+
+    def note(event):
+        if isinstance(event, telemetry.GenerationReleased):
+            alive.add(event.alive)
+            released.release()
+
+    def reload(_):
+        nlp.reload()
+        released.acquire(timeout=20)  # a release comes after it, and a reading beside it holds all objects for a moment
+
+    telemetry.add_hook(note)
     nlp = guard(Cycle, reload_on=None)
+    nlp.load()
     with suppress(AssertionError):  # the first reloads import modules, which is growth
-        assert_no_growth(lambda _: nlp.reload(), [1], calls=1)
+        assert_no_growth(reload, [1], calls=1)
     nlp.close()
     print(json.dumps([*alive, gc.get_freeze_count()]))
     """

@@ -51,9 +51,7 @@ def bounded_caches(among: Iterable[Any]) -> dict[int, Fill]:
             if info.maxsize is not None:
                 name = getattr(candidate, "__qualname__", "a function")
                 found[id(candidate)] = Fill(f"the lru_cache of {name}()", info.currsize, info.maxsize)
-        elif cachetools is not None and issubclass(
-            type(candidate), cachetools.Cache
-        ):  # `__class__` may warn: torch's do
+        elif cachetools is not None and issubclass(type(candidate), cachetools.Cache):  # torch's `__class__` may warn
             found[id(candidate)] = Fill(f"a {type(candidate).__qualname__}", candidate.currsize, candidate.maxsize)
     return found
 
@@ -202,7 +200,10 @@ def _only_new_objects() -> Iterator[_Older]:
     if gc.get_freeze_count():
         yield _Older([], frozen=False)
         return
-    older = _Older([one for one in gc.get_objects() if bounded_caches([one])], frozen=True)
+    objects = gc.get_objects()
+    found = bounded_caches(objects)
+    older = _Older([one for one in objects if id(one) in found], frozen=True)
+    del objects
     gc.freeze()
     _release.thaw = older.thaw
     try:
