@@ -477,9 +477,11 @@ def _copies(chosen: tuple[ModelGuard[Any], ...], *, renewed_here: bool) -> tuple
     found = []
     for guard in chosen:
         why = unsupported or (_RENEWED if renewed_here and guard.engine.renews_weights else None)
-        models = _loaded_by((guard,)) if why else ()
+        if why is None:
+            continue
         # Of an array or another large object, a reader writes to the first page alone.
-        if _graph.measure(*models, enough=_IMMORTALIZE_FROM, most=mmap.PAGESIZE) >= _IMMORTALIZE_FROM:
+        size = _graph.measure(*_loaded_by((guard,)), enough=_IMMORTALIZE_FROM, most=mmap.PAGESIZE)
+        if size >= _IMMORTALIZE_FROM:
             seen = f"each child copies its Python objects as it reads them: up to N + 1 copies with N workers ({why})"
             found.append(Hazard("copies", f"guard {guard.name!r}", seen, _ONE_COPY, "warning"))
     return tuple(found)
