@@ -182,7 +182,7 @@ class BatchTimes:
         self._told = 0  # items that were computed
         self._passed = 0.0  # seconds of the runs that succeeded since the last batch
         self.bad = 0.0
-        self._again = 0.0  # the runs that a bad item adds
+        self._bad_runs = self._bad_items = 0.0  # of the last batches with bad items: the runs that these have added
 
     def record(self, count: int, weight: float, group: Hashable, seconds: float, now: float) -> None:
         """Record one run of the function that succeeded.
@@ -216,8 +216,9 @@ class BatchTimes:
         if bad and items > 1 and (curve := self.curve(group)) is not None:
             once = min(curve.seconds(items, weight) / (curve.margin * (1 + curve.again * (items - 1))), passed)
             if once > 0:
-                runs = min(max(seconds / once - 1, 0.0), 4 * math.log2(items) + 4) / (bad * items)
-                self._again += (_AGAIN_STEP if self._again else 1.0) * (runs - self._again)
+                runs = min(max(seconds / once - 1, 0.0), 4 * math.log2(items) + 4)
+                self._bad_runs += runs - _AGAIN_STEP * self._bad_runs
+                self._bad_items += bad * items - _AGAIN_STEP * self._bad_items
         self._curves.clear()
 
     @property
@@ -368,7 +369,7 @@ class BatchTimes:
     def _make_curve(self, group: Hashable) -> Curve:
         margin = self._margin()
         by = self._factor(group) * margin
-        again = self.bad * self._again
+        again = self.bad * self._bad_runs / self._bad_items if self._bad_items else 0.0
         if not self._line.known:
             count, weight, seconds = self._line.means()[:3]
             each, unit = (0.0, seconds * by / weight) if weight else (seconds * by / count, 0.0)
