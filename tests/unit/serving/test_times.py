@@ -238,3 +238,13 @@ def test_arguments_that_cannot_be_compared_are_left_out() -> None:
     for _ in range(20):
         times.record(4, 0.0, None, 0.4, 0.0)
     assert 0.3 < curve(times).seconds(4, 0.0) < 0.6
+
+
+def test_what_bad_items_cost_is_the_runs_that_they_add_over_their_number() -> None:
+    """One that was hard to find among many does not stand for all: several in a batch share their runs."""
+    times = learned([(8, 0.1)] * 10)
+    for bad, runs in ((1, 7), (4, 8), (4, 8), (4, 8)):
+        times.record(8, 0.0, None, 0.1, 0.0)
+        times.record_batch(8, 0.1 * (1 + runs), 0.0, bad=bad / 8)
+    found = curve(times)
+    assert 2.0 < found.again / times.bad < 3.0  # 31 runs for 13 items
