@@ -13,10 +13,11 @@ from modelguard.serving.status import Quantiles
 
 
 def learned(runs: Iterable[tuple[int, float]], *, now: float = 0.0) -> BatchTimes:
-    """Runs of so many items took so many seconds."""
+    """Runs of so many items took so many seconds; after each of them somebody asks."""
     times = BatchTimes()
     for count, seconds in runs:
         times.record(count, 0.0, None, seconds, now)
+        times.curve()
     return times
 
 
