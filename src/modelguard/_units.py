@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
-from modelguard.errors import InvalidOption, shortened
+from modelguard.errors import InvalidOption, UnhashableKey, shortened
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
 
 if TYPE_CHECKING:
@@ -307,6 +308,28 @@ def name(value: object) -> str:
         why = "must be text that is not empty"
         raise InvalidOption("name", value, why=why, fix="Give a short name, or leave it out.")
     return printable(value)
+
+
+def check_pool_key(key: object) -> None:
+    """Check the key of a pool. Its hash and its comparison are code of the user's.
+
+    Raises:
+        UnhashableKey: One of them has raised.
+    """
+    try:
+        try_key(key)
+    except Exception as error:  # noqa: BLE001 - whatever it raises
+        raise UnhashableKey(key, error) from None
+
+
+def try_key(key: object) -> None:
+    """Hash a key of a dict and compare it, as with an equal one.
+
+    Raises:
+        Exception: What its own code has raised: that of an array, whose comparison is neither true nor false.
+    """
+    hash(key)
+    bool(operator.eq(key, key))
 
 
 class KeyedName(str):

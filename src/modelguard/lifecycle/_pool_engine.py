@@ -63,6 +63,11 @@ def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
     return tuple(_pool_engines)
 
 
+def _check_keys(keys: tuple[object, ...]) -> None:
+    for key in keys:
+        _units.check_pool_key(key)
+
+
 class PoolEngine(fork.Forkable, Generic[K, M]):
     """Runs one pool.
 
@@ -130,6 +135,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
 
     def reload(self, keys: tuple[K, ...]) -> None:
         """Lend these models no more, or all of them, and release each when its calls have ended. Does not block."""
+        _check_keys(keys)
         with self._lock:
             self._raise_if_closed()
             self._request_end(keys)
@@ -139,9 +145,10 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         """:meth:`reload`, and wait until these models are released.
 
         Raises:
-            GuardClosed, Reloading, WouldDeadlock: As for a guard.
+            GuardClosed, Reloading, UnhashableKey, WouldDeadlock: As for a guard and a lease.
         """
         waiting.raise_on_event_loop(self.name, "unload", "await pool.aunload()")
+        _check_keys(keys)
         with self._lock:
             self._raise_if_closed()
             self._raise_inside_lease(keys)
@@ -352,6 +359,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         return await waiting.suspend(self._until_taken(key, Timeout(wait))) if lease is None else lease
 
     def _until_taken(self, key: K, limit: Timeout) -> Steps[Lease[M]]:
+        _units.check_pool_key(key)
         while True:
             model, mine = yield from self._until_found(key, limit)
             unpin = partial(self._unpin, model)
@@ -415,8 +423,8 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             self._raise_if_closed()
             try:
                 model = self._touch(key)
-            except TypeError:
-                raise UnhashableKey(key) from None
+            except Exception as error:  # noqa: BLE001 - of a key's own code, which compares with those that are there
+                raise UnhashableKey(key, error) from None
             if model is None or not self._lends(model):
                 return None
             return None if model.engine is None else Lease.take_now(model.engine)

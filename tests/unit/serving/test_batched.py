@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import TIMEOUT, BadHash, Gated, queued, until
+from tests.unit.serving.gated import TIMEOUT, BadHash, Gated, Incomparable, queued, until
 
 from modelguard import Fair, Weight, batched
 from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, ItemTooHeavy, QueueFull, WouldDeadlock
@@ -228,6 +228,8 @@ def test_keyword_arguments_are_checked_before_queueing(model: Gated) -> None:
         f(1, by=[2])
     with pytest.raises(ItemRefused, match="RuntimeError: no hash"):
         f(1, by=BadHash())
+    with pytest.raises(ItemRefused, match="ValueError: neither true nor false"):
+        f(1, by=Incomparable())
     assert 2 == f(1, by=2)
 
 
