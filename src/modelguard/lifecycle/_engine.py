@@ -526,9 +526,18 @@ class Engine(GuardContext[M], fork.Forkable):
     def refuse(self) -> list[Generation[M]]:
         """Refuse calls from now on; returns what is to be drained and released. Waits for nothing."""
         TICKER.remove(self)
+        idle = self._is_idle
         ended = (self.state.close(), self.state.take_previous())  # once it is closed, nothing is kept any more
         self.end_load()
+        if idle:
+            telemetry.emit(telemetry.IdleEnded(guard=self.name))
         return [old for old in ended if old is not None]
+
+    @property
+    def _is_idle(self) -> bool:
+        workers = self.options.workers
+        has_none = workers is not None and self.state.current is not None and workers.workers_ended
+        return self.state.unloaded or has_none
 
     def end(self, ended: list[Generation[M]], timeout: float | None) -> None:
         """Drain and release what :meth:`refuse` has returned. It may have been reopened meanwhile."""

@@ -122,7 +122,7 @@ counter   unloads {event}              UnloadStarted                 Models rele
 counter   rollbacks {event}            RolledBack                    Rollbacks to the previous model.
 counter   replays {event}              ReplayFinished.outcome \
     New models compared with the current one on recorded calls.
-sum       idle {process}               UnloadStarted,WorkersReleased,LoadFinished=0,WorkerStarted=0 \
+sum       idle {process}               UnloadStarted,WorkersReleased,LoadFinished=0,WorkerStarted=0,IdleEnded=0 \
     Processes whose model, or its workers, is released until the next use.
 counter   recycles.asked {event}       RecycleAsked.by_reason \
     Due policies that led to a request for a new worker.

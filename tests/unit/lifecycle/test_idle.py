@@ -18,7 +18,7 @@ from modelguard.errors import InvalidOption, LoadFailed, PolicyNeverFires, Reloa
 from modelguard.lifecycle import _engine
 from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle.policies import subset
-from modelguard.telemetry import GenerationReleased, LoadStarted, Reason, ReloadDue, UnloadStarted
+from modelguard.telemetry import GenerationReleased, IdleEnded, LoadStarted, Reason, ReloadDue, UnloadStarted
 
 
 def idle_for(world: World, guard: ModelGuard[object], seconds: float) -> None:
@@ -46,6 +46,17 @@ class TestIdle:
         assert ("idle", before - 50 * MB) == (guard.status().state, world.memory)
         assert ("Idle('10s')",) == world.reasons(UnloadStarted)
         assert 1 == len(world.seen(GenerationReleased))
+
+    def test_ends_with_the_guard(self, world: World) -> None:
+        """An event says so, once: a closed guard waits for no next use."""
+        guard = world.guard(reload_on=Idle("10s"))
+        guard.load()
+        guard.close()
+        assert [] == world.seen(IdleEnded)
+        with guard:
+            idle_for(world, guard, 11)
+        guard.close()
+        assert 1 == len(world.seen(IdleEnded))
 
     def test_the_next_call_loads_it_again(self, world: World) -> None:
         """One load, whose reason says that it was woken; it counts as no reload."""
@@ -278,6 +289,16 @@ class TestKeep:
         number(guard)
         idle_for(world, guard, 12)
         assert (True, True) == (workers.workers_ended, guard.engine.check_interval() >= 1)
+
+    def test_a_rest_ends_with_the_guard(self, world: World) -> None:
+        """As for a model that was released; one that was never loaded does not rest."""
+        guard, workers = of_molds(world, Idle("10s", keep="mold"))
+        workers.workers_ended = True
+        guard.close()
+        assert [] == world.seen(IdleEnded)
+        with guard:
+            pass
+        assert 1 == len(world.seen(IdleEnded))
 
     def test_a_plain_one_beside_it_releases_the_model(self, world: World) -> None:
         """Later: first the workers, then all."""
