@@ -64,7 +64,16 @@ def _reasons_of(member: Policy, snapshot: Snapshot) -> tuple[Reason, ...]:
     for one in found:
         if not isinstance(one, Reason):
             raise TypeError(f"reasons() must return a tuple of Reason, not {one!r} in it")
-    return found
+    return tuple(Reason(_plain(one.kind), _plain(one.text)) for one in found)  # type: ignore[arg-type] # as it was
+
+
+def _plain(text: str) -> str:
+    """The text of a class of the author's, which others could not pickle, or whose methods may do anything.
+
+    Raises:
+        TypeError: It is no text.
+    """
+    return str.__str__(text)
 
 
 def _name(policy: Policy) -> str:
@@ -394,12 +403,12 @@ class Checks(Generic[M]):
     def _report_ignored_parts(self, policy: Policy, snapshot: Snapshot) -> None:
         for part in policy.parts():
             detail = part.ignored_because(snapshot)
-            if detail is not None and self._first_report(f"ignored {part!r}"):
+            if detail is not None and self._first_report(f"ignored {(named := _plain(repr(part)))}"):
                 event = telemetry.PolicyIgnored(
                     guard=self._guard.name,
                     generation=snapshot.generation,
-                    policy=repr(part),
-                    detail=detail,
+                    policy=named,
+                    detail=_plain(detail),
                     cause=runtime.cause() if part.reads_memory else None,
                 )
                 telemetry.emit(event)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.unit.lifecycle.world import MB, World, number, outcome
 
 from modelguard import TTL, Errors, MemoryGrowth, ModelGuard, Policy, Snapshot, Uses
-from modelguard.telemetry import CallbackErrored, LoadFinished, LoadStarted, Reason, RecycleAsked, ReloadDue
+from modelguard.telemetry import (
+    CallbackErrored,
+    LoadFinished,
+    LoadStarted,
+    PolicyIgnored,
+    Reason,
+    RecycleAsked,
+    ReloadDue,
+)
 
 
 class TestADuePolicy:
@@ -118,6 +127,68 @@ class TestADuePolicy:
         for _ in range(3):
             number(guard)
         assert [1, 2, 3] == seen
+
+
+class Odd(str):
+    """Text of a class of a program: what others do with it fails."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __hash__(self) -> int:
+        raise RuntimeError("no hash")
+
+    def __format__(self, spec: str) -> str:
+        raise RuntimeError("no format")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("no pickle")
+
+
+class TestWordsOfYourOwn:
+    """A policy of your own may give text of a class of its own."""
+
+    def test_become_plain_text(self, world: World) -> None:
+        """Which every hook, log and process can use, and which is compared."""
+        world.inline = True
+
+        class Mine(Policy):
+            kind = Odd("custom")  # type: ignore[assignment]
+
+            def due(self, now: Snapshot) -> bool:
+                return now.uses >= 1
+
+            def ignored_because(self, now: Snapshot) -> str | None:
+                return Odd("it cannot help") if now.uses == 0 else None
+
+            def __repr__(self) -> str:
+                return Odd("Mine()")
+
+        guard = world.guard(reload_on=Mine(), defer=0)
+        guard.load()
+        guard.check()
+        assert [1, 2] == [number(guard), number(guard)]
+        assert [] == world.seen(CallbackErrored)
+        told = (*world.last(ReloadDue).reasons[0], world.last(PolicyIgnored).policy, world.last(PolicyIgnored).detail)
+        assert ("custom", "Mine()", "Mine()", "it cannot help") == told
+        assert {str} == set(map(type, told))
+
+    def test_have_to_be_text(self, world: World) -> None:
+        """Else the policy is at fault, as one that raises."""
+
+        class Mine(Policy):
+            def due(self, now: Snapshot) -> bool:
+                return True
+
+            def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
+                return (Reason("custom", 3),)  # type: ignore[arg-type]
+
+        guard = world.guard(reload_on=Mine())
+        assert 1 == number(guard)
+        guard.check()
+        assert "TypeError" in world.last(CallbackErrored).error
 
 
 class TestQuietMoments:
