@@ -288,6 +288,38 @@ class TestQuietMoments:
             number(guard)
         assert 100 * MB == pytest.approx(world.last(LoadStarted).deferred_growth, abs=2 * MB)
 
+    def test_are_waited_for_without_the_turn(self, world: World) -> None:
+        """Others may load meanwhile. If calls come while these have the turn, the next pause is waited for."""
+        world.inline = True
+        others, calls = ExitStack(), [0.02, 0.5, 0.7]
+        free: list[bool] = []  # whenever it sleeps: the turn
+
+        def sleep(seconds: float) -> None:
+            with world.runtime.host_lock.held(
+                sleep=world.tick, clock=lambda: world.now, cancelled=lambda: True
+            ) as held:
+                free.append(held == "host")
+            world.tick(seconds)
+            while calls and world.now - due >= calls[0]:
+                calls.pop(0)
+                number(guard)
+                if len(calls) == 2:
+                    lock = world.runtime.host_lock
+                    others.enter_context(lock.held(sleep=world.tick, clock=lambda: world.now, cancelled=bool))
+            if not calls:
+                others.close()
+
+        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="10s", runtime=replace(world.runtime, sleep=sleep))
+        number(guard)
+        world.tick(3600)
+        due = world.now
+        assert guard.check()
+        assert (2, "host") == (number(guard), world.last(LoadStarted).host_lock)
+        assert free[0]
+        assert free[-1]
+        assert 0.12 == pytest.approx(world.last(LoadStarted).deferred_seconds, abs=0.04)
+        assert due + 0.75 == pytest.approx(world.now, abs=0.06)
+
     def test_end_when_somebody_is_in_a_hurry(self, world: World) -> None:
         """An explicit request ends the wait of a reload that was due already."""
         asked = False
