@@ -75,7 +75,7 @@ class Engine(GuardContext[M], fork.Forkable):
     Attributes:
         checks: Ask the policies, and start what is due.
         changed: Called when a load has ended, and while :attr:`GuardState.watched` at the end of each call.
-        end_load: Called when it is closed: ends a load under way, where one can be ended. Does not block.
+        end_load: Called when it is closed or rolled back: ends a load, where one can be ended. Does not block.
     """
 
     fork_rank = fork.Rank.GUARD
@@ -433,7 +433,7 @@ class Engine(GuardContext[M], fork.Forkable):
             NoPreviousModel: None is kept.
             GuardClosed: The guard is closed.
         """
-        swapped = self.state.roll_back(LoadFailed(self.name, "rollback() was called during the load"))
+        swapped = self.state.roll_back(LoadFailed(self.name, "rollback() was called during the load"), self.end_load)
         if swapped is None:
             if not self.options.swap.keep_previous:
                 fix = "Make it with guard(..., swap=Swap(keep_previous=True))."
