@@ -652,12 +652,8 @@ class Reload(Generic[M]):
                     drain_and_release(guard, old)
                 return
             at_load = None
-            self._discard(generation, self._why_unused())
-
-    def _why_unused(self) -> DiscardCause:
-        if self._guard.state.closed:
-            return "closed"
-        return "rolled_back" if self._job.cancelled else "stale"
+            cancelled: DiscardCause = "rolled_back" if self._job.cancelled else "stale"
+            self._discard(generation, "closed" if guard.state.closed else cancelled)
 
     def _make(self) -> Generation[M] | None:
         """Make a generation; None if there is none, which has then been reported."""
@@ -680,7 +676,8 @@ class Reload(Generic[M]):
                 LoadTimeout, f"the loader did not end within Loading(timeout={timeout:g}) and was abandoned", None
             )
         except Unwanted:
-            telemetry.emit(telemetry.LoadDiscarded(guard=guard.name, cause=self._why_unused()))
+            cause: DiscardCause = "rolled_back" if self._job.cancelled else "closed"
+            telemetry.emit(telemetry.LoadDiscarded(guard=guard.name, cause=cause))
         except Rejected as rejection:
             free_after(guard.runtime.gpu, rejection.__cause__ or rejection)
             self.fail(ModelRejected, str(rejection), rejection.__cause__)
