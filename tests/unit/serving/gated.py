@@ -53,6 +53,18 @@ class Incomparable:
         return 1
 
 
+class OnlyWithItself(int):
+    """One whose comparison with another one raises."""
+
+    def __eq__(self, other: object) -> bool:
+        if other is not self:
+            raise RuntimeError("another one")
+        return True
+
+    def __hash__(self) -> int:
+        return 1
+
+
 def queued(f: Any, model: Gated, *items: Any, **options: Any) -> list[Future[Any]]:
     """One item is being computed, and these wait behind it."""
     f.submit("first")
