@@ -94,6 +94,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         self._shown_pause = ShownPause(options.name)
         self._models: OrderedDict[K, PooledModel[M]] = OrderedDict()  # the latest one last
         self._evicted: list[PooledModel[M]] = []  # they have left the pool, and are to be released
+        self._outlasting: list[Engine[M]] = []  # of models on which calls may run that outlast the pool's end
         self._known: OrderedDict[K, Known[M]] = OrderedDict()  # in the same order
         self.closed = False
         self._loads = self._evictions = self._unloads = 0
@@ -212,6 +213,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                 engine.raise_inside_call("close")
             self.closed = True
             self._models.clear()
+            self._outlasting = [engine for engine in (*self._outlasting, *engines) if engine.state.in_flight]
             for known in self._known.values():
                 known.failed, known.idle = None, False
             releasing = self._releasing
@@ -332,7 +334,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             return PoolStatus(
                 name=self.name,
                 models={key: model.size for key, model in loaded.items()},
-                in_flight=sum(model.engine.state.in_flight for model in loaded.values() if model.engine),
+                in_flight=sum(engine.state.in_flight for engine in (*self._engines(), *self._outlasting)),
                 used=self._used,
                 max_memory=self.options.max_memory,
                 loads=self._loads,

@@ -112,6 +112,18 @@ class TestClose:
             pool.close()
         assert (["a", "b"], ["a", "b"]) == (sorted(loaded(pool)), use(pool, "a", "b"))
 
+    def test_counts_down_the_calls_that_outlast_it(self, world: World) -> None:
+        """They keep their models; of the pool that is opened again they are part as well."""
+        pool = world.pool()
+        with pool.lease("a"):
+            with pool.lease("b"):
+                outcome(world.spawn(pool.close, 0))
+                assert (2, {}) == (pool.status().in_flight, pool.status().models)
+            with pool:
+                assert 1 == pool.status().in_flight
+        world.join()
+        assert 0 == pool.status().in_flight
+
 
 @dataclass(frozen=True, repr=False)
 class Nameless:
