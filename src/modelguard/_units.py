@@ -310,6 +310,14 @@ def name(value: object) -> str:
     return printable(value)
 
 
+def text_of_key(key: object) -> str:
+    """The ``repr`` of a pool's key, which is code of the user's and may raise."""
+    try:
+        return repr(key)
+    except Exception:  # noqa: BLE001 - whatever it raises
+        return shortened(key)
+
+
 def check_pool_key(key: object) -> None:
     """Check the key of a pool. Its hash and its comparison are code of the user's.
 
@@ -340,10 +348,7 @@ class KeyedName(str):
 
     def __new__(cls, pool: str, key: object, text: str | None = None) -> Self:
         if text is None:
-            try:
-                text = f"{pool}[{key!r}]"
-            except Exception:  # noqa: BLE001 - the repr of a key is code of the user's
-                text = f"{pool}[{shortened(key)}]"
+            text = f"{pool}[{text_of_key(key)}]"
         made = super().__new__(cls, printable(text))
         made.pool = printable(pool)
         return made
