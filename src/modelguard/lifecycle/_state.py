@@ -605,7 +605,8 @@ class GuardState(Generic[M]):
             stale = discardable and self.requests > covers and self.current is not None
             if self.closed or job.cancelled or stale:
                 return None
-            if generation.number > 1 and not self.unloaded:
+            first = self.unloaded or any(reason.kind == "first_use" for reason in job.reasons)  # after a close too
+            if generation.number > 1 and not first:
                 self.reloads += 1
             over = [] if (outdated := self.take_previous()) is None else [outdated]
             old, self.current = self.current, generation
