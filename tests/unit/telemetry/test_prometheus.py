@@ -149,6 +149,9 @@ def test_a_failing_guard_shows_until_it_has_loaded(registry: Any) -> None:
     hook(telemetry.LoadErrored(guard="nlp", attempt=2, error="no", retry_after=1.0, current=None))
     assert 2 == registry.get_sample_value("modelguard_load_failing", GUARD)
     assert 0 == registry.get_sample_value("modelguard_generation", GUARD), "none serves"
+    hook(telemetry.RolledBack(guard="nlp", generation=1, version=None, replaced=2, replaced_version=None))
+    assert 0 == registry.get_sample_value("modelguard_load_failing", GUARD), "nothing is tried again"
+    hook(telemetry.LoadErrored(guard="nlp", attempt=1, error="no", retry_after=1.0, current=1))
     hook(EVERY[1])
     assert 0 == registry.get_sample_value("modelguard_load_failing", GUARD)
     assert 1 == registry.get_sample_value("modelguard_generation", GUARD)
