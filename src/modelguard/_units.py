@@ -307,7 +307,18 @@ def name(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         why = "must be text that is not empty"
         raise InvalidOption("name", value, why=why, fix="Give a short name, or leave it out.")
-    return printable(value)
+    return printable(value if isinstance(value, KeyedName) else plain(value))
+
+
+def plain(text: str) -> str:
+    """Text of a class of the author's, as an enum is, without that class.
+
+    Others could not pickle it, each way to write it may give another text, and its methods may do anything.
+
+    Raises:
+        TypeError: It is no text.
+    """
+    return str.__str__(text)
 
 
 def text_of_key(key: object) -> str:

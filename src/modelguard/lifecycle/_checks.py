@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar, get_args
 
-from modelguard import telemetry
+from modelguard import _units, telemetry
 from modelguard.errors import told
 from modelguard.facts._gpu import use_of
 from modelguard.lifecycle import _reload, runtime
@@ -64,16 +64,7 @@ def _reasons_of(member: Policy, snapshot: Snapshot) -> tuple[Reason, ...]:
     for one in found:
         if not isinstance(one, Reason):
             raise TypeError(f"reasons() must return a tuple of Reason, not {one!r} in it")
-    return tuple(Reason(_plain(one.kind), _plain(one.text)) for one in found)  # type: ignore[arg-type] # as it was
-
-
-def _plain(text: str) -> str:
-    """The text of a class of the author's, which others could not pickle, or whose methods may do anything.
-
-    Raises:
-        TypeError: It is no text.
-    """
-    return str.__str__(text)
+    return tuple(Reason(_units.plain(one.kind), _units.plain(one.text)) for one in found)  # type: ignore[arg-type] # as it was
 
 
 def _name(policy: Policy) -> str:
@@ -403,12 +394,12 @@ class Checks(Generic[M]):
     def _report_ignored_parts(self, policy: Policy, snapshot: Snapshot) -> None:
         for part in policy.parts():
             detail = part.ignored_because(snapshot)
-            if detail is not None and self._first_report(f"ignored {(named := _plain(repr(part)))}"):
+            if detail is not None and self._first_report(f"ignored {(named := _units.plain(repr(part)))}"):
                 event = telemetry.PolicyIgnored(
                     guard=self._guard.name,
                     generation=snapshot.generation,
                     policy=named,
-                    detail=_plain(detail),
+                    detail=_units.plain(detail),
                     cause=runtime.cause() if part.reads_memory else None,
                 )
                 telemetry.emit(event)
