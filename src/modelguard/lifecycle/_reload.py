@@ -676,8 +676,8 @@ class Reload(Generic[M]):
                 LoadTimeout, f"the loader did not end within Loading(timeout={timeout:g}) and was abandoned", None
             )
         except Unwanted:
-            cause: DiscardCause = "rolled_back" if self._job.cancelled else "closed"
-            telemetry.emit(telemetry.LoadDiscarded(guard=guard.name, cause=cause))
+            ended_by: DiscardCause = "rolled_back" if self._job.cancelled else "closed"
+            telemetry.emit(telemetry.LoadDiscarded(guard=guard.name, cause=ended_by))
         except Rejected as rejection:
             free_after(guard.runtime.gpu, rejection.__cause__ or rejection)
             self.fail(ModelRejected, str(rejection), rejection.__cause__)
