@@ -239,6 +239,21 @@ class TestIdle:
         idle_for(world, guard, 60)
         assert "ready" == guard.status().state
 
+    def test_a_forked_process_keeps_what_its_parent_has_loaded(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where nothing was prepared. The parent releases its model."""
+        guard = world.guard(reload_on=Idle("10s"))
+        number(guard)
+        guard.engine.before_fork()
+        guard.engine.after_fork_in_child()
+        monkeypatch.setattr("os.getpid", lambda: 1)
+        idle_for(world, guard, 60)
+        assert ("ready", 1) == (guard.status().state, guard.status().generation)
+        monkeypatch.undo()
+        idle_for(world, guard, 12)
+        assert "idle" == guard.status().state
+
     @pytest.mark.parametrize("after", [0, -1, "soon", None, True])
     def test_a_bad_time_is_rejected(self, after: object) -> None:
         """The message names ``after``."""
