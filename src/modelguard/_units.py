@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
-from modelguard.errors import InvalidOption, shortened
+from modelguard.errors import InvalidOption, UnhashableKey, shortened
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
 
 if TYPE_CHECKING:
@@ -306,7 +307,48 @@ def name(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         why = "must be text that is not empty"
         raise InvalidOption("name", value, why=why, fix="Give a short name, or leave it out.")
-    return printable(value)
+    return printable(value if isinstance(value, KeyedName) else plain(value))
+
+
+def plain(text: str) -> str:
+    """Text of a class of the author's, as an enum is, without that class.
+
+    Others could not pickle it, each way to write it may give another text, and its methods may do anything.
+
+    Raises:
+        TypeError: It is no text.
+    """
+    return str.__str__(text)
+
+
+def text_of_key(key: object) -> str:
+    """The ``repr`` of a pool's key, which is code of the user's and may raise."""
+    try:
+        return repr(key)
+    except Exception:  # noqa: BLE001 - whatever it raises
+        return shortened(key)
+
+
+def check_pool_key(key: object) -> None:
+    """Check the key of a pool. Its hash and its comparison are code of the user's.
+
+    Raises:
+        UnhashableKey: One of them has raised.
+    """
+    try:
+        try_key(key)
+    except Exception as error:  # noqa: BLE001 - whatever it raises
+        raise UnhashableKey(key, error) from None
+
+
+def try_key(key: object) -> None:
+    """Hash a key of a dict and compare it, as with an equal one.
+
+    Raises:
+        Exception: What its own code has raised: that of an array, whose comparison is neither true nor false.
+    """
+    hash(key)
+    bool(operator.eq(key, key))
 
 
 class KeyedName(str):
@@ -317,10 +359,7 @@ class KeyedName(str):
 
     def __new__(cls, pool: str, key: object, text: str | None = None) -> Self:
         if text is None:
-            try:
-                text = f"{pool}[{key!r}]"
-            except Exception:  # noqa: BLE001 - the repr of a key is code of the user's
-                text = f"{pool}[{shortened(key)}]"
+            text = f"{pool}[{text_of_key(key)}]"
         made = super().__new__(cls, printable(text))
         made.pool = printable(pool)
         return made

@@ -419,16 +419,17 @@ class ModelTooLarge(ModelGuardError, RuntimeError):
 
 
 class UnhashableKey(ModelGuardError, TypeError):
-    """A pool key that cannot be hashed.
+    """A pool key that cannot be hashed, or compared.
 
     Attributes:
         key: ``repr`` of the key.
     """
 
-    def __init__(self, key: object) -> None:
+    def __init__(self, key: object, error: Exception | None = None) -> None:
+        other = error is not None and "unhashable" not in text_of(error)
+        why = f"cannot be hashed and compared ({told(error)})" if error and other else "cannot be hashed"
         super().__init__(
-            f"pool key {shortened(key)} of type {type(key).__name__} cannot be hashed; "
-            "use a string, a number or a tuple"
+            f"pool key {shortened(key)} of type {type(key).__name__} {why}; use a string, a number or a tuple"
         )
         self.key = shortened(key)
 

@@ -495,6 +495,29 @@ class TestPolicies:
             wait_until(lambda: undoable.version == "revision 3", "the next revision")
         functions.ASKED.unlink()
 
+    def test_a_rollback_ends_the_mold_that_loads(self, switch: Callable[[str], None]) -> None:
+        """Nobody would use it. The next reload has its turn at once."""
+        functions.WEIGHTS.write_text("1")
+        with using(functions.undoable) as undoable:
+            first = undoable()
+            undoable.reload()
+            switch("hang")
+            seen: list[telemetry.Event] = []
+            remove = telemetry.add_hook(seen.append)
+            undoable.reload(wait=False)
+            wait_until(
+                lambda: [mold.pid for mold in _molds.molds() if not mold._loaded.done()] not in ([], [None]), "a load"
+            )
+            (loading,) = [mold for mold in _molds.molds() if not mold._loaded.done()]
+            undoable.rollback()
+            wait_until(loading.ended.is_set, "the end of the mold that loads")
+            switch("")
+            undoable.reload(timeout="10s")
+            remove()
+            assert first != undoable()
+        assert ["rolled_back"] == [one.cause for one in seen if isinstance(one, telemetry.LoadDiscarded)]
+        functions.ASKED.unlink()
+
     def test_a_kept_mold_that_died_is_no_way_back(self) -> None:
         """The current one serves on, and the error says why."""
         functions.WEIGHTS.write_text("1")

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from modelguard import _units
 from modelguard.control import _client
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 from modelguard.facts._proc import peer
@@ -92,8 +93,8 @@ def figures(target: Target) -> dict[str, Any]:
     status: Any = target.status()
     if isinstance(target, ModelPool):
         # Keys are what the application says, and no JSON.
-        models = {_short(repr(key)): size for key, size in status.models.items()}
-        kept = {"models": models, "idle": [_short(repr(key)) for key in status.idle]}
+        models = {_short(_units.text_of_key(key)): size for key, size in status.models.items()}
+        kept = {"models": models, "idle": [_short(_units.text_of_key(key)) for key in status.idle]}
         return _told(status, _OF_POOL) | {"state": state_of(target), "ready": not target.closed} | kept
     found = _told(status, _OF_BOTH) | {"ready": target.ready, "postponed": None}
     if (waits := status.postponed) is not None:

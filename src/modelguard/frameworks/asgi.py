@@ -405,6 +405,9 @@ class ModelGuardMiddleware:
             # else a server would log the error, and nobody is there for the rest of the response
             elif answer is None or answer.status != CLIENT_GONE or not client.disconnected:
                 raise
+        except asyncio.CancelledError:  # by the server or by what is around it: nobody is there for an answer
+            client.request.disconnect()  # for calls that run in threads
+            raise
         finally:
             client.answered()
             await end.release()

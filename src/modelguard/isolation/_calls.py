@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
+from modelguard import _units
 from modelguard.errors import (
     DeadlineExceeded,
     GuardClosed,
@@ -26,7 +27,6 @@ from modelguard.errors import (
     QueueFull,
     Reloading,
     TransferRefused,
-    UnhashableKey,
     WorkerCrashed,
     text_of,
     told,
@@ -495,10 +495,7 @@ class Caller:
             key = self._key_of(*arguments)
         except StopIteration as error:
             raise self._raisable(error) from error
-        try:
-            hash(key)
-        except TypeError:
-            raise UnhashableKey(key) from None
+        _units.check_pool_key(key)
         return key
 
     def _raisable(self, error: BaseException) -> BaseException:

@@ -630,12 +630,12 @@ class MoldGuard:
         )
         kind, state = Mold if self._options.start == "fork" else SpawnedWorkers, self.guard.engine.state
         mold = kind(instructions, self, generation=state.generations + 1)
-        if state.closed:
+        if state.load_unwanted:
             mold.end_load()
         try:
             mold.load()
         except BaseException:
-            if state.closed:  # as at the exit of this process, which kills what still loads
+            if state.load_unwanted:  # as at the exit of this process, which kills what still loads
                 raise Unwanted from None
             raise
         self.code = mold.code

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar, get_args
 
-from modelguard import telemetry
+from modelguard import _units, telemetry
 from modelguard.errors import told
 from modelguard.facts._gpu import use_of
 from modelguard.lifecycle import _reload, runtime
@@ -51,6 +52,7 @@ class Due(NamedTuple, Generic[M]):
     reasons: tuple[Reason, ...]
     generation: Generation[M] | None
     action: Action = "load"
+    members: Mapping[Reason, Policy] = MappingProxyType({})  # of the policy: which gives each reason
 
 
 def _asked_by(member: Policy) -> Action:
@@ -64,7 +66,7 @@ def _reasons_of(member: Policy, snapshot: Snapshot) -> tuple[Reason, ...]:
     for one in found:
         if not isinstance(one, Reason):
             raise TypeError(f"reasons() must return a tuple of Reason, not {one!r} in it")
-    return found
+    return tuple(Reason(_units.plain(one.kind), _units.plain(one.text)) for one in found)  # type: ignore[arg-type] # as it was
 
 
 def _name(policy: Policy) -> str:
@@ -195,8 +197,10 @@ class Checks(Generic[M]):
         else:
             return False
         state.postpone(job)
-        fresh = tuple(reason for reason in job.reasons if self._first_report((job.cause, reason)))
-        if fresh:
+        # By the policy, and not by its reason, which may tell a figure that changes.
+        told = [(reason, id(due.members[reason]) if reason in due.members else reason) for reason in job.reasons]
+        new = {who for _, who in told if self._first_report((job.cause, who))}
+        if fresh := tuple(reason for reason, who in told if who in new):
             seconds = None if job.until is None else job.until - now
             event = telemetry.ReloadPostponed(
                 guard=self._guard.name, generation=over.number, reasons=fresh, cause=job.cause, seconds=seconds
@@ -358,7 +362,7 @@ class Checks(Generic[M]):
             state.postpone(None)
             return None
         state.set_alarm(generation, math.inf)
-        return Due(tuple(reasons), generation, min(reasons.values(), key=_ACTIONS.index))
+        return Due(tuple(reasons), generation, min(map(_asked_by, reasons.values()), key=_ACTIONS.index), reasons)
 
     def _due_retry(self) -> Due[M] | None:
         state = self._guard.state
@@ -368,16 +372,16 @@ class Checks(Generic[M]):
         self._pause = max(0.0, state.retry_at - self._guard.runtime.clock())
         return None if self._pause > 0 else Due((Reason("retry", f"retry after failure {state.failures}"),), None)
 
-    def _ask(self, snapshot: Snapshot) -> dict[Reason, Action]:
-        """The reasons of the members that are due, and what each asks for.
+    def _ask(self, snapshot: Snapshot) -> dict[Reason, Policy]:
+        """The reasons of the members that are due, and the member that gives each.
 
         A member that raises is reported, and the others still count.
         """
-        reasons: dict[Reason, Action] = {}
+        reasons: dict[Reason, Policy] = {}
         for member in self._asked():
             try:
                 self._report_ignored_parts(member, snapshot)
-                reasons |= dict.fromkeys(_reasons_of(member, snapshot), _asked_by(member))
+                reasons |= dict.fromkeys(_reasons_of(member, snapshot), member)
             except BaseException as error:  # noqa: BLE001 - it is the policy's, not the call's
                 self._policy_raised(member, error)
         return reasons
@@ -394,12 +398,12 @@ class Checks(Generic[M]):
     def _report_ignored_parts(self, policy: Policy, snapshot: Snapshot) -> None:
         for part in policy.parts():
             detail = part.ignored_because(snapshot)
-            if detail is not None and self._first_report(f"ignored {part!r}"):
+            if detail is not None and self._first_report(f"ignored {(named := _units.plain(repr(part)))}"):
                 event = telemetry.PolicyIgnored(
                     guard=self._guard.name,
                     generation=snapshot.generation,
-                    policy=repr(part),
-                    detail=detail,
+                    policy=named,
+                    detail=_units.plain(detail),
                     cause=runtime.cause() if part.reads_memory else None,
                 )
                 telemetry.emit(event)

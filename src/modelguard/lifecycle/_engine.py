@@ -75,7 +75,7 @@ class Engine(GuardContext[M], fork.Forkable):
     Attributes:
         checks: Ask the policies, and start what is due.
         changed: Called when a load has ended, and while :attr:`GuardState.watched` at the end of each call.
-        end_load: Called when it is closed: ends a load under way, where one can be ended. Does not block.
+        end_load: Called when it is closed or rolled back: ends a load, where one can be ended. Does not block.
     """
 
     fork_rank = fork.Rank.GUARD
@@ -433,7 +433,7 @@ class Engine(GuardContext[M], fork.Forkable):
             NoPreviousModel: None is kept.
             GuardClosed: The guard is closed.
         """
-        swapped = self.state.roll_back(LoadFailed(self.name, "rollback() was called during the load"))
+        swapped = self.state.roll_back(LoadFailed(self.name, "rollback() was called during the load"), self.end_load)
         if swapped is None:
             if not self.options.swap.keep_previous:
                 fix = "Make it with guard(..., swap=Swap(keep_previous=True))."
@@ -526,9 +526,18 @@ class Engine(GuardContext[M], fork.Forkable):
     def refuse(self) -> list[Generation[M]]:
         """Refuse calls from now on; returns what is to be drained and released. Waits for nothing."""
         TICKER.remove(self)
+        idle = self._is_idle
         ended = (self.state.close(), self.state.take_previous())  # once it is closed, nothing is kept any more
         self.end_load()
+        if idle:
+            telemetry.emit(telemetry.IdleEnded(guard=self.name))
         return [old for old in ended if old is not None]
+
+    @property
+    def _is_idle(self) -> bool:
+        workers = self.options.workers
+        has_none = workers is not None and self.state.current is not None and workers.workers_ended
+        return self.state.unloaded or has_none
 
     def end(self, ended: list[Generation[M]], timeout: float | None) -> None:
         """Drain and release what :meth:`refuse` has returned. It may have been reopened meanwhile."""

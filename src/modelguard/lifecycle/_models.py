@@ -169,7 +169,7 @@ def _checked(version: object) -> str:
         why = f"must have at most {LONGEST} characters, all of them printable"
         fix = "Give a short name, such as a date or a revision."
     else:
-        return version
+        return _units.plain(version)
     raise InvalidOption("version", version, why=why, fix=fix)
 
 

@@ -63,6 +63,11 @@ def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
     return tuple(_pool_engines)
 
 
+def _check_keys(keys: tuple[object, ...]) -> None:
+    for key in keys:
+        _units.check_pool_key(key)
+
+
 class PoolEngine(fork.Forkable, Generic[K, M]):
     """Runs one pool.
 
@@ -89,6 +94,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         self._shown_pause = ShownPause(options.name)
         self._models: OrderedDict[K, PooledModel[M]] = OrderedDict()  # the latest one last
         self._evicted: list[PooledModel[M]] = []  # they have left the pool, and are to be released
+        self._outlasting: list[Engine[M]] = []  # of models on which calls may run that outlast the pool's end
         self._known: OrderedDict[K, Known[M]] = OrderedDict()  # in the same order
         self.closed = False
         self._loads = self._evictions = self._unloads = 0
@@ -130,6 +136,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
 
     def reload(self, keys: tuple[K, ...]) -> None:
         """Lend these models no more, or all of them, and release each when its calls have ended. Does not block."""
+        _check_keys(keys)
         with self._lock:
             self._raise_if_closed()
             self._request_end(keys)
@@ -139,9 +146,10 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         """:meth:`reload`, and wait until these models are released.
 
         Raises:
-            GuardClosed, Reloading, WouldDeadlock: As for a guard.
+            GuardClosed, Reloading, UnhashableKey, WouldDeadlock: As for a guard and a lease.
         """
         waiting.raise_on_event_loop(self.name, "unload", "await pool.aunload()")
+        _check_keys(keys)
         with self._lock:
             self._raise_if_closed()
             self._raise_inside_lease(keys)
@@ -205,6 +213,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                 engine.raise_inside_call("close")
             self.closed = True
             self._models.clear()
+            self._outlasting = [engine for engine in (*self._outlasting, *engines) if engine.state.in_flight]
             for known in self._known.values():
                 known.failed, known.idle = None, False
             releasing = self._releasing
@@ -325,7 +334,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             return PoolStatus(
                 name=self.name,
                 models={key: model.size for key, model in loaded.items()},
-                in_flight=sum(model.engine.state.in_flight for model in loaded.values() if model.engine),
+                in_flight=sum(engine.state.in_flight for engine in (*self._engines(), *self._outlasting)),
                 used=self._used,
                 max_memory=self.options.max_memory,
                 loads=self._loads,
@@ -352,6 +361,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         return await waiting.suspend(self._until_taken(key, Timeout(wait))) if lease is None else lease
 
     def _until_taken(self, key: K, limit: Timeout) -> Steps[Lease[M]]:
+        _units.check_pool_key(key)
         while True:
             model, mine = yield from self._until_found(key, limit)
             unpin = partial(self._unpin, model)
@@ -415,8 +425,8 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             self._raise_if_closed()
             try:
                 model = self._touch(key)
-            except TypeError:
-                raise UnhashableKey(key) from None
+            except Exception as error:  # noqa: BLE001 - of a key's own code, which compares with those that are there
+                raise UnhashableKey(key, error) from None
             if model is None or not self._lends(model):
                 return None
             return None if model.engine is None else Lease.take_now(model.engine)

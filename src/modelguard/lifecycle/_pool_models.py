@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Generic, TypeVar
@@ -48,13 +47,9 @@ class PooledModel(Generic[M]):
         self.expires = now + ttl
 
     def seconds_unused(self, now: float) -> float:
-        """Seconds for which no call has run or ended, as far as those have seen who have asked.
-
-        Never any for a model that a parent process has loaded: it shares the memory, and to release it would return
-        nothing.
-        """
+        """Seconds for which no call has run or ended, as far as those have seen who have asked."""
         generation = None if self.engine is None else self.engine.state.current
-        if self.engine is None or generation is None or generation.pid != os.getpid():
+        if self.engine is None or generation is None:
             return 0.0
         idle = self.engine.checks.readings.idle(generation, now)
         return idle if self.unused else 0.0

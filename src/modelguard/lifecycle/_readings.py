@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -488,8 +489,12 @@ class Readings:
         return max(0.0, self._next_reading - self._guard.runtime.clock()) if reads else math.inf
 
     def idle(self, generation: Generation[Any], now: float) -> float:
-        """Seconds for which no call has run or ended, as far as those have seen who have asked."""
-        if generation.leases or generation.uses != self._uses:
+        """Seconds for which no call has run or ended, as far as those have seen who have asked.
+
+        Never any for a model that a parent process has loaded: it shares the memory, and to release it would return
+        nothing.
+        """
+        if generation.leases or generation.uses != self._uses or generation.pid != os.getpid():
             self._uses, self._idle_since = generation.uses, now
         return now - self._idle_since
 

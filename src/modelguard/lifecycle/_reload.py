@@ -49,7 +49,7 @@ class Late(Exception):
 
 
 class Unwanted(Exception):
-    """The load was ended, since its guard was closed. Who waits after it was opened again gets another one."""
+    """The load was ended, since its guard was closed or rolled back. Who waits after that gets another one."""
 
 
 class Rejected(Exception):
@@ -455,6 +455,7 @@ class Reload(Generic[M]):
         self._fruitless_reloads = 0
         self._host_lock: HostLockHeld = "none"
         self._deferred, self._growth_meanwhile = 0.0, 0
+        self._pause: int | None = None  # the uses of the model at its beginning; None if there is none to wait for
 
     def run(self) -> None:
         """Do all of it. Never raises: failures go to those who wait, and to an event."""
@@ -500,27 +501,34 @@ class Reload(Generic[M]):
             drain_and_release(guard, old)
 
     def _replace(self) -> None:
-        guard, runtime = self._guard, self._guard.runtime
-        with runtime.host_lock.held(sleep=runtime.sleep, clock=runtime.clock, cancelled=self._is_cancelled) as lock:
-            self._host_lock = lock
+        runtime, lock = self._guard.runtime, self._guard.runtime.host_lock
+        while True:  # without the turn while it waits for a pause: nobody else could load meanwhile
             self._wait_for_quiet()
-            if self._is_cancelled() and guard.state.put_off(self._job):
-                return
-            if self._protects_memory():
-                self._release_previous()
-            swap = self._choose_swap()
-            self._fruitless_reloads = _fruitless_reloads(guard.state.current, self._job)
-            # Before an outage begins: a probe may take its time.
-            at_load = self._readings.before_load() if swap == "drain_first" else None
-            if swap == "load_first":
-                old, since = guard.state.current, None
-            else:
-                old, since = guard.state.retire_current(self._job), runtime.clock()
-                if old is not None:
-                    drain_and_release(guard, old)
-            self._load_and_install(swap, since, at_load)
-            if old is not None and old.dropped and guard.state.current is not None:
-                guard.state.left_behind.record(runtime.private(), one_copy=swap == "drain_first")
+            with lock.held(sleep=runtime.sleep, clock=runtime.clock, cancelled=self._is_cancelled) as held:
+                if held == "timed_out" or not self._pause_is_over():
+                    self._host_lock = held
+                    self._replace_in_turn()
+                    return
+
+    def _replace_in_turn(self) -> None:
+        guard, runtime = self._guard, self._guard.runtime
+        if self._is_cancelled() and guard.state.put_off(self._job):
+            return
+        if self._protects_memory():
+            self._release_previous()
+        swap = self._choose_swap()
+        self._fruitless_reloads = _fruitless_reloads(guard.state.current, self._job)
+        # Before an outage begins: a probe may take its time.
+        at_load = self._readings.before_load() if swap == "drain_first" else None
+        if swap == "load_first":
+            old, since = guard.state.current, None
+        else:
+            old, since = guard.state.retire_current(self._job), runtime.clock()
+            if old is not None:
+                drain_and_release(guard, old)
+        self._load_and_install(swap, since, at_load)
+        if old is not None and old.dropped and guard.state.current is not None:
+            guard.state.left_behind.record(runtime.private(), one_copy=swap == "drain_first")
 
     # Before the load
 
@@ -530,17 +538,18 @@ class Reload(Generic[M]):
         return state.closed or self._job.cancelled or state.holds_back(self._job)
 
     def _wait_for_quiet(self) -> None:
-        """Wait for the beginning of a pause between calls, at most ``defer``, and while there is memory to wait.
+        """Wait for the beginning of a pause between calls, at most ``defer`` in all, and while there is memory to wait.
 
         The beginning, because that leaves most of the pause: a load that starts late in a pause meets the next calls.
         """
         guard, runtime, job = self._guard, self._guard.runtime, self._job
         started = since = runtime.clock()
         before = runtime.private()
-        uses, call_ended, read = None, job.after_call, -math.inf
+        uses, call_ended, read = None, job.after_call or self._pause is not None, -math.inf
+        self._pause, left = None, guard.options.swap.defer - self._deferred
         while not job.urgent and not self._is_cancelled():
             generation, now = guard.state.current, runtime.clock()
-            if generation is None or now - started >= guard.options.swap.defer:
+            if generation is None or now - started >= left:
                 break
             if now - read >= _ROOM_INTERVAL:
                 if self._memory_is_short():
@@ -550,10 +559,16 @@ class Reload(Generic[M]):
                 call_ended = call_ended or uses is not None
                 uses, since = generation.uses, now
             elif call_ended and now - since >= QUIET:
+                self._pause = uses
                 break
             runtime.sleep(_POLL)
-        self._deferred = runtime.clock() - started
-        self._growth_meanwhile = max(0, runtime.private() - before) if self._deferred else 0
+        self._deferred += (waited := runtime.clock() - started)
+        self._growth_meanwhile += max(0, runtime.private() - before) if waited else 0
+
+    def _pause_is_over(self) -> bool:
+        """Whether calls have come in the pause that was found, as while others had the turn."""
+        current = self._guard.state.current
+        return self._pause is not None and current is not None and bool(current.leases or current.uses != self._pause)
 
     def _memory_is_short(self) -> bool:
         """Whether this reload is to free memory, and there is less than a second copy would need."""
@@ -661,7 +676,8 @@ class Reload(Generic[M]):
                 LoadTimeout, f"the loader did not end within Loading(timeout={timeout:g}) and was abandoned", None
             )
         except Unwanted:
-            telemetry.emit(telemetry.LoadDiscarded(guard=guard.name, cause="closed"))
+            ended_by: DiscardCause = "rolled_back" if self._job.cancelled else "closed"
+            telemetry.emit(telemetry.LoadDiscarded(guard=guard.name, cause=ended_by))
         except Rejected as rejection:
             free_after(guard.runtime.gpu, rejection.__cause__ or rejection)
             self.fail(ModelRejected, str(rejection), rejection.__cause__)

@@ -605,7 +605,8 @@ class GuardState(Generic[M]):
             stale = discardable and self.requests > covers and self.current is not None
             if self.closed or job.cancelled or stale:
                 return None
-            if generation.number > 1 and not self.unloaded:
+            first = self.unloaded or any(reason.kind == "first_use" for reason in job.reasons)  # after a close too
+            if generation.number > 1 and not first:
                 self.reloads += 1
             over = [] if (outdated := self.take_previous()) is None else [outdated]
             old, self.current = self.current, generation
@@ -686,6 +687,11 @@ class GuardState(Generic[M]):
             with self.lock:
                 self.unloads -= 1
 
+    @property
+    def load_unwanted(self) -> bool:
+        """Whether what loads now will not be used: the guard is closed, or a rollback has cancelled the load."""
+        return self.closed or ((job := self.job) is not None and job.cancelled)
+
     def holds_back(self, job: LoadJob) -> bool:
         """Whether a job must not begin: only a policy asked for it, and policies may start nothing now."""
         return job.by_policy and self._policies_wait
@@ -703,11 +709,14 @@ class GuardState(Generic[M]):
 
     # Rollback and close
 
-    def roll_back(self, failure: LoadFailed) -> tuple[Generation[M], Generation[M]] | None:
+    def roll_back(
+        self, failure: LoadFailed, end_load: Callable[[], object]
+    ) -> tuple[Generation[M], Generation[M]] | None:
         """Make the previous generation current again, and leave it there until its source changes.
 
         Args:
             failure: What those get who wait for a load that this cancels.
+            end_load: Ends that load, where one can be ended. Called before another one can begin.
 
         Returns:
             The generation that takes calls now, and the one that took them, which the caller must drain and release.
@@ -727,6 +736,7 @@ class GuardState(Generic[M]):
             if self.job is not None and self.job.replaces:
                 self.job.cancelled, self.job.replaces, self.job.covers = True, False, self.requests
                 waiting = self._answered(self.requests)
+                end_load()
         for future in waiting:
             future.set_result(failure.again(failure.retry_after, back.number))
         return back, old

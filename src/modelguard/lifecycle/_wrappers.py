@@ -269,11 +269,13 @@ class ByReference(_FunctionWrapper):
         return self
 
 
+def _function_of_method(method: Any) -> Any:
+    """The function inside a method that was bound before or after it was decorated; inspect asks for it."""
+    return _MethodFunction(method.__wrapped__.__func__)
+
+
 class _BoundGuarded(BoundByReference):
-    @property
-    def __func__(self) -> Any:
-        method: Any = self.__wrapped__
-        return _MethodFunction(method.__func__)
+    __func__ = property(_function_of_method)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -305,11 +307,7 @@ class Guarded(ByReference):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._self_call(args, kwargs)
 
-    @property
-    def __func__(self) -> Any:
-        # Of a method that was bound before it was decorated; inspect asks for it.
-        method: Any = self.__wrapped__
-        return _MethodFunction(method.__func__)
+    __func__ = property(_function_of_method)
 
     @property
     def __signature__(self) -> inspect.Signature:

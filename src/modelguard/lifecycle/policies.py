@@ -145,7 +145,8 @@ class Snapshot:
         age: Seconds since it began to take calls.
         began: Wall clock when it began to take calls, in seconds since the epoch. ``time`` less ``age`` differs from it
             if the clock was set, or the machine slept.
-        idle: Seconds for which no call has run or ended, as the regular checks have seen it.
+        idle: Seconds for which no call has run or ended, as the regular checks have seen it. 0 in a forked process for
+            a model that its parent has loaded.
         uses: Calls and leases that have ended on it.
         consecutive_errors: Consecutive calls, up to the latest, that raised an ``Exception``.
         fruitless_reloads: Reloads for errors in a row, up to this generation, that did not help: no call has succeeded

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Never, Required, TypeVar, Unpack, overload
 
 from modelguard import _public, _units
-from modelguard.errors import InvalidOption, UnhashableKey
+from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._guard_options import PoolOptions
@@ -80,10 +80,7 @@ class ModelPool(Handle, Generic[K, M]):
             Overloaded: On entry: the models in use leave no room, and the time is over.
             ModelTooLarge, LoadFailed, GuardClosed: On entry.
         """
-        try:
-            hash(key)
-        except TypeError:
-            raise UnhashableKey(key) from None
+        _units.check_pool_key(key)
         engine = self._engine
         wait = engine.options.wait_timeout if timeout is None else _units.seconds(timeout, "timeout", zero=True)
         return PoolLease(partial(engine.take, key, wait), partial(engine.atake, key, wait))
@@ -124,6 +121,7 @@ class ModelPool(Handle, Generic[K, M]):
             keys: Whose models. Default: all.
 
         Raises:
+            UnhashableKey: One of them can be no key, as a list of keys.
             GuardClosed: After :meth:`close`.
         """
         self._engine.reload(keys)
@@ -140,6 +138,7 @@ class ModelPool(Handle, Generic[K, M]):
             WouldDeadlock: Called inside a lease of one of them, in its loader, or on a running event loop (use
                 :meth:`aunload`).
             InvalidOption: ``timeout`` is not a duration.
+            UnhashableKey: One of them can be no key, as a list of keys.
             GuardClosed: After :meth:`close`.
         """
         self._engine.unload(keys, Timeout(timeout))

@@ -632,8 +632,9 @@ class Arguments:
                 self._accepted.add(names)
         group = tuple((name, type(extras[name]), extras[name]) for name in names)
         try:
-            hash(group)
-        except Exception as error:  # noqa: BLE001 - of a __hash__ of the caller's
+            for name in names:
+                _units.try_key(extras[name])
+        except Exception as error:  # noqa: BLE001 - of a __hash__ or an __eq__ of the caller's
             why = f"only items with equal keyword arguments share a batch, so these must be hashable: {told(error)}"
             raise ItemRefused(self._name, why=why) from None
         return group or None
@@ -685,7 +686,7 @@ class Arguments:
         except Exception as error:
             raise ItemRefused(self._name, why=f"fair_by failed: {told(error)}") from error
         try:
-            hash(key)
+            _units.try_key(key)
         except Exception as error:  # noqa: BLE001 - whatever the key's own code raises
             why = f"the key from fair_by must be hashable: {told(error)}"
             raise ItemRefused(self._name, why=why) from None

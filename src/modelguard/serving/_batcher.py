@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 from modelguard import _units, telemetry
-from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
+from modelguard.errors import CallerGone, GuardClosed, ItemRefused, ModelGuardError, Overloaded, WouldDeadlock, told
 from modelguard.runtime import clock, fork, own_thread
 from modelguard.runtime.background import LINGER, start_thread
 from modelguard.runtime.clock import Watch
@@ -397,8 +397,9 @@ class Batcher(fork.Forkable):
         except ModelGuardError:
             self._report_refusals()
             raise
-        except BaseException:  # Ctrl-C or a signal handler that raises, at any point of the above
+        except BaseException as error:  # Ctrl-C or a signal handler that raises, at any point of the above
             self._withdraw(*requests)
+            self._name_comparison(error, requests)
             raise
         scope = current_scope.get()
         if scope is not None and scope.web_request is not None:
@@ -458,6 +459,20 @@ class Batcher(fork.Forkable):
         """Have :meth:`_check_time` called by then. With the lock."""
         if due < self._watch.due:
             self._watch.schedule(due)
+
+    def _name_comparison(self, error: BaseException, requests: tuple[Request, ...]) -> None:
+        """Name what the caller's own code has raised, if that was where its arguments are compared with others.
+
+        Raises:
+            ItemRefused: It does so again.
+        """
+        try:
+            with self._lock:
+                for request in requests if isinstance(error, Exception) else ():
+                    self._queue.find_place(request)
+        except Exception as raised:  # noqa: BLE001 - whatever it raises
+            why = f"its key or its keyword arguments cannot be compared with those of others: {told(raised)}"
+            raise ItemRefused(self.name, why=why) from None
 
     def _withdraw(self, *requests: Request) -> None:
         """Undo an admission that an exception interrupted."""

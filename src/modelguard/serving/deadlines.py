@@ -263,7 +263,7 @@ def check_key(key: Hashable, argument: str) -> None:
         InvalidOption: It is not hashable.
     """
     try:
-        hash(key)
+        _units.try_key(key)
     except Exception as error:  # noqa: BLE001 - whatever the key's own code raises
         why = f"a key must be hashable: {told(error)}"
         raise InvalidOption(argument, key, why=why, fix="Give a text, a number or a tuple of them.") from None

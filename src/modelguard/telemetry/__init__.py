@@ -40,6 +40,7 @@ __all__ = [
     "GuardResumed",
     "Hook",
     "HostLockHeld",
+    "IdleEnded",
     "LoadDiscarded",
     "LoadErrored",
     "LoadFinished",

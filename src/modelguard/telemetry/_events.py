@@ -151,6 +151,13 @@ class UnloadStarted(Event):
         return f"generation {self.generation} is released until the next use: {_listed(self.reasons)}"
 
 
+class IdleEnded(Event):
+    """The guard was closed while its model, or its workers, were released until the next use: there is none."""
+
+    def _sentence(self) -> str:
+        return "closed while its model was released until the next use"
+
+
 class RolledBack(Event, level=logging.WARNING):
     """``rollback()`` has made the previous generation current again.
 

@@ -110,8 +110,8 @@ histogram load.duration s              LoadFinished.seconds          Time of loa
 histogram load.stall s                 LoadFinished.stall_seconds    Longest pause of other threads in a load.
 counter   load.outage s                LoadFinished.waited_seconds   Time in which no generation served (drain_first).
 max       load.last_success.timestamp s LoadFinished.time             Time of the last successful load, since the epoch.
-max       load.failing {load}          LoadErrored.attempt,LoadFinished=0 \
-    Loads that have failed in a row; 0 after a success.
+max       load.failing {load}          LoadErrored.attempt,LoadFinished=0,RolledBack=0 \
+    Loads that have failed in a row; 0 after a success or a rollback.
 max       generation {generation}      LoadFinished.generation,RolledBack.generation,LoadErrored.serving \
     Number of the current generation; 0 if a load failed and there is none.
 max       model.size By                LoadFinished.model_bytes      Size of the model, measured at its load.
@@ -122,7 +122,7 @@ counter   unloads {event}              UnloadStarted                 Models rele
 counter   rollbacks {event}            RolledBack                    Rollbacks to the previous model.
 counter   replays {event}              ReplayFinished.outcome \
     New models compared with the current one on recorded calls.
-sum       idle {process}               UnloadStarted,WorkersReleased,LoadFinished=0,WorkerStarted=0 \
+sum       idle {process}               UnloadStarted,WorkersReleased,LoadFinished=0,WorkerStarted=0,IdleEnded=0 \
     Processes whose model, or its workers, is released until the next use.
 counter   recycles.asked {event}       RecycleAsked.by_reason \
     Due policies that led to a request for a new worker.

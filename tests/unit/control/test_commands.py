@@ -221,6 +221,18 @@ class TestPools:
         voices.close()
         assert "closed" == state()
 
+    def test_a_key_that_cannot_be_written_is_shown_by_its_type(self, voices: ModelPool[Any, Any]) -> None:
+        """The figures of all others are shown beside it."""
+
+        class Nameless:
+            def __repr__(self) -> str:
+                raise LookupError("no name")
+
+        with voices.lease(Nameless()):
+            (result,) = _listener.run("status", "voices", wait=True, timeout=None)
+        (shown,) = result.status["models"]
+        assert "Nameless" in shown
+
     def test_a_bounded_unload(self, voices: ModelPool[str, Any]) -> None:
         """What it could not wait for is its error."""
         with voices.lease("ja"):

@@ -70,6 +70,36 @@ def test_a_disconnect_cancels_what_waits(model: Gated, body: str, pieces: list[A
     assert [["first"]] == model.batches
 
 
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_a_cancelled_application_cancels_what_waits_in_threads(model: Gated, kind: str) -> None:
+    """A server that cancels it, or a limit of time around it, has no client that the answer could go to."""
+    f = batched(max_size=1)(model)
+    gone: list[BaseException | None] = []
+
+    def blocking() -> None:
+        gone.append(f.submit(1).exception(TIMEOUT))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.to_thread(blocking)
+
+    async def main() -> None:
+        await behind(f, model)
+        client = Client()
+        serving = ModelGuardMiddleware(app)(scope(type=kind), client.receive, client.send)
+        task = asyncio.create_task(serving)  # type: ignore[arg-type] # a coroutine
+        await seen(lambda: f.status().waiting == 1)
+        task.cancel()
+        await asyncio.wait([task], timeout=TIMEOUT)
+        assert task.cancelled()
+        await seen(lambda: len(gone) == 1)
+
+    asyncio.run(main())
+    model.gate.set()
+    f.close()
+    assert [CallerGone] == list(map(type, gone))
+    assert [["first"]] == model.batches
+
+
 def test_a_disconnect_before_the_body_is_complete_cancels_what_waits(model: Gated) -> None:
     """The application streams the body, and calls the model on the way."""
     f = batched(max_size=1)(model)

@@ -138,6 +138,17 @@ def test_a_reload_that_waits_for_its_turn_is_given_up(world: World, swap: str) -
     assert (1, "closed") == (world.loader.calls, guard.status().state)
 
 
+def test_a_load_after_it_is_no_reload(world: World) -> None:
+    """It replaces nothing. A reload of the guard that is open again counts."""
+    guard = world.guard()
+    for _ in range(3):
+        with guard:
+            pass
+    with guard:
+        guard.reload()
+        assert (5, 1) == (guard.status().generation, guard.status().reloads)
+
+
 def test_a_second_attempt_is_given_up(world: World) -> None:
     """A reload whose first model came too late, and whose guard is closed meanwhile, leaves no model."""
     world.model_size = 50

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.unit.lifecycle.world import MB, World, number, outcome
 
 from modelguard import TTL, Errors, MemoryGrowth, ModelGuard, Policy, Snapshot, Uses
-from modelguard.telemetry import CallbackErrored, LoadFinished, LoadStarted, Reason, RecycleAsked, ReloadDue
+from modelguard.telemetry import (
+    CallbackErrored,
+    LoadFinished,
+    LoadStarted,
+    PolicyIgnored,
+    Reason,
+    RecycleAsked,
+    ReloadDue,
+)
 
 
 class TestADuePolicy:
@@ -120,6 +129,68 @@ class TestADuePolicy:
         assert [1, 2, 3] == seen
 
 
+class Odd(str):
+    """Text of a class of a program: what others do with it fails."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __hash__(self) -> int:
+        raise RuntimeError("no hash")
+
+    def __format__(self, spec: str) -> str:
+        raise RuntimeError("no format")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("no pickle")
+
+
+class TestWordsOfYourOwn:
+    """A policy of your own may give text of a class of its own."""
+
+    def test_become_plain_text(self, world: World) -> None:
+        """Which every hook, log and process can use, and which is compared."""
+        world.inline = True
+
+        class Mine(Policy):
+            kind = Odd("custom")  # type: ignore[assignment]
+
+            def due(self, now: Snapshot) -> bool:
+                return now.uses >= 1
+
+            def ignored_because(self, now: Snapshot) -> str | None:
+                return Odd("it cannot help") if now.uses == 0 else None
+
+            def __repr__(self) -> str:
+                return Odd("Mine()")
+
+        guard = world.guard(reload_on=Mine(), defer=0)
+        guard.load()
+        guard.check()
+        assert [1, 2] == [number(guard), number(guard)]
+        assert [] == world.seen(CallbackErrored)
+        told = (*world.last(ReloadDue).reasons[0], world.last(PolicyIgnored).policy, world.last(PolicyIgnored).detail)
+        assert ("custom", "Mine()", "Mine()", "it cannot help") == told
+        assert {str} == set(map(type, told))
+
+    def test_have_to_be_text(self, world: World) -> None:
+        """Else the policy is at fault, as one that raises."""
+
+        class Mine(Policy):
+            def due(self, now: Snapshot) -> bool:
+                return True
+
+            def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
+                return (Reason("custom", 3),)  # type: ignore[arg-type]
+
+        guard = world.guard(reload_on=Mine())
+        assert 1 == number(guard)
+        guard.check()
+        assert "TypeError" in world.last(CallbackErrored).error
+
+
 class TestQuietMoments:
     """A loader that holds the GIL stalls every call beside it, so a due reload waits for a moment without calls."""
 
@@ -216,6 +287,38 @@ class TestQuietMoments:
         with guard.lease():
             number(guard)
         assert 100 * MB == pytest.approx(world.last(LoadStarted).deferred_growth, abs=2 * MB)
+
+    def test_are_waited_for_without_the_turn(self, world: World) -> None:
+        """Others may load meanwhile. If calls come while these have the turn, the next pause is waited for."""
+        world.inline = True
+        others, calls = ExitStack(), [0.02, 0.5, 0.7]
+        free: list[bool] = []  # whenever it sleeps: the turn
+
+        def sleep(seconds: float) -> None:
+            with world.runtime.host_lock.held(
+                sleep=world.tick, clock=lambda: world.now, cancelled=lambda: True
+            ) as held:
+                free.append(held == "host")
+            world.tick(seconds)
+            while calls and world.now - due >= calls[0]:
+                calls.pop(0)
+                number(guard)
+                if len(calls) == 2:
+                    lock = world.runtime.host_lock
+                    others.enter_context(lock.held(sleep=world.tick, clock=lambda: world.now, cancelled=bool))
+            if not calls:
+                others.close()
+
+        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="10s", runtime=replace(world.runtime, sleep=sleep))
+        number(guard)
+        world.tick(3600)
+        due = world.now
+        assert guard.check()
+        assert (2, "host") == (number(guard), world.last(LoadStarted).host_lock)
+        assert free[0]
+        assert free[-1]
+        assert 0.12 == pytest.approx(world.last(LoadStarted).deferred_seconds, abs=0.04)
+        assert due + 0.75 == pytest.approx(world.now, abs=0.06)
 
     def test_end_when_somebody_is_in_a_hurry(self, world: World) -> None:
         """An explicit request ends the wait of a reload that was due already."""

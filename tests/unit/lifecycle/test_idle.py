@@ -18,7 +18,7 @@ from modelguard.errors import InvalidOption, LoadFailed, PolicyNeverFires, Reloa
 from modelguard.lifecycle import _engine
 from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle.policies import subset
-from modelguard.telemetry import GenerationReleased, LoadStarted, Reason, ReloadDue, UnloadStarted
+from modelguard.telemetry import GenerationReleased, IdleEnded, LoadStarted, Reason, ReloadDue, UnloadStarted
 
 
 def idle_for(world: World, guard: ModelGuard[object], seconds: float) -> None:
@@ -46,6 +46,17 @@ class TestIdle:
         assert ("idle", before - 50 * MB) == (guard.status().state, world.memory)
         assert ("Idle('10s')",) == world.reasons(UnloadStarted)
         assert 1 == len(world.seen(GenerationReleased))
+
+    def test_ends_with_the_guard(self, world: World) -> None:
+        """An event says so, once: a closed guard waits for no next use."""
+        guard = world.guard(reload_on=Idle("10s"))
+        guard.load()
+        guard.close()
+        assert [] == world.seen(IdleEnded)
+        with guard:
+            idle_for(world, guard, 11)
+        guard.close()
+        assert 1 == len(world.seen(IdleEnded))
 
     def test_the_next_call_loads_it_again(self, world: World) -> None:
         """One load, whose reason says that it was woken; it counts as no reload."""
@@ -228,6 +239,21 @@ class TestIdle:
         idle_for(world, guard, 60)
         assert "ready" == guard.status().state
 
+    def test_a_forked_process_keeps_what_its_parent_has_loaded(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where nothing was prepared. The parent releases its model."""
+        guard = world.guard(reload_on=Idle("10s"))
+        number(guard)
+        guard.engine.before_fork()
+        guard.engine.after_fork_in_child()
+        monkeypatch.setattr("os.getpid", lambda: 1)
+        idle_for(world, guard, 60)
+        assert ("ready", 1) == (guard.status().state, guard.status().generation)
+        monkeypatch.undo()
+        idle_for(world, guard, 12)
+        assert "idle" == guard.status().state
+
     @pytest.mark.parametrize("after", [0, -1, "soon", None, True])
     def test_a_bad_time_is_rejected(self, after: object) -> None:
         """The message names ``after``."""
@@ -278,6 +304,16 @@ class TestKeep:
         number(guard)
         idle_for(world, guard, 12)
         assert (True, True) == (workers.workers_ended, guard.engine.check_interval() >= 1)
+
+    def test_a_rest_ends_with_the_guard(self, world: World) -> None:
+        """As for a model that was released; one that was never loaded does not rest."""
+        guard, workers = of_molds(world, Idle("10s", keep="mold"))
+        workers.workers_ended = True
+        guard.close()
+        assert [] == world.seen(IdleEnded)
+        with guard:
+            pass
+        assert 1 == len(world.seen(IdleEnded))
 
     def test_a_plain_one_beside_it_releases_the_model(self, world: World) -> None:
         """Later: first the workers, then all."""

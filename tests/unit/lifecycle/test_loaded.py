@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import os
@@ -44,6 +45,20 @@ def test_callers_get_the_model_and_status_the_version(world: World) -> None:
     guard.close()
     assert [1, 1, 2, 2, 1, 2] == [model.number for model in seen]
     assert None is guard.version
+
+
+def test_names_and_versions_of_an_enum_are_its_values(world: World) -> None:
+    """The same text in logs, labels and JSON."""
+
+    class Word(str, enum.Enum):  # noqa: UP042 - each way to write it gives another text
+        NLP = "nlp"
+        FIRST = "v1"
+
+    guard = world.guard(lambda: Loaded(world.loader(), version=Word.FIRST), name=Word.NLP)
+    guard.load()
+    event = world.last(telemetry.LoadFinished)
+    assert ("nlp", "v1") == (f"{guard.name}", f"{guard.version}")
+    assert {str} == set(map(type, (guard.name, guard.version, event.guard, event.version)))
 
 
 def test_an_async_loader_may_return_it(world: World) -> None:

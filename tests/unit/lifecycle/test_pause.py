@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.lifecycle.world import MB, World, number, until
 
-from modelguard import TTL, Errors, MemoryLimit, ModelGuard, Policy, Uses
+from modelguard import TTL, Errors, MemoryLimit, ModelGuard, Policy, Snapshot, Uses
 from modelguard.errors import InvalidOption
 from modelguard.facts._proc import maps, paused_in
 from modelguard.lifecycle.status import Postponed
@@ -55,6 +55,25 @@ def waits_for_quiet(world: World) -> tuple[ModelGuard[object], threading.Event, 
 
 
 class TestPause:
+    def test_a_policy_that_tells_figures_is_reported_once(self, world: World) -> None:
+        """The status has the latest ones; another policy is reported when it is due as well."""
+
+        class Figures(Policy):
+            def due(self, now: Snapshot) -> bool:
+                return True
+
+            def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
+                return (Reason("custom", f"{now.age:.0f} s"), Reason("custom", f"{now.uses} uses"))
+
+        guard = world.guard(reload_on=Figures() | TTL("10s", jitter=0), defer=0)
+        guard.load()
+        guard.pause()
+        for _ in range(12):
+            check(world, guard, 1)
+        told = [tuple(map(str, event.reasons)) for event in world.seen(ReloadPostponed)]
+        assert [("1 s", "0 uses"), ("TTL('10s')",)] == told
+        assert "12 s" in map(str, guard.status().postponed.reasons)  # type: ignore[union-attr]
+
     def test_the_status_says_what_waits(self, world: World) -> None:
         """Which policies are due, why it waits, and for how long: nobody knows."""
         guard = world.guard(reload_on=TTL("1h", jitter=0), defer=0)

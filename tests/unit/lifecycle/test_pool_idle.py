@@ -274,7 +274,7 @@ class TestReleases:
         pool = world.pool(reload_on=Idle("10s"))
         use(pool, "a")
         pool._engine.after_fork_in_child()
-        monkeypatch.setattr("modelguard.lifecycle._pool_models.os.getpid", lambda: 1)
+        monkeypatch.setattr("os.getpid", lambda: 1)
         pass_time(world, pool, 60)
         assert () == pool.status().idle
 

@@ -112,6 +112,18 @@ class TestClose:
             pool.close()
         assert (["a", "b"], ["a", "b"]) == (sorted(loaded(pool)), use(pool, "a", "b"))
 
+    def test_counts_down_the_calls_that_outlast_it(self, world: World) -> None:
+        """They keep their models; of the pool that is opened again they are part as well."""
+        pool = world.pool()
+        with pool.lease("a"):
+            with pool.lease("b"):
+                outcome(world.spawn(pool.close, 0))
+                assert (2, {}) == (pool.status().in_flight, pool.status().models)
+            with pool:
+                assert 1 == pool.status().in_flight
+        world.join()
+        assert 0 == pool.status().in_flight
+
 
 @dataclass(frozen=True, repr=False)
 class Nameless:
@@ -119,6 +131,26 @@ class Nameless:
 
     def __repr__(self) -> str:
         raise LookupError("no name")
+
+
+class Incomparable:
+    """As one with an array, whose comparison gives an array."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("neither true nor false")
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class OnlyWithItself:
+    def __eq__(self, other: object) -> bool:
+        if other is not self:
+            raise RuntimeError("another one")
+        return True
+
+    def __hash__(self) -> int:
+        return 1
 
 
 class TestLease:
@@ -129,6 +161,33 @@ class TestLease:
             world.pool().lease(key)
         assert repr(key) == refusal.value.key
         assert isinstance(refusal.value, TypeError)
+
+    def test_of_a_key_that_cannot_be_compared_is_refused(self, world: World) -> None:
+        """By whatever it would be used, at once, and with what it has raised."""
+        pool = world.pool()
+
+        @pool(key="key")
+        def used(model: Any, key: object) -> object:
+            return model.number
+
+        for use_it in (pool.lease, used, pool.reload, pool.unload):
+            with pytest.raises(UnhashableKey, match=r"compared \(ValueError: neither true nor false\)"):
+                use_it(Incomparable())
+        with pytest.raises(UnhashableKey, match="cannot be hashed"):
+            pool.reload(["a"])
+        assert 0 == world.loader.calls
+
+    def test_of_a_key_that_cannot_be_compared_with_others_is_refused(self, world: World) -> None:
+        """The other one is not affected."""
+        pool, key = world.pool(), OnlyWithItself()
+        for _ in range(2):
+            with pool.lease(key) as model:
+                assert 1 == model.number
+        with (
+            pytest.raises(UnhashableKey, match=r"compared \(RuntimeError: another one\)"),
+            pool.lease(OnlyWithItself()),
+        ):
+            pass
 
     @pytest.mark.parametrize("kind", [Nameless, lambda number: 10 ** (5000 + number)], ids=["raises", "too long"])
     def test_of_a_key_that_cannot_be_written_is_one_like_others(self, world: World, kind: Any) -> None:

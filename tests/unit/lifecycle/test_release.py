@@ -424,6 +424,20 @@ class TestAModelThatLivesOn:
         (found,) = self.holders(world, lambda model: [[model] for _ in range(8)])
         assert found.startswith("held[...][...] of the running call")
 
+    def test_says_that_frozen_objects_are_hidden(self, world: World) -> None:
+        """The collector lists none of them, and frees none that hold each other: a program that froze them is told."""
+
+        def hold(model: Any) -> object:
+            held = [model]
+            gc.freeze()
+            return held
+
+        try:
+            (found,) = self.holders(world, hold)
+        finally:
+            gc.unfreeze()
+        assert "gc.freeze()" in found
+
     def test_has_no_holders_when_it_dies_meanwhile(self, world: World) -> None:
         """A model that dies while it is looked for has none."""
         model = world.loader()

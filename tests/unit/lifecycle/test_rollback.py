@@ -7,6 +7,7 @@ import threading
 import weakref
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,27 @@ def test_a_reload_that_is_asked_for_after_it_is_done(world: World) -> None:
     world.loader.open.set()
     outcome(later)
     assert (4, False) == (number(guard), guard.status().pinned)
+
+
+def test_a_load_that_can_be_ended_is_ended(world: World) -> None:
+    """Before another one may begin, which it would end instead; who asked for that waits for it."""
+    guard = kept(world)
+    ended: list[object] = []
+
+    def end_load() -> None:
+        job, lock = guard.engine.state.job, guard.engine.state.lock
+        ended.append((job is not None and job.cancelled, world.spawn(partial(lock.acquire, blocking=False)).result()))
+
+    guard.engine.end_load = end_load
+    guard.rollback()
+    assert [] == ended
+    guard.reload()
+    world.join()
+    world.loader.hold()
+    guard.reload(wait=False)
+    world.loader.reached()
+    guard.rollback()
+    assert [(True, False)] == ended
 
 
 def test_a_cancelled_load_that_fails_is_no_failure(world: World) -> None:

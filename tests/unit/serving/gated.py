@@ -43,6 +43,28 @@ class BadHash:
         raise RuntimeError("no hash")
 
 
+class Incomparable:
+    """One that has a hash, and raises when it is compared, as an object with an array does."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("neither true nor false")
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class OnlyWithItself(int):
+    """One whose comparison with another one raises."""
+
+    def __eq__(self, other: object) -> bool:
+        if other is not self:
+            raise RuntimeError("another one")
+        return True
+
+    def __hash__(self) -> int:
+        return 1
+
+
 def queued(f: Any, model: Gated, *items: Any, **options: Any) -> list[Future[Any]]:
     """One item is being computed, and these wait behind it."""
     f.submit("first")

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import TIMEOUT, BadHash, Gated, queued, until
+from tests.unit.serving.gated import TIMEOUT, BadHash, Gated, Incomparable, OnlyWithItself, queued, until
 
 from modelguard import Fair, Weight, batched
 from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, ItemTooHeavy, QueueFull, WouldDeadlock
@@ -228,7 +228,24 @@ def test_keyword_arguments_are_checked_before_queueing(model: Gated) -> None:
         f(1, by=[2])
     with pytest.raises(ItemRefused, match="RuntimeError: no hash"):
         f(1, by=BadHash())
+    with pytest.raises(ItemRefused, match="ValueError: neither true nor false"):
+        f(1, by=Incomparable())
     assert 2 == f(1, by=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"fair_by": lambda item: OnlyWithItself(1)}], ids=["keyword", "key"])
+def test_what_cannot_be_compared_with_what_waits_is_refused(options: dict[str, Any], model: Gated) -> None:
+    """Its call alone, by name: a value with an array can be compared with itself, and with no equal one."""
+    f = batched(max_size=4, **options)(model)
+    extras = {} if options else {"by": OnlyWithItself(1)}
+    first = f.submit(0)
+    assert model.entered.acquire(timeout=TIMEOUT)
+    waits = f.submit(1, **extras)
+    with pytest.raises(ItemRefused, match="compared with those of others: RuntimeError: another one"):
+        f.submit(2, **({} if options else {"by": OnlyWithItself(1)}))
+    model.gate.set()
+    assert [0, 1] == [first.result(TIMEOUT), waits.result(TIMEOUT)]
+    assert (2, 0) == (f.status().answered, f.status().waiting)
 
 
 def test_a_missing_required_keyword_is_an_error() -> None:

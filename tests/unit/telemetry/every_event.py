@@ -25,6 +25,7 @@ EVERY: tuple[Event, ...] = (
         time=1000.0,
     ),
     telemetry.UnloadStarted(guard="nlp", generation=1, reasons=(Reason("idle", "Idle('10m')"),)),
+    telemetry.IdleEnded(guard="nlp"),
     telemetry.ReloadPostponed(guard="nlp", generation=1, reasons=(TTL,), cause="min_lifetime", seconds=30.0),
     telemetry.GuardPaused(guard="nlp"),
     telemetry.GuardResumed(guard="nlp"),

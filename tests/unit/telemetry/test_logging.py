@@ -26,6 +26,7 @@ from modelguard.telemetry import (
     GrowthFound,
     GuardPaused,
     GuardResumed,
+    IdleEnded,
     LoadDiscarded,
     LoadErrored,
     LoadFinished,
@@ -224,6 +225,7 @@ LINES: list[tuple[Event, str, str]] = [
     ),
     (GuardPaused(guard="nlp"), "INFO", "paused: policies start nothing until resume()"),
     (GuardResumed(guard="nlp"), "INFO", "resumed: policies decide again"),
+    (IdleEnded(guard="nlp"), "INFO", "closed while its model was released until the next use"),
     (
         LoadDiscarded(guard="nlp", cause="late"),
         "INFO",

@@ -134,6 +134,16 @@ def test_a_reload_tells_how_it_replaced_the_model(sdk: Sdk) -> None:
     assert span.start_time == span.events[0].timestamp
 
 
+def test_a_first_load_is_not_that_of_a_reload_that_was_given_up(sdk: Sdk) -> None:
+    """A guard that was closed while its reload drained, and is opened again, has a span of its first load alone."""
+    telemetry.emit(telemetry.SwapChosen(guard="nlp", swap="drain_first", why="room", model_bytes=1, headroom=None))
+    model = guard(lambda: {"a": 1}, reload_on=None, name="nlp")
+    with model:
+        pass
+    (span,) = sdk.spans()
+    assert ["LoadStarted", "LoadFinished"] == events_of(span)
+
+
 def test_a_failed_load_is_a_span_with_an_error(sdk: Sdk) -> None:
     """Its status is an error, and the description is the failure in one line."""
 

@@ -120,14 +120,15 @@ def test_what_grew_meanwhile_is_no_negative_count(registry: Any) -> None:
     assert 0 == registry.get_sample_value("modelguard_trim_freed_bytes_total", GUARD)
 
 
-def test_an_idle_guard_shows_until_it_has_loaded(registry: Any) -> None:
+def test_an_idle_guard_shows_until_it_has_loaded_or_is_closed(registry: Any) -> None:
     """The gauge is one while the model is released until its next use, and zero before and after."""
     hook = prometheus(registry)
     seen = []
-    for event in (EVERY[1], telemetry.UnloadStarted(guard="nlp", generation=1, reasons=()), EVERY[1]):
+    unloaded = telemetry.UnloadStarted(guard="nlp", generation=1, reasons=())
+    for event in (EVERY[1], unloaded, EVERY[1], unloaded, telemetry.IdleEnded(guard="nlp")):
         hook(event)
         seen.append(registry.get_sample_value("modelguard_idle", GUARD))
-    assert [0, 1, 0] == seen
+    assert [0, 1, 0, 1, 0] == seen
 
 
 def test_an_allocator_without_figures_has_no_gauge(registry: Any) -> None:
@@ -148,6 +149,9 @@ def test_a_failing_guard_shows_until_it_has_loaded(registry: Any) -> None:
     hook(telemetry.LoadErrored(guard="nlp", attempt=2, error="no", retry_after=1.0, current=None))
     assert 2 == registry.get_sample_value("modelguard_load_failing", GUARD)
     assert 0 == registry.get_sample_value("modelguard_generation", GUARD), "none serves"
+    hook(telemetry.RolledBack(guard="nlp", generation=1, version=None, replaced=2, replaced_version=None))
+    assert 0 == registry.get_sample_value("modelguard_load_failing", GUARD), "nothing is tried again"
+    hook(telemetry.LoadErrored(guard="nlp", attempt=1, error="no", retry_after=1.0, current=1))
     hook(EVERY[1])
     assert 0 == registry.get_sample_value("modelguard_load_failing", GUARD)
     assert 1 == registry.get_sample_value("modelguard_generation", GUARD)
