@@ -34,7 +34,7 @@ from modelguard.errors import (
 from modelguard.facts._gpu import TORCH_CUDA, free_after
 from modelguard.runtime import own_thread
 from modelguard.runtime.event_loops import AllLeft, LoopEnded
-from modelguard.serving._requests import Batch, Failure, Request
+from modelguard.serving._requests import Batch, Failure, Request, count_failures
 from modelguard.serving.status import Verdict
 
 # Which items made their batch raise: found in the traceback, or remembered from the last time.
@@ -209,10 +209,6 @@ def wrap_errors(results: list[Any], name: str) -> list[Any]:
     return wrapped
 
 
-def count_failures(outcomes: list[Any]) -> int:
-    return sum(type(outcome) is Failure for outcome in outcomes)
-
-
 def error_for_caller(error: BaseException, name: str, count: int) -> Exception:
     """The error of so many items, as the caller of one of them gets it.
 
@@ -374,10 +370,11 @@ def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Co
         parts = _Parts(function, batch, answer)
         parts.isolate([*range(batch.count)], error)
         return parts.computed(error)
-    if any(issubclass(kind, BaseException) for kind in {*map(type, results)}):
-        results = wrap_errors(results, function.name)
-        failed = count_failures(results)
-        return Computed(results, failed, "succeeded" if failed < len(results) else "inconclusive")
+    for kind in {*map(type, results)}:
+        if issubclass(kind, BaseException):
+            results = wrap_errors(results, function.name)
+            failed = count_failures(results)
+            return Computed(results, failed, "succeeded" if failed < len(results) else "inconclusive")
     return Computed(results)
 
 
