@@ -30,14 +30,13 @@ from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import (
     Batch,
     Callers,
-    QueuedCall,
     Request,
     deliver,
     loop_of,
 )
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
-from modelguard.serving.status import BatchStatus, Counters, Limits
+from modelguard.serving.status import BatchStatus, Counters
 from modelguard.serving.streams import AsyncSteps, InlineParts, Steps, StreamRequest, StreamRun
 from modelguard.telemetry import logger
 
@@ -68,7 +67,8 @@ class ChosenSize:
         if (not auto and self._slo == math.inf) or (auto and auto.reachable is None):
             return  # nothing is chosen, or there were too few runs to say anything
         reachable = auto.reachable is not False
-        same = reachable == self._reachable and not self._differs(auto.size)
+        alike = max(auto.size, self._size) < _WORTH_REPORTING * min(auto.size, self._size)
+        same = alike and reachable == self._reachable
         if auto.slo == self._slo and (same or now - self._reported_at < _REPORT_INTERVAL):
             return
         event = telemetry.BatchSizeChosen(
@@ -82,9 +82,6 @@ class ChosenSize:
         self._size, self._slo, self._reachable = (auto.size if auto else 0), auto.slo, reachable
         self._reported_at = now
         telemetry.emit(event)
-
-    def _differs(self, size: int) -> bool:
-        return max(size, self._size) >= _WORTH_REPORTING * min(size, self._size)
 
 
 #: What counts as refused: the fields of ``RequestsRefused``, and those of the counters.
@@ -265,15 +262,10 @@ class Batcher(fork.Forkable):
         # One step less for those that are simply called.
         self._run = partial(compute, self._function) if options.kind == "function" else self._runner.batch
         self._scope = Scope(enclosing=frozenset({self}))  # of what a batch calls
-        self._own_keys = options.limits.fair
-        self._take_limits(options.limits)
+        self.limits = options.limits
         self._reset()
         _list(self)
         fork.register(self)
-
-    def _take_limits(self, limits: Limits) -> None:
-        self.limits = limits
-        self._bounded = limits.deadline != math.inf
 
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
@@ -298,7 +290,6 @@ class Batcher(fork.Forkable):
         self._hung = False  # whether a batch has overstayed since the events were last emitted
         self._drained = Wakeup()  # not an Event: the garbage collector may set it in the middle of a wait
         self._events = BatchEvents(self.name)
-        self._function.suspects.renew_lock()
 
     def __del__(self) -> None:
         self._wake_all()  # its threads, which end then
@@ -330,7 +321,7 @@ class Batcher(fork.Forkable):
                 raise GuardClosed(self.name)
             now = clock.now()
             self._options = self._options.changed(changes)
-            self._take_limits(self._options.limits)
+            self.limits = self._options.limits
             self._queue.configure(self.limits)
             if self._queue.running and self._watch.due > now:
                 self._watch.schedule(now)  # a batch may count as hung sooner
@@ -346,7 +337,7 @@ class Batcher(fork.Forkable):
             CallerGone: The web request for which it is called has lost its client.
         """
         scope = current_scope.get()
-        if scope is None and timeout is None and not self._bounded:
+        if scope is None and timeout is None and self.limits.deadline == math.inf:
             return
         deadline = clock.now() + min(self.limits.deadline, math.inf if timeout is None else timeout)
         if scope is not None:
@@ -359,7 +350,7 @@ class Batcher(fork.Forkable):
                 self._nested = True
             if scope.key is not None or scope.priority:
                 request.priority = max(request.priority, scope.priority)
-                request.key = request.key if self._own_keys else scope.key
+                request.key = request.key if self.limits.fair else scope.key
                 self.order()
         request.deadline = deadline
 
@@ -400,7 +391,7 @@ class Batcher(fork.Forkable):
         scope = current_scope.get()
         if scope is not None and scope.web_request is not None:
             for request in requests:
-                scope.web_request.add(QueuedCall(request, self.cancel))
+                scope.web_request.add(request, partial(self.cancel, request, notify=True))
 
     def put_plain(self, request: Request) -> None:
         """:meth:`put` for a coroutine's call with nothing but an item; mostly without the lock.

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import threading
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -81,13 +79,8 @@ class Suspects:
     """What one batch function has learned about bad items. Thread-safe."""
 
     def __init__(self) -> None:
-        self.renew_lock()
-        self._known: OrderedDict[Hashable, Known] = OrderedDict()
+        self._known: dict[Hashable, Known] = {}  # changed in single steps, so it needs no lock
         self._trust = 1.0
-
-    def renew_lock(self) -> None:
-        """In a forked child: a thread of the parent may have held the lock."""
-        self._lock = threading.RLock()  # reentrant: items compare by code of their own
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -101,20 +94,18 @@ class Suspects:
     def failed(self, item: Any, group: Hashable, error: Exception, text: str, now: float) -> None:
         try:
             key = _key(item, group)
-            with self._lock:
-                before = self._known.pop(key, None)
-                times = 1 if before is None else before.times + 1
-                pause = min(_SECONDS * 2.0 ** max(times - _CERTAIN, 0), _LONGEST)
-                self._known[key] = Known(_copied(error), text, times, now + pause)
-                if len(self._known) > _REMEMBERED:
-                    self._known.popitem(last=False)
+            before = self._known.pop(key, None)
+            times = 1 if before is None else before.times + 1
+            pause = min(_SECONDS * 2.0 ** max(times - _CERTAIN, 0), _LONGEST)
+            self._known[key] = Known(_copied(error), text, times, now + pause)
+            if len(self._known) > _REMEMBERED:
+                self._known.pop(next(iter(self._known)), None)
         except Exception:  # noqa: BLE001 - as above
             return
 
     def succeeded(self, item: Any, group: Hashable) -> None:
         try:
-            with self._lock:
-                self._known.pop(_key(item, group), None)
+            self._known.pop(_key(item, group), None)
         except Exception:  # noqa: BLE001 - as above
             return
 

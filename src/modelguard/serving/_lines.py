@@ -369,9 +369,9 @@ class Lines:
         """The line of a group; None if nothing of it waits."""
         return self.ungrouped if group is None else self._grouped.get(group)
 
-    def configure(self, limits: Limits, full_size: int) -> None:
+    def configure(self, limits: Limits) -> None:
         """Use these limits from now on. What waits does so no longer than it would have."""
-        self._limits, self.full_size = limits, full_size
+        self._limits = limits
         for request in self.live():
             request.patient_until = min(request.patient_until, request.arrived + limits.max_wait)
 

@@ -148,7 +148,6 @@ class BatchQueue:
         self.times = BatchTimes()
         self._planner = Planner(limits, self.times)
         self._lines = Lines(limits, self._planner.latest_start)
-        self._lines.full_size = self._planner.most
         self._take_limits(limits)
         self._expiry = Expiry()
         self.inbox: deque[Request] = deque()
@@ -179,7 +178,6 @@ class BatchQueue:
 
     def _take_limits(self, limits: Limits) -> None:
         self._limits = limits
-        self._max_queue = limits.max_queue
         # Whether the next batch may be others than the first.
         bounded = limits.max_weight != math.inf or limits.slo != math.inf
         self._picky = self.ordered or bounded or limits.padded
@@ -189,8 +187,8 @@ class BatchQueue:
         self.take_in()
         self._take_limits(limits)
         self._planner.configure(limits)
-        self._lines.configure(limits, self._planner.most)
-        self._note_sure()
+        self._lines.configure(limits)
+        self._note_most()
 
     # In
 
@@ -221,7 +219,7 @@ class BatchQueue:
         self.expire(now)
         request.arrived = now
         displaced = None
-        if self.waiting >= self._max_queue or self.may_refuse:
+        if self.waiting >= self._limits.max_queue or self.may_refuse:
             if self.closed:
                 raise GuardClosed(self._limits.name)
             displaced = self._check_room(request, now)
@@ -248,7 +246,7 @@ class BatchQueue:
         self.expire(now)
         self._together = len(requests)
         try:
-            if not self.closed and self.waiting + len(requests) > self._max_queue:
+            if not self.closed and self.waiting + len(requests) > self._limits.max_queue:
                 raise self._queue_full(now)
             for request in requests:
                 self.admit(request, now)
@@ -407,7 +405,7 @@ class BatchQueue:
     def _start(self, requests: list[Request], now: float) -> Batch:
         for request in requests:
             request.state = "running"
-        batch = Batch(requests, 0.0, now)
+        batch = Batch(requests, now)
         if self._picky:
             batch.oldest = min(request.arrived for request in requests)
         if self._limits.weighed:
@@ -508,9 +506,6 @@ class BatchQueue:
 
     def _note_most(self) -> None:
         self._lines.full_size = self._planner.most
-        self._note_sure()
-
-    def _note_sure(self) -> None:
         special = self.may_refuse or self.ordered or self._limits.max_wait
         self.sure = 0 if special else self._planner.sure()
 
@@ -554,7 +549,7 @@ class BatchQueue:
     def reopen(self) -> None:
         self.closed = False
         self.may_refuse = self.circuit is not None or self._limits.quota is not None
-        self._note_sure()
+        self._note_most()
 
     def refuse_waiting(self, error: ModelGuardError) -> None:
         """Fail everything that waits, each request with a copy of the error."""

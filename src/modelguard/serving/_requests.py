@@ -178,30 +178,6 @@ def loop_of(group: Group | None) -> asyncio.AbstractEventLoop:
     return loop
 
 
-class QueuedCall:
-    """A queued request, as its web request sees it.
-
-    Args:
-        request: The request.
-        cancel: Takes it out of its queue; with ``notify`` its caller gets ``CallerGone``.
-    """
-
-    __slots__ = ("_cancel", "_request")
-
-    def __init__(self, request: Request, cancel: Callable[..., object]) -> None:
-        self._request = request
-        self._cancel = cancel
-
-    @property
-    def done(self) -> bool:
-        """Whether it has its answer."""
-        return self._request.state == "done"
-
-    def cancel(self) -> None:
-        """Compute nothing more for it; its caller gets ``CallerGone``."""
-        self._cancel(self._request, notify=True)
-
-
 def caller_gone(function: str) -> Failure:
     return Failure(CallerGone(function))
 
@@ -266,16 +242,15 @@ class Batch:
         oldest: When the first of them arrived.
     """
 
-    padding = 0.0
+    weight = padding = 0.0
     hung = False
 
-    def __init__(self, requests: list[Request], weight: float, started: float) -> None:
+    def __init__(self, requests: list[Request], started: float) -> None:
         self.group = requests[0].group
         self.extras: dict[str, Any] = {} if self.group is None else requests[0].extras
         self.requests = requests
         self.count = len(requests)
         self.oldest = requests[0].arrived
-        self.weight = weight
         self.started = started
 
     @property

@@ -434,7 +434,7 @@ class Batched(Decorated, Generic[X, Y]):
         except RuntimeError:
             waiting.require_loop("await f.aio(item)", "Call the function without .aio, in a thread")
             return await _result(self.submit(item, *others, timeout=timeout, priority=priority, **extras))
-        call = asyncio.Future(loop=loop)  # what loop.create_future() does, in half the time
+        call: asyncio.Future[Y] = asyncio.Future(loop=loop)  # what loop.create_future() does, in half the time
         request: Request = _new(Request)  # its __init__ would take as long as everything else here
         request.item, request.future, request.loop = item, call, loop
         if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
@@ -444,7 +444,7 @@ class Batched(Decorated, Generic[X, Y]):
                 request.weight = self._weigh(item)
             self._batcher.put_plain(request)
         try:
-            return await call  # type: ignore[no-any-return]
+            return await call
         except (asyncio.CancelledError, GeneratorExit):  # the task was cancelled, or the coroutine closed
             self._batcher.cancel(request)
             raise
