@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from operator import attrgetter, itemgetter
 
@@ -335,7 +336,7 @@ class Line:
 
 
 class Lines:
-    """All lines.
+    """All lines. The next one is found without looking at the others, as long as requests go in the order of arrival.
 
     Args:
         limits: Bounds of the queue.
@@ -353,6 +354,7 @@ class Lines:
         self.fairness: Fairness | None = None
         self.ungrouped = Line(None)
         self._grouped: dict[Hashable, Line] = {}
+        self._arrived: deque[Request] = deque()  # of groups, in that order; also some that do not wait any more
 
     def __iter__(self) -> Iterator[Line]:
         yield self.ungrouped
@@ -374,6 +376,13 @@ class Lines:
         self._limits = limits
         for request in self.live():
             request.patient_until = min(request.patient_until, request.arrived + limits.max_wait)
+        if self._in_order:
+            self._arrived = deque(sorted((one for one in self.live() if one.line), key=attrgetter("arrived")))
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether requests go in the order of their arrival."""
+        return self.fairness is None and not self._limits.max_wait
 
     def order(self) -> None:
         """From now on, requests go by the turns of their keys, and by priority."""
@@ -381,6 +390,7 @@ class Lines:
             fairness = Fairness(self._limits.shares, self._limits.ageing)
             fairness.recount(self.live())
             self.fairness = fairness  # last: an exception may interrupt this at any point
+            self._arrived.clear()
 
     def live(self) -> Iterator[Request]:
         return itertools.chain.from_iterable(line.requests for line in self)
@@ -411,6 +421,8 @@ class Lines:
             found = self._grouped.get(group)
             line = self._grouped[group] = Line(group) if found is None else found
             request.line = line
+            if self._in_order:
+                self._arrived.append(request)
         line.requests[request] = None
         if self._limits.weighed:
             line.weight += request.weight
@@ -453,17 +465,22 @@ class Lines:
 
         Call :meth:`taken` with what was taken from it.
         """
-        if not self._limits.max_wait and not self._grouped:
-            return self.ungrouped if self.ungrouped.requests else None
+        if self._in_order:
+            while self._arrived and self._arrived[0].state != "waiting":
+                self._arrived.popleft()
+            first, other = self.ungrouped.oldest, self._arrived[0] if self._arrived else None
+            if other is not None and (first is None or other.arrived < first.arrived):
+                first = other
+            return None if first is None else first.line or self.ungrouped
         due = {line: self._due(line, oldest) for line in self if (oldest := line.oldest) is not None}
-        first = min(due, key=due.__getitem__, default=None)
-        if first is None or (due[first] > now and not closed):
-            return None if first is None else due[first]
+        soonest = min(due, key=due.__getitem__, default=None)
+        if soonest is None or (due[soonest] > now and not closed):
+            return None if soonest is None else due[soonest]
         if self.fairness is None:
-            return first
+            return soonest
         ready = (line for line, at in due.items() if closed or at <= now)
-        request = self.fairness.first(request for line in ready for request in line.requests)
-        return first if request is None else request.line or self.ungrouped
+        turn = self.fairness.first(request for line in ready for request in line.requests)
+        return soonest if turn is None else turn.line or self.ungrouped
 
     def recount(self) -> int:
         """Count again what really waits, after an interruption at any point. Returns how many requests do."""

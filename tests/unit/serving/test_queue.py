@@ -532,12 +532,13 @@ def test_at_the_end_of_the_process_what_runs_is_refused_as_well() -> None:
     assert ([], []) == queue.finish(batch, ["late", "late"])
 
 
-def test_groups_are_computed_in_the_order_of_their_arrival() -> None:
-    """Also with hundreds of keyword arguments."""
-    queue = queue_of(max_queue=500)
-    for number in range(400):
+def test_the_next_group_is_found_without_looking_at_all_of_them() -> None:
+    """A free thread takes its batch at once, also with thousands of keyword arguments."""
+    queue = queue_of(max_queue=5_000)
+    for number in range(4_000):
         queue.admit(request(number, group=(("k", int, number),)), float(number))
     assert [[0], [1], [2]] == [taken(queue, 5_000.0) for _ in range(3)]
+    assert 4_000 - len(queue._lines._arrived) <= 3
 
 
 def test_a_batch_that_begins_can_read_all_of_its_items() -> None:
