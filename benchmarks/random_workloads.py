@@ -400,7 +400,7 @@ class _Fixed:
     def _batch(self, chosen: list[Any], now: float) -> Any:
         for request in chosen:
             request.state = "running"
-        return Batch(chosen, 0.0, now) if chosen else None
+        return Batch(chosen, now) if chosen else None
 
     def finish(self, batch: Batch, outcomes: list[Any], _failed: int) -> tuple[list[Any], list[Any]]:
         return self.answer(batch.requests, outcomes)

@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Self, TypedDict, cast, get_args
+from typing import Annotated, Any, Literal, Self, TypedDict, TypeVar, cast, get_args
 
 from modelguard import _units
 from modelguard._units import FunctionKind
@@ -558,6 +558,8 @@ def _type_name(annotation: Any) -> str:
 # What a caller passes to a batched function: checked before the item is queued, so that a mistake is that caller's.
 
 
+T = TypeVar("T")
+
 #: Sets of keyword names that are remembered as accepted. A function with ``**kwargs`` may be given ever new ones.
 _MANY_NAMES = 64
 #: ASGI applications are called with scope, receive and send.
@@ -631,12 +633,9 @@ class Arguments:
             if len(self._accepted) < _MANY_NAMES:
                 self._accepted.add(names)
         group = tuple((name, type(extras[name]), extras[name]) for name in names)
-        try:
-            for name in names:
-                _units.try_key(extras[name])
-        except Exception as error:  # noqa: BLE001 - of a __hash__ or an __eq__ of the caller's
-            why = f"only items with equal keyword arguments share a batch, so these must be hashable: {told(error)}"
-            raise ItemRefused(self._name, why=why) from None
+        why = "only items with equal keyword arguments share a batch, so these must be hashable"
+        for name in names:
+            self._try_key(extras[name], why)
         return group or None
 
     def check_items(self, items: object) -> None:
@@ -685,9 +684,11 @@ class Arguments:
             key = fair_by(item)
         except Exception as error:
             raise ItemRefused(self._name, why=f"fair_by failed: {told(error)}") from error
-        try:
-            _units.try_key(key)
-        except Exception as error:  # noqa: BLE001 - whatever the key's own code raises
-            why = f"the key from fair_by must be hashable: {told(error)}"
-            raise ItemRefused(self._name, why=why) from None
+        self._try_key(key, "the key from fair_by must be hashable")
         return key
+
+    def _try_key(self, value: object, why: str) -> None:
+        try:
+            _units.try_key(value)
+        except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
+            raise ItemRefused(self._name, why=f"{why}: {told(error)}") from None

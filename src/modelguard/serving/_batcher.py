@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import math
@@ -31,17 +30,13 @@ from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import (
     Batch,
     Callers,
-    PlainBatch,
-    QueuedCall,
     Request,
     deliver,
-    is_plain,
     loop_of,
-    request_of,
 )
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
-from modelguard.serving.status import BatchStatus, Counters, Limits
+from modelguard.serving.status import BatchStatus, Counters
 from modelguard.serving.streams import AsyncSteps, InlineParts, Steps, StreamRequest, StreamRun
 from modelguard.telemetry import logger
 
@@ -72,7 +67,8 @@ class ChosenSize:
         if (not auto and self._slo == math.inf) or (auto and auto.reachable is None):
             return  # nothing is chosen, or there were too few runs to say anything
         reachable = auto.reachable is not False
-        same = reachable == self._reachable and not self._differs(auto.size)
+        alike = max(auto.size, self._size) < _WORTH_REPORTING * min(auto.size, self._size)
+        same = alike and reachable == self._reachable
         if auto.slo == self._slo and (same or now - self._reported_at < _REPORT_INTERVAL):
             return
         event = telemetry.BatchSizeChosen(
@@ -86,9 +82,6 @@ class ChosenSize:
         self._size, self._slo, self._reachable = (auto.size if auto else 0), auto.slo, reachable
         self._reported_at = now
         telemetry.emit(event)
-
-    def _differs(self, size: int) -> bool:
-        return max(size, self._size) >= _WORTH_REPORTING * min(size, self._size)
 
 
 #: What counts as refused: the fields of ``RequestsRefused``, and those of the counters.
@@ -269,15 +262,10 @@ class Batcher(fork.Forkable):
         # One step less for those that are simply called.
         self._run = partial(compute, self._function) if options.kind == "function" else self._runner.batch
         self._scope = Scope(enclosing=frozenset({self}))  # of what a batch calls
-        self._own_keys = options.limits.fair
-        self._take_limits(options.limits)
+        self.limits = options.limits
         self._reset()
         _list(self)
         fork.register(self)
-
-    def _take_limits(self, limits: Limits) -> None:
-        self.limits = limits
-        self._bounded = limits.deadline != math.inf
 
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
@@ -292,16 +280,16 @@ class Batcher(fork.Forkable):
         #: Reentrant, because a finalizer or signal handler may want it in a thread that holds it. What these ask for is
         #: deferred until the state is consistent again.
         self._lock = threading.RLock()
-        self._deferred: deque[tuple[Request | asyncio.Future[Any], bool]] = deque()  # to cancel; whether to notify
+        self._deferred: deque[tuple[Request, bool]] = deque()  # to cancel; whether to notify
         self._idle: list[Wakeup] = []  # of threads without work; who takes one out sets it, without the lock
         self._wakeups: set[Wakeup] = set()  # of all threads
+        self._lacking = True  # whether a call has to see to a thread that computes it
         self._ended: dict[Wakeup, float] = {}  # when the run ended after which a thread has not rested
         self._nested = False  # whether a batch function has ever called this one
         self._watch = Watch(self.name, self._lock, self._check_time, self._after_check)
         self._hung = False  # whether a batch has overstayed since the events were last emitted
         self._drained = Wakeup()  # not an Event: the garbage collector may set it in the middle of a wait
         self._events = BatchEvents(self.name)
-        self._function.suspects.renew_lock()
 
     def __del__(self) -> None:
         self._wake_all()  # its threads, which end then
@@ -333,8 +321,8 @@ class Batcher(fork.Forkable):
                 raise GuardClosed(self.name)
             now = clock.now()
             self._options = self._options.changed(changes)
-            self._take_limits(self._options.limits)
-            self._queue.configure(self.limits, now)
+            self.limits = self._options.limits
+            self._queue.configure(self.limits)
             if self._queue.running and self._watch.due > now:
                 self._watch.schedule(now)  # a batch may count as hung sooner
         self._wake_all()  # they may be waiting for a batch to become due
@@ -349,7 +337,7 @@ class Batcher(fork.Forkable):
             CallerGone: The web request for which it is called has lost its client.
         """
         scope = current_scope.get()
-        if scope is None and timeout is None and not self._bounded:
+        if scope is None and timeout is None and self.limits.deadline == math.inf:
             return
         deadline = clock.now() + min(self.limits.deadline, math.inf if timeout is None else timeout)
         if scope is not None:
@@ -362,7 +350,7 @@ class Batcher(fork.Forkable):
                 self._nested = True
             if scope.key is not None or scope.priority:
                 request.priority = max(request.priority, scope.priority)
-                request.key = request.key if self._own_keys else scope.key
+                request.key = request.key if self.limits.fair else scope.key
                 self.order()
         request.deadline = deadline
 
@@ -404,9 +392,9 @@ class Batcher(fork.Forkable):
         scope = current_scope.get()
         if scope is not None and scope.web_request is not None:
             for request in requests:
-                scope.web_request.add(QueuedCall(request, self.cancel))
+                scope.web_request.add(request, partial(self.cancel, request, notify=True))
 
-    def put_plain(self, item: Any, future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop, weight: float) -> None:
+    def put_plain(self, request: Request) -> None:
         """:meth:`put` for a coroutine's call with nothing but an item; mostly without the lock.
 
         A lock costs as much as everything else here, and more while another thread holds it. Loops in several threads
@@ -419,34 +407,29 @@ class Batcher(fork.Forkable):
             or own_thread.open_blocks
             or current_scope.get() is not None
         ):
-            request = request_of((item, future, loop, now, weight), math.inf)
             self.bound(request, None)
             self.put(request)
             return
-        until = now + self.limits.deadline
+        request.arrived, request.deadline = now, now + self.limits.deadline
         try:
-            queue.inbox.append((item, future, loop, now, weight))
+            queue.inbox.append(request)
             # Read again, after the call was queued: a thread looks for work after it has written these.
-            if self._idle or len(self._wakeups) < self.limits.threads or queue.closed or until < self._watch.due:
-                self._attend_to(future, until)
+            if self._lacking or queue.closed or request.deadline < self._watch.due:
+                self._attend_to(request)
         except GuardClosed:
             raise
         except BaseException:  # as in put
-            with self._lock:
-                queued = queue.request_of(future)
-            if queued is not None:
-                self._withdraw(queued)
+            self._withdraw(request)
             raise
 
-    def _attend_to(self, future: asyncio.Future[Any], until: float) -> None:
+    def _attend_to(self, request: Request) -> None:
         """Have a thread compute what was put into the inbox. Raises what ``put`` does if there will be none."""
         with self._lock:
-            request = self._queue.request_of(future) if self._queue.closed else None
-            refused = request is not None and request.state == "waiting"
-            if request is not None and refused:
+            refused = self._queue.closed and request.state == "waiting"
+            if refused:
                 self._queue.withdraw(request)
             else:
-                self._look_at(until)
+                self._look_at(request.deadline)
             wakeup = self._find_thread()
         if wakeup is not None:
             wakeup.set()
@@ -511,8 +494,8 @@ class Batcher(fork.Forkable):
         owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition does
         return owned
 
-    def cancel(self, request: Request | asyncio.Future[Any], *, notify: bool = False) -> None:
-        """Drop a request, or a plain call. With ``notify`` its caller still waits, and gets ``CallerGone``."""
+    def cancel(self, request: Request, *, notify: bool = False) -> None:
+        """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
         self._deferred.append((request, notify))
         if not self._interrupted:  # else the change ends first
             self._settle()
@@ -535,10 +518,8 @@ class Batcher(fork.Forkable):
 
     def _cancel_deferred(self) -> None:
         while self._deferred:
-            one, notify = self._deferred.popleft()
-            request = one if isinstance(one, Request) else self._queue.request_of(one)
-            if request is not None:
-                self._queue.cancel(request, notify=notify)
+            request, notify = self._deferred.popleft()
+            self._queue.cancel(request, notify=notify)
 
     def _settle(self, *, callbacks_elsewhere: bool = False) -> None:
         """Do what was deferred, and deliver the failures that the queue decided on. Called without the lock.
@@ -553,9 +534,10 @@ class Batcher(fork.Forkable):
             drained = queue.closed and queue.idle
         if callbacks_elsewhere and (futures := [pair for pair in pairs if pair[0].calls_back]):
             with contextlib.suppress(RuntimeError):  # no thread can be started: deliver them here
-                start_thread(partial(deliver, futures), "modelguard-deliver")
+                start_thread(partial(deliver, *zip(*futures, strict=True)), "modelguard-deliver")
                 pairs = [pair for pair in pairs if not pair[0].calls_back]
-        deliver(pairs)
+        if pairs:
+            deliver(*zip(*pairs, strict=True))
         if drained:
             with self._lock:
                 if queue.closed and queue.idle:  # not reopened meanwhile
@@ -574,11 +556,14 @@ class Batcher(fork.Forkable):
 
     def _find_thread(self) -> Wakeup | None:
         """The wakeup of a thread without work. If there is none, start a thread, if more are allowed. With the lock."""
-        if self._idle:
-            return self._idle.pop()
-        if len(self._wakeups) < self.limits.threads:
+        wakeup = self._idle.pop() if self._idle else None
+        if wakeup is None and len(self._wakeups) < self.limits.threads:
             self._start_thread()
-        return None
+        self._count_threads()
+        return wakeup
+
+    def _count_threads(self) -> None:
+        self._lacking = bool(self._idle) or len(self._wakeups) < self.limits.threads
 
     def _start_thread(self) -> None:
         wakeup = Wakeup()
@@ -601,6 +586,7 @@ class Batcher(fork.Forkable):
         self._wakeups.discard(wakeup)
         if wakeup in self._idle:
             self._idle.remove(wakeup)
+        self._count_threads()
 
     def _wake_all(self) -> None:
         """Have every thread look for work."""
@@ -635,6 +621,7 @@ class Batcher(fork.Forkable):
         with self._lock:
             if wakeup in self._idle:
                 self._idle.remove(wakeup)
+                self._count_threads()
             found = queue.next_batch(clock.now())
             if isinstance(found, Batch):
                 self._look_at(found.started + self.limits.hang_after)
@@ -663,6 +650,7 @@ class Batcher(fork.Forkable):
             self._wakeups.add(wakeup)
             return 0.0
         self._idle.append(wakeup)
+        self._lacking = True
         if self._queue.inbox:  # since it was emptied, by a call that saw this one work
             return 0.0
         return LINGER if seconds is None else min(seconds, LINGER)
@@ -677,7 +665,7 @@ class Batcher(fork.Forkable):
                 2,000 requests a second on a slow machine, of which a quarter was answered too late.
         """
         scope = self._scope
-        if self._nested and not is_plain(batch):
+        if self._nested:
             scope = Scope(enclosing=scope.enclosing.union(*(request.enclosing for request in batch.requests)))
         started = clock.now()
         token = current_scope.set(scope)
@@ -689,17 +677,13 @@ class Batcher(fork.Forkable):
         with self._lock:
             self._learn(batch, computed, seconds, between, now)
             queue.counters.bisected += bool(computed.reruns)
-            plain = batch if isinstance(batch, PlainBatch) and queue.finish_plain(batch, computed.failed) else None
-            requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed) if plain is None else ([], [])
+            requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed)
             change = queue.record_verdict(batch, computed.verdict, now)
         # Before the answers: who gets one needs the interpreter's lock next, and finds the fresh model asked for.
         if change == "opened":
             self._ask_for_model()
         quiet = change is None and computed.error is None and self._events.quiet(queue)
-        if plain is not None:
-            plain.deliver(computed.outcomes)
-        else:
-            deliver(zip(requests, outcomes, strict=True))
+        deliver(requests, outcomes)
         if queue.undelivered or queue.closed or self._deferred:
             self._settle()
         if not quiet:
@@ -729,7 +713,7 @@ class Batcher(fork.Forkable):
     def _answer(self, requests: list[Request], outcomes: list[Any]) -> None:
         with self._lock:
             requests, outcomes = self._queue.answer(requests, outcomes)
-        deliver(zip(requests, outcomes, strict=True))
+        deliver(requests, outcomes)
 
     # What the thread that looks after time does
 

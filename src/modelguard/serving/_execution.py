@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import threading
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ from modelguard.errors import (
 from modelguard.facts._gpu import TORCH_CUDA, free_after
 from modelguard.runtime import own_thread
 from modelguard.runtime.event_loops import AllLeft, LoopEnded
-from modelguard.serving._requests import Batch, Failure, Request
+from modelguard.serving._requests import Batch, Failure, Request, count_failures
 from modelguard.serving.status import Verdict
 
 # Which items made their batch raise: found in the traceback, or remembered from the last time.
@@ -81,13 +79,8 @@ class Suspects:
     """What one batch function has learned about bad items. Thread-safe."""
 
     def __init__(self) -> None:
-        self.renew_lock()
-        self._known: OrderedDict[Hashable, Known] = OrderedDict()
+        self._known: dict[Hashable, Known] = {}  # changed in single steps, so it needs no lock
         self._trust = 1.0
-
-    def renew_lock(self) -> None:
-        """In a forked child: a thread of the parent may have held the lock."""
-        self._lock = threading.RLock()  # reentrant: items compare by code of their own
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -101,20 +94,18 @@ class Suspects:
     def failed(self, item: Any, group: Hashable, error: Exception, text: str, now: float) -> None:
         try:
             key = _key(item, group)
-            with self._lock:
-                before = self._known.pop(key, None)
-                times = 1 if before is None else before.times + 1
-                pause = min(_SECONDS * 2.0 ** max(times - _CERTAIN, 0), _LONGEST)
-                self._known[key] = Known(_copied(error), text, times, now + pause)
-                if len(self._known) > _REMEMBERED:
-                    self._known.popitem(last=False)
+            before = self._known.pop(key, None)
+            times = 1 if before is None else before.times + 1
+            pause = min(_SECONDS * 2.0 ** max(times - _CERTAIN, 0), _LONGEST)
+            self._known[key] = Known(_copied(error), text, times, now + pause)
+            if len(self._known) > _REMEMBERED:
+                self._known.pop(next(iter(self._known)), None)
         except Exception:  # noqa: BLE001 - as above
             return
 
     def succeeded(self, item: Any, group: Hashable) -> None:
         try:
-            with self._lock:
-                self._known.pop(_key(item, group), None)
+            self._known.pop(_key(item, group), None)
         except Exception:  # noqa: BLE001 - as above
             return
 
@@ -207,10 +198,6 @@ def wrap_errors(results: list[Any], name: str) -> list[Any]:
             seen.add(id(result))
             wrapped.append(Failure(error_for_caller(result, name, 1)))
     return wrapped
-
-
-def count_failures(outcomes: list[Any]) -> int:
-    return sum(type(outcome) is Failure for outcome in outcomes)
 
 
 def error_for_caller(error: BaseException, name: str, count: int) -> Exception:
@@ -374,10 +361,11 @@ def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Co
         parts = _Parts(function, batch, answer)
         parts.isolate([*range(batch.count)], error)
         return parts.computed(error)
-    if any(issubclass(kind, BaseException) for kind in {*map(type, results)}):
-        results = wrap_errors(results, function.name)
-        failed = count_failures(results)
-        return Computed(results, failed, "succeeded" if failed < len(results) else "inconclusive")
+    for kind in {*map(type, results)}:
+        if issubclass(kind, BaseException):
+            results = wrap_errors(results, function.name)
+            failed = count_failures(results)
+            return Computed(results, failed, "succeeded" if failed < len(results) else "inconclusive")
     return Computed(results)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from operator import attrgetter, itemgetter
 
@@ -313,20 +313,14 @@ class Line:
         group: Their keyword arguments.
         requests: What waits.
         weight: The weight of what waits; 0 if nothing is weighed.
-        due: When its next batch has to start; infinity while it is empty.
-        nearest: No request has a deadline before this.
-        waited_until: What came by then has waited for a full batch, which went without it.
     """
 
-    __slots__ = ("due", "group", "nearest", "requests", "waited_until", "weight")
+    __slots__ = ("group", "requests", "weight")
 
     def __init__(self, group: Group | None) -> None:
         self.group = group
         self.requests: dict[Request, None] = {}
         self.weight = 0.0
-        self.due = math.inf
-        self.nearest = math.inf
-        self.waited_until = -math.inf
 
     @property
     def waiting(self) -> int:
@@ -357,12 +351,10 @@ class Lines:
         self._limits = limits
         self.full_size = limits.max_size
         self._takes = takes
-        self._former_wait, self._changed = math.inf, -math.inf
         self.fairness: Fairness | None = None
         self.ungrouped = Line(None)
         self._grouped: dict[Hashable, Line] = {}
-        self._heap: list[tuple[float, int, Line]] = []  # the number makes entries comparable
-        self._number = itertools.count()
+        self._arrived: deque[Request] = deque()  # of groups, in that order; also some that do not wait any more
 
     def __iter__(self) -> Iterator[Line]:
         yield self.ungrouped
@@ -379,20 +371,18 @@ class Lines:
         """The line of a group; None if nothing of it waits."""
         return self.ungrouped if group is None else self._grouped.get(group)
 
-    def configure(self, limits: Limits, full_size: int, now: float) -> None:
+    def configure(self, limits: Limits) -> None:
         """Use these limits from now on. What waits does so no longer than it would have."""
-        self._former_wait = min(self._limits.max_wait, self._former_wait if self._waits_from_before() else math.inf)
-        self._limits, self.full_size, self._changed = limits, full_size, now
-        self._heap.clear()
-        for line in self:
-            line.due = math.inf
-            if (line.group is not None or limits.max_wait) and (due := self._next_due(line)) is not None:
-                self._push(line, due)
+        self._limits = limits
+        for request in self.live():
+            request.patient_until = min(request.patient_until, request.arrived + limits.max_wait)
+        if self._in_order:
+            self._arrived = deque(sorted((one for one in self.live() if one.line), key=attrgetter("arrived")))
 
-    def _waits_from_before(self) -> bool:
-        """Whether anything waits that came before the limits were last changed."""
-        oldest = (line.oldest for line in self)
-        return any(one is not None and one.arrived <= self._changed for one in oldest)
+    @property
+    def _in_order(self) -> bool:
+        """Whether requests go in the order of their arrival."""
+        return self.fairness is None and not self._limits.max_wait
 
     def order(self) -> None:
         """From now on, requests go by the turns of their keys, and by priority."""
@@ -400,6 +390,7 @@ class Lines:
             fairness = Fairness(self._limits.shares, self._limits.ageing)
             fairness.recount(self.live())
             self.fairness = fairness  # last: an exception may interrupt this at any point
+            self._arrived.clear()
 
     def live(self) -> Iterator[Request]:
         return itertools.chain.from_iterable(line.requests for line in self)
@@ -422,7 +413,7 @@ class Lines:
             return round(line.waiting * sooner), line.weight * sooner
         return self.fairness.ahead(request, line.requests, all_of_them=len(self) <= 1)
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: Request) -> None:
         group = request.group
         if group is None:
             line = self.ungrouped
@@ -430,14 +421,15 @@ class Lines:
             found = self._grouped.get(group)
             line = self._grouped[group] = Line(group) if found is None else found
             request.line = line
+            if self._in_order:
+                self._arrived.append(request)
         line.requests[request] = None
         if self._limits.weighed:
             line.weight += request.weight
-        line.nearest = min(line.nearest, request.deadline)
+        if self._limits.max_wait:
+            request.patient_until = request.arrived + self._limits.max_wait
         if self.fairness is not None:
             self.fairness.joined(request)
-        if group is not None or self._limits.max_wait:
-            self._note_due(line, now)
 
     def removed(self, request: Request) -> None:
         line = request.line or self.ungrouped
@@ -451,10 +443,8 @@ class Lines:
 
     def taken(self, line: Line, requests: list[Request]) -> None:
         """Take these requests, a batch, out of their line."""
-        count = len(line.requests)
-        if len(requests) < self.full_size <= count and (newest := line.newest) is not None:
-            line.waited_until = newest.arrived
-        if len(requests) == count:
+        left_behind = len(requests) < self.full_size <= line.waiting
+        if len(requests) == line.waiting:
             line.requests.clear()
         else:
             for request in requests:
@@ -464,40 +454,33 @@ class Lines:
         if self._limits.weighed:
             weight = math.fsum(request.weight for request in requests)
             line.weight = max(line.weight - weight, 0.0) if line.requests else 0.0
-        line.due = math.inf
         if not line.requests:
-            line.nearest = math.inf
-        if (line.group is not None or self._limits.max_wait) and (due := self._next_due(line)) is not None:
-            self._push(line, due)
+            self._remove(line)
+        elif left_behind and self._limits.max_wait:
+            for request in line.requests:  # they have waited for a full batch, which went without them
+                request.patient_until = -math.inf
 
     def next(self, now: float, *, closed: bool) -> Line | float | None:
         """The line whose batch starts now; or when to ask again; or None if nothing waits.
 
         Call :meth:`taken` with what was taken from it.
         """
-        if not self._limits.max_wait and not self._grouped:
-            return self.ungrouped if self.ungrouped.requests else None
-        found = self._next_by_arrival(now, closed=closed)
-        if self.fairness is None or not isinstance(found, Line):
-            return found
-        due = (line for line in self if closed or line.due <= now or not self._limits.max_wait)
-        first = self.fairness.first(request for line in due for request in line.requests)
-        return found if first is None else first.line or self.ungrouped
-
-    def _next_by_arrival(self, now: float, *, closed: bool) -> Line | float | None:
-        heap, later = self._heap, None
-        while heap:
-            due, _, line = heap[0]
-            if due == line.due and due > now and not closed:
-                later = due
-                break
-            heapq.heappop(heap)
-            if due != line.due or (actual := self._next_due(line)) is None:
-                continue  # another entry of this line counts, or it is empty
-            self._push(line, actual)
-            if actual <= now or closed:
-                return self._older(line)
-        return later if self._limits.max_wait or not self.ungrouped.requests else self.ungrouped
+        if self._in_order:
+            while self._arrived and self._arrived[0].state != "waiting":
+                self._arrived.popleft()
+            first, other = self.ungrouped.oldest, self._arrived[0] if self._arrived else None
+            if other is not None and (first is None or other.arrived < first.arrived):
+                first = other
+            return None if first is None else first.line or self.ungrouped
+        due = {line: self._due(line, oldest) for line in self if (oldest := line.oldest) is not None}
+        soonest = min(due, key=due.__getitem__, default=None)
+        if soonest is None or (due[soonest] > now and not closed):
+            return None if soonest is None else due[soonest]
+        if self.fairness is None:
+            return soonest
+        ready = (line for line, at in due.items() if closed or at <= now)
+        turn = self.fairness.first(request for line in ready for request in line.requests)
+        return soonest if turn is None else turn.line or self.ungrouped
 
     def recount(self) -> int:
         """Count again what really waits, after an interruption at any point. Returns how many requests do."""
@@ -510,57 +493,22 @@ class Lines:
             self.fairness.recount(self.live())
         return sum(line.waiting for line in self)
 
-    def _older(self, line: Line) -> Line:
-        """This line, or the ungrouped one if its oldest request came first."""
-        mine, other = line.oldest, self.ungrouped.oldest
-        if self._limits.max_wait or mine is None or other is None or other.arrived >= mine.arrived:
-            return line
-        return self.ungrouped
-
-    def _note_due(self, line: Line, now: float) -> None:
-        """Bring the start of a line's batch forward, if its newest request requires that."""
-        if not self._limits.max_wait:
-            if line.due == math.inf:
-                self._push(line, now)
-            return
-        oldest = line.oldest
-        if oldest is not None and (due := self._due(line, oldest)) < line.due:
-            self._push(line, due)
-
-    def _next_due(self, line: Line) -> float | None:
-        """When a batch of this line has to start; None if it is empty."""
-        oldest = line.oldest
-        if oldest is None:
-            self._remove(line)
-            return None
-        if not self._limits.max_wait:
-            return oldest.arrived
-        if line.waiting < self.full_size:  # else its batch starts at once
-            line.nearest = min(request.deadline for request in line.requests)
-        return self._due(line, oldest)
-
     def _due(self, line: Line, oldest: Request) -> float:
-        """When a batch has to start: at once if it is full, else ``max_wait`` after the oldest request came."""
+        """When its batch has to start: at once if it is full, else when the oldest request has waited enough."""
         limits = self._limits
         full = line.waiting >= self.full_size or line.weight >= limits.max_weight
-        if full or oldest.arrived <= line.waited_until:
+        if full or oldest.patient_until <= oldest.arrived:
             return oldest.arrived
-        wait = min(limits.max_wait, self._former_wait) if oldest.arrived <= self._changed else limits.max_wait
-        due = oldest.arrived + wait
-        if line.nearest == math.inf:
-            return due
+        nearest = min(request.deadline for request in line.requests)
+        if nearest == math.inf:
+            return oldest.patient_until
         takes = self._takes(line)
         if takes is None:  # unmeasured, so the latest start that meets the deadline is unknown
-            return oldest.arrived if line.nearest <= due else due
-        return min(due, max(line.nearest - takes, oldest.arrived))
-
-    def _push(self, line: Line, due: float) -> None:
-        line.due = due
-        heapq.heappush(self._heap, (due, next(self._number), line))
+            return oldest.arrived if nearest <= oldest.patient_until else oldest.patient_until
+        return min(oldest.patient_until, max(nearest - takes, oldest.arrived))
 
     def _remove(self, line: Line) -> None:
         """Remove an empty line. It stays if the group's hash has changed, because its values were modified."""
-        line.due = line.nearest = math.inf
         if line.group is not None:
             with contextlib.suppress(Exception):
                 del self._grouped[line.group]

@@ -7,7 +7,6 @@ Calls that need no decision may be put into ``inbox`` without the lock.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import heapq
 import itertools
@@ -31,12 +30,9 @@ from modelguard.serving._planner import GoalSize, Planner
 from modelguard.serving._requests import (
     Batch,
     Failure,
-    PlainBatch,
-    PlainCall,
     Request,
     caller_gone,
-    is_plain,
-    request_of,
+    count_failures,
 )
 from modelguard.serving._times import BatchTimes
 from modelguard.serving.breaker import Circuit
@@ -136,8 +132,8 @@ class BatchQueue:
     """The state of one batcher.
 
     Attributes:
-        inbox: Plain calls that wait as well, and are not counted yet.
-        sure: While fewer wait, a plain call has room, and its answer in time if no batch runs for longer than expected.
+        inbox: Requests that wait as well, and are not counted yet.
+        sure: While fewer wait, one more has room, and its answer in time if no batch runs for longer than expected.
         overdue: When one does; infinity while none runs.
         waiting: Requests that wait, without those that expired or were cancelled.
         running: Batches under way.
@@ -152,10 +148,9 @@ class BatchQueue:
         self.times = BatchTimes()
         self._planner = Planner(limits, self.times)
         self._lines = Lines(limits, self._planner.latest_start)
-        self._lines.full_size = self._planner.most
         self._take_limits(limits)
         self._expiry = Expiry()
-        self.inbox: deque[PlainCall] = deque()
+        self.inbox: deque[Request] = deque()
         self.waiting = 0
         self.running: list[Batch] = []
         self.overdue = math.inf
@@ -176,61 +171,41 @@ class BatchQueue:
         return self._lines.fairness is not None
 
     def order(self) -> None:
-        self._sorted = self._picky = True  # first: an exception may interrupt this at any point
+        self._picky = True  # first: an exception may interrupt this at any point
         self.sure = 0
         self.take_in()
         self._lines.order()
 
     def _take_limits(self, limits: Limits) -> None:
         self._limits = limits
-        self._max_queue = limits.max_queue
-        # Whether a line has to know more than its requests, and whether the next batch may be others than the first.
-        self._sorted = self.ordered or limits.weighed or limits.max_wait > 0
+        # Whether the next batch may be others than the first.
         bounded = limits.max_weight != math.inf or limits.slo != math.inf
         self._picky = self.ordered or bounded or limits.padded
 
-    def configure(self, limits: Limits, now: float) -> None:
+    def configure(self, limits: Limits) -> None:
         """Bound batches, queue and calls by these limits from now on. What waits keeps its deadline and its wait."""
         self.take_in()
         self._take_limits(limits)
         self._planner.configure(limits)
-        self._lines.configure(limits, self._planner.most, now)
-        self._note_sure()
+        self._lines.configure(limits)
+        self._note_most()
 
     # In
 
     def take_in(self) -> None:
-        """Make requests of the plain calls that wait."""
+        """Have what was put into the inbox wait with all others."""
         if count := len(self.inbox):
             self.waiting += count  # first: callers add up both, and may count a call twice, but not miss one
-            calls = self._note(count)
-            for call in calls:
-                request = request_of(call, self._limits.deadline)
-                self._lines.add(request, request.arrived)
+            for request in self._note(count):
+                self._lines.add(request)
                 if request.deadline != math.inf:
                     self._expiry.add(request)
 
-    def _note(self, count: int) -> list[PlainCall]:
-        """The first plain calls out of the inbox."""
+    def _note(self, count: int) -> list[Request]:
+        """The first requests out of the inbox."""
         self._planner.note_admitted(self._limits.deadline, count)
         take = self.inbox.popleft
         return [take() for _ in range(count)]
-
-    def request_of(self, future: asyncio.Future[Any]) -> Request | None:
-        """The request of a plain call; None if it has its answer already."""
-        self.take_in()
-        for batch in self.running:
-            if isinstance(batch, PlainBatch) and batch.has(future):
-                self._make_requests(batch)
-        running = itertools.chain.from_iterable(batch.requests for batch in self.running if not is_plain(batch))
-        both = itertools.chain(self._lines.live(), running)
-        return next((one for one in both if one.future is future), None)
-
-    def _make_requests(self, batch: PlainBatch) -> None:
-        if is_plain(batch):
-            for request in batch.requests:
-                if request.deadline != math.inf:
-                    self._expiry.add(request)
 
     def admit(self, request: Request, now: float) -> None:
         """Queue a request whose deadline, weight and group are set.
@@ -244,7 +219,7 @@ class BatchQueue:
         self.expire(now)
         request.arrived = now
         displaced = None
-        if self.waiting >= self._max_queue or self.may_refuse:
+        if self.waiting >= self._limits.max_queue or self.may_refuse:
             if self.closed:
                 raise GuardClosed(self._limits.name)
             displaced = self._check_room(request, now)
@@ -255,7 +230,7 @@ class BatchQueue:
             self._planner.note_admitted(math.inf)
         if displaced is not None:
             self._drop(displaced, Failure(self._queue_full(now, displaced=True)))
-        self._lines.add(request, now)
+        self._lines.add(request)
         self.waiting += 1
         if bounded:
             self._expiry.add(request)
@@ -271,7 +246,7 @@ class BatchQueue:
         self.expire(now)
         self._together = len(requests)
         try:
-            if not self.closed and self.waiting + len(requests) > self._max_queue:
+            if not self.closed and self.waiting + len(requests) > self._limits.max_queue:
                 raise self._queue_full(now)
             for request in requests:
                 self.admit(request, now)
@@ -389,8 +364,8 @@ class BatchQueue:
         if not self.waiting:
             if not self.inbox:
                 return None
-            if (batch := self._plain_batch(now)) is not None:
-                return batch
+            if count := self._straight(now):
+                return self._start(self._note(count), now)
         self.take_in()
         self.expire(now)
         while True:
@@ -401,20 +376,16 @@ class BatchQueue:
             if requests:
                 return self._start(requests, now)
 
-    def _plain_batch(self, now: float) -> Batch | None:
-        """The next batch of what waits, all of it plain calls; None if that takes a closer look."""
+    def _straight(self, now: float) -> int:
+        """How many come straight from the inbox as the next batch; 0 if that takes a closer look."""
         limits = self._limits
         if limits.max_weight != math.inf or limits.padded or self.ordered or limits.max_wait:
-            return None
-        count, timeout = len(self.inbox), limits.deadline
-        if self._picky or timeout != math.inf:
-            until = self.inbox[0][3] + timeout
-            count = self._planner.takes_first(count, None, until, now, lines=1, in_order=timeout != math.inf)
-        else:
-            count = min(count, self._planner.most)
-        if not count:
-            return None
-        return self._begin(PlainBatch(self._note(count), timeout, now, weighed=limits.weighed))
+            return 0
+        bounded = limits.deadline != math.inf
+        if not (self._picky or bounded):
+            return min(len(self.inbox), self._planner.most)
+        nearest = self.inbox[0].deadline
+        return self._planner.takes_first(len(self.inbox), None, nearest, now, lines=1, in_order=bounded)
 
     def _take(self, line: Line, now: float) -> list[Request]:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
@@ -422,8 +393,6 @@ class BatchQueue:
             requests = self._choose(line, now)
         else:
             requests = list(itertools.islice(line.requests, self._planner.most))
-        for request in requests:
-            request.state = "running"
         self.waiting -= len(requests)
         self._lines.taken(line, requests)
         return requests
@@ -440,24 +409,16 @@ class BatchQueue:
         return requests
 
     def _start(self, requests: list[Request], now: float) -> Batch:
-        batch = Batch(requests, 0.0, now)
-        if self._sorted:
+        for request in requests:
+            request.state = "running"
+        batch = Batch(requests, now)
+        if self._picky:
             batch.oldest = min(request.arrived for request in requests)
-            if self._limits.weighed:
-                batch.weigh(padded=self._limits.padded)
-        return self._begin(batch)
-
-    def _begin(self, batch: Batch) -> Batch:
+        if self._limits.weighed:
+            batch.weigh(padded=self._limits.padded)
         self.running.append(batch)
         self.overdue = self._planner.overdue(self.running)
         return batch
-
-    def _end_batch(self, batch: Batch, count: int, failed: int) -> None:
-        self.running.remove(batch)
-        self.overdue = self._planner.overdue(self.running)
-        self.counters.batches += 1
-        self.counters.failed += failed
-        self.counters.answered += count - failed
 
     def finish(self, batch: Batch, outcomes: list[Any], failed: int = 0) -> tuple[list[Request], list[Any]]:
         """End a batch.
@@ -470,27 +431,21 @@ class BatchQueue:
         Returns:
             The requests whose callers still wait, and their outcomes.
         """
-        self.take_in()
         requests = batch.requests
         if self._abandoned:
-            pairs = [pair for pair in zip(requests, outcomes, strict=True) if pair[0].state != "done"]
-            self._abandoned -= len(requests) - len(pairs)
-            requests, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            failed = sum(type(outcome) is Failure for outcome in outcomes)
+            requests, outcomes = _live(requests, outcomes)
+            self._abandoned -= batch.count - len(requests)
+            failed = count_failures(outcomes)
         for request in batch.requests:  # what _end would do, without its call
             request.state = "done"
             request.item = None
         if self._expiry:
-            self._expiry.settle(requests)
-        self._end_batch(batch, len(requests), failed)
+            self._expiry.settle(batch.requests)
+        self.running.remove(batch)
+        self.overdue = self._planner.overdue(self.running)
+        self.counters.batches += 1
+        self._count(len(requests), failed)
         return requests, outcomes
-
-    def finish_plain(self, batch: PlainBatch, failed: int) -> bool:
-        """End a batch of plain calls; false if one of them has got a request, so that it takes :meth:`finish`."""
-        if not is_plain(batch):
-            return False
-        self._end_batch(batch, batch.count, failed)
-        return True
 
     def answer(self, requests: list[Request], outcomes: list[Any]) -> tuple[list[Request], list[Any]]:
         """Answer some requests of a batch that is still being computed.
@@ -498,14 +453,16 @@ class BatchQueue:
         Returns:
             The requests whose callers still wait, and their outcomes.
         """
-        live = [pair for pair in zip(requests, outcomes, strict=True) if pair[0].state != "done"]
-        failed = sum(type(outcome) is Failure for _, outcome in live)
-        for request, _ in live:
+        requests, outcomes = _live(requests, outcomes)
+        for request in requests:
             self._end(request, None)
-        self._abandoned += len(live)
+        self._abandoned += len(requests)
+        self._count(len(requests), count_failures(outcomes))
+        return requests, outcomes
+
+    def _count(self, ended: int, failed: int) -> None:
         self.counters.failed += failed
-        self.counters.answered += len(live) - failed
-        return [pair[0] for pair in live], [pair[1] for pair in live]
+        self.counters.answered += ended - failed
 
     def record_verdict(self, batch: Batch, verdict: Verdict, now: float) -> CircuitChange:
         """Tell the breaker how a batch went. Returns whether that opened or closed the circuit."""
@@ -555,9 +512,6 @@ class BatchQueue:
 
     def _note_most(self) -> None:
         self._lines.full_size = self._planner.most
-        self._note_sure()
-
-    def _note_sure(self) -> None:
         special = self.may_refuse or self.ordered or self._limits.max_wait
         self.sure = 0 if special else self._planner.sure()
 
@@ -568,10 +522,10 @@ class BatchQueue:
             self._drop_late(request, now)
 
     def expire_all(self, now: float) -> None:
-        """:meth:`expire`, plain calls included: they get requests, whose deadlines stand with all others."""
-        for batch in self.running:
-            if isinstance(batch, PlainBatch):
-                self._make_requests(batch)
+        """:meth:`expire`, also what came straight from the inbox: those deadlines stand with all others from now on."""
+        for request in itertools.chain.from_iterable(batch.requests for batch in self.running):
+            if request.timer is None and request.state == "running" and request.deadline != math.inf:
+                self._expiry.add(request)
         self.take_in()
         self.expire(now)
 
@@ -601,7 +555,7 @@ class BatchQueue:
     def reopen(self) -> None:
         self.closed = False
         self.may_refuse = self.circuit is not None or self._limits.quota is not None
-        self._note_sure()
+        self._note_most()
 
     def refuse_waiting(self, error: ModelGuardError) -> None:
         """Fail everything that waits, each request with a copy of the error."""
@@ -616,8 +570,7 @@ class BatchQueue:
 
     def disown(self) -> None:
         """In a forked child: what waits and runs is the parent's, and cancelling it here must change nothing."""
-        running = [batch.requests for batch in self.running if not is_plain(batch)]
-        for request in itertools.chain(self._lines.live(), *running):
+        for request in itertools.chain(self.inbox, self._lines.live(), *(batch.requests for batch in self.running)):
             request.state = "done"
 
     # Its state
@@ -682,3 +635,9 @@ class BatchQueue:
             self._expiry.settle([request])
         if failure is not None:
             self.undelivered.append((request, failure))
+
+
+def _live(requests: list[Request], outcomes: list[Any]) -> tuple[list[Request], list[Any]]:
+    """Those whose callers still wait, and their outcomes."""
+    live = [request.state != "done" for request in requests]
+    return list(itertools.compress(requests, live)), list(itertools.compress(outcomes, live))

@@ -7,9 +7,9 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 from modelguard.errors import CallerGone
@@ -31,6 +31,10 @@ class Failure:
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
+
+
+def count_failures(outcomes: Sequence[Any]) -> int:
+    return sum(type(outcome) is Failure for outcome in outcomes)
 
 
 class Request:
@@ -58,6 +62,7 @@ class Request:
         priority: Requests of the same key that have a higher one go first.
         flow: The requests of its key that wait with it. Set by the fairness alone, as is ``rank``.
         rank: When it would have come, in seconds, to be where its priority puts it.
+        patient_until: So long it waits for a fuller batch, by its arrival or before that not at all. Set by the lines.
     """
 
     arrived = 0.0
@@ -76,6 +81,7 @@ class Request:
     priority: int = 0
     flow: Any = None
     rank = 0.0
+    patient_until = -math.inf
     _outcome: Any = None
 
     def __init__(self, item: Any, future: Any = None, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -99,7 +105,7 @@ class Request:
         Called once and without any lock held; on its event loop, if it has one.
         """
         if self.loop is not None:
-            _complete([self.future], [outcome])
+            _complete([self], [outcome])
         elif self.future is not None:
             self.future.complete(outcome)
         elif self.answered is not None:
@@ -123,16 +129,10 @@ class Request:
         return outcome
 
 
-#: A call on an event loop with nothing but an item: the item, what the caller awaits, its loop, when it came, and the
-#: item's weight. It has no request of its own as long as nothing happens to it but a batch.
-PlainCall: TypeAlias = tuple[Any, asyncio.Future[Any], asyncio.AbstractEventLoop, float, float]
-
-
-def request_of(call: PlainCall, timeout: float) -> Request:
-    item, future, loop, arrived, weight = call
-    request = Request(item, future, loop)
-    request.arrived, request.deadline, request.weight = arrived, arrived + timeout, weight
-    return request
+#: The first instance has all attributes: then others have theirs side by side, and no dict each, which takes long.
+_first = Request(None)
+for _name in Request.__annotations__:
+    setattr(_first, _name, None)
 
 
 class CancellableFuture(Future[Any]):
@@ -178,84 +178,44 @@ def loop_of(group: Group | None) -> asyncio.AbstractEventLoop:
     return loop
 
 
-class QueuedCall:
-    """A queued request, as its web request sees it.
-
-    Args:
-        request: The request.
-        cancel: Takes it out of its queue; with ``notify`` its caller gets ``CallerGone``.
-    """
-
-    __slots__ = ("_cancel", "_request")
-
-    def __init__(self, request: Request, cancel: Callable[..., object]) -> None:
-        self._request = request
-        self._cancel = cancel
-
-    @property
-    def done(self) -> bool:
-        """Whether it has its answer."""
-        return self._request.state == "done"
-
-    def cancel(self) -> None:
-        """Compute nothing more for it; its caller gets ``CallerGone``."""
-        self._cancel(self._request, notify=True)
-
-
 def caller_gone(function: str) -> Failure:
     return Failure(CallerGone(function))
 
 
-def deliver(pairs: Iterable[tuple[Request, Any]]) -> None:
+def deliver(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
     """Hand each request its outcome. Each event loop is woken once for all of its requests. Never raises.
 
     Futures come last: their callbacks are other people's code, and nobody else should wait for it.
     """
-    awaited: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any], Any]] = []
-    futures: list[tuple[Request, Any]] = []
-    for request, outcome in pairs:
-        if request.loop is not None:
-            awaited.append((request.loop, request.future, outcome))
-        elif request.future is not None:
-            futures.append((request, outcome))
-        else:
-            request.deliver(outcome)
-    if awaited:
-        deliver_on_loops(*zip(*awaited, strict=True))
-    for request, outcome in futures:
-        try:
-            request.deliver(outcome)
-        except BaseException:  # noqa: BLE001 - whatever a callback raises, the others get their outcomes
-            with contextlib.suppress(BaseException):  # a log handler that raises must not stop them either
-                logger.exception("modelguard: a callback of a submitted call failed")
+    loops = {request.loop for request in requests}
+    if len(loops) > 1:
+        for loop in sorted(loops, key=lambda one: one is None):
+            its = [at for at, request in enumerate(requests) if request.loop is loop]
+            deliver([requests[at] for at in its], [outcomes[at] for at in its])
+    elif None not in loops:
+        for loop in loops:  # one, or none where there are no requests
+            call_on(loop, _complete, requests, outcomes)
+    else:
+        for request, outcome in sorted(zip(requests, outcomes, strict=True), key=lambda pair: pair[0].calls_back):
+            try:
+                request.deliver(outcome)
+            except BaseException:  # noqa: BLE001 - whatever a callback raises, the others get their outcomes
+                with contextlib.suppress(BaseException):  # a log handler that raises must not stop them either
+                    logger.exception("modelguard: a callback of a submitted call failed")
 
 
-def deliver_on_loops(
-    loops: Sequence[asyncio.AbstractEventLoop], futures: Sequence[asyncio.Future[Any]], outcomes: Sequence[Any]
-) -> None:
-    """Complete futures, each on its loop. Each loop is woken once."""
-    if loops.count(loop := loops[0]) == len(loops):
-        _deliver_on_loop(loop, futures, outcomes)
-        return
-    by_loop: dict[asyncio.AbstractEventLoop, list[int]] = {}
-    for at, loop in enumerate(loops):
-        by_loop.setdefault(loop, []).append(at)
-    for loop, its in by_loop.items():
-        _deliver_on_loop(loop, [futures[at] for at in its], [outcomes[at] for at in its])
-
-
-def _deliver_on_loop(
-    loop: asyncio.AbstractEventLoop, futures: Sequence[asyncio.Future[Any]], outcomes: Sequence[Any]
-) -> None:
+def call_on(loop: asyncio.AbstractEventLoop | None, act: Callable[..., object], *args: Any) -> None:
+    """Have it called on an event loop, unless that is closed: nobody waits there any more."""
     try:  # noqa: SIM105 - contextlib.suppress takes half a microsecond
-        loop.call_soon_threadsafe(_complete, futures, outcomes)
-    except RuntimeError:  # the loop is closed, so nobody waits there any more
+        loop.call_soon_threadsafe(act, *args)  # type: ignore[union-attr]
+    except RuntimeError:
         pass
 
 
-def _complete(futures: Sequence[asyncio.Future[Any]], outcomes: Sequence[Any]) -> None:
+def _complete(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
     """Runs on the event loop."""
-    for future, outcome in zip(futures, outcomes, strict=True):
+    for request, outcome in zip(requests, outcomes, strict=True):
+        future = request.future
         if future.done():  # cancelled meanwhile
             continue
         if type(outcome) is Failure:
@@ -282,16 +242,15 @@ class Batch:
         oldest: When the first of them arrived.
     """
 
-    padding = 0.0
+    weight = padding = 0.0
     hung = False
 
-    def __init__(self, requests: list[Request], weight: float, started: float) -> None:
+    def __init__(self, requests: list[Request], started: float) -> None:
         self.group = requests[0].group
         self.extras: dict[str, Any] = {} if self.group is None else requests[0].extras
         self.requests = requests
         self.count = len(requests)
         self.oldest = requests[0].arrived
-        self.weight = weight
         self.started = started
 
     @property
@@ -305,66 +264,14 @@ class Batch:
             padded: Whether each item costs as much as the heaviest one.
         """
         requests = self.requests
-        requests.sort(key=lambda request: request.weight, reverse=True)
-        self.weight = math.fsum(request.weight for request in requests)
+        requests.sort(key=_weight_of, reverse=True)
+        self.weight = math.fsum(map(_weight_of, requests))
         if padded:
             weight = requests[0].weight * len(requests)
             self.padding, self.weight = max(weight - self.weight, 0.0), weight
 
 
-class PlainBatch(Batch):
-    """Plain calls that are computed together. They get requests when something happens to one of them.
-
-    Args:
-        calls: The calls.
-        timeout: Seconds that each of them has.
-        started: As of any batch.
-        weighed: Whether items have weights of their own.
-    """
-
-    group = None
-
-    def __init__(self, calls: list[PlainCall], timeout: float, started: float, *, weighed: bool) -> None:
-        self.oldest = calls[0][3]
-        if weighed:
-            calls.sort(key=_weight_of, reverse=True)
-        self._columns = tuple(zip(*calls, strict=True))
-        self._timeout = timeout
-        self.made: dict[str, list[Request]] = {}
-        self.extras = {}
-        self.count = len(calls)
-        self.weight = math.fsum(self._columns[4]) if weighed else 0.0
-        self.started = started
-
-    @property
-    def items(self) -> list[Any]:
-        return list(self._columns[0])
-
-    def has(self, future: asyncio.Future[Any]) -> bool:
-        return any(one is future for one in self._columns[1])
-
-    @property
-    def requests(self) -> list[Request]:  # type: ignore[override]
-        made = self.made.get("requests")
-        return self.made.setdefault("requests", self._make()) if made is None else made  # one step: any thread asks
-
-    def _make(self) -> list[Request]:
-        requests: list[Request] = [request_of(call, self._timeout) for call in zip(*self._columns, strict=True)]
-        for request in requests:
-            request.state = "running"
-        return requests
-
-    def deliver(self, outcomes: list[Any]) -> None:
-        _, futures, loops, _, _ = self._columns
-        deliver_on_loops(loops, futures, outcomes)
-
-
-_weight_of = itemgetter(4)
-
-
-def is_plain(batch: Batch) -> bool:
-    """Whether its calls have no requests, since nothing has happened to any of them."""
-    return isinstance(batch, PlainBatch) and not batch.made
+_weight_of = attrgetter("weight")
 
 
 # Batches that can be stopped half way.

@@ -83,6 +83,7 @@ Parts: TypeAlias = AsyncIterator[Sequence[Y | End]] | Iterator[Sequence[Y | End]
 Results: TypeAlias = Awaitable[Sequence[Y]] | Sequence[Y]
 
 _NO_ITEM: Any = object()
+_new = object.__new__
 
 
 # A queue for each instance: what a batched method keeps among an instance's attributes.
@@ -433,18 +434,22 @@ class Batched(Decorated, Generic[X, Y]):
         except RuntimeError:
             waiting.require_loop("await f.aio(item)", "Call the function without .aio, in a thread")
             return await _result(self.submit(item, *others, timeout=timeout, priority=priority, **extras))
-        call = loop.create_future()
+        call: asyncio.Future[Y] = asyncio.Future(loop=loop)  # what loop.create_future() does, in half the time
+        request: Request = _new(Request)  # its __init__ would take as long as everything else here
+        request.item, request.future, request.loop = item, call, loop
         if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
-            self._put([Request(item, call, loop)], timeout, priority, extras, others)
+            self._put([request], timeout, priority, extras, others)
         else:
-            self._batcher.put_plain(item, call, loop, 1 if self._weigh is None else self._weigh(item))
+            if self._weigh is not None:
+                request.weight = self._weigh(item)
+            self._batcher.put_plain(request)
         try:
-            return await call  # type: ignore[no-any-return]
+            return await call
         except (asyncio.CancelledError, GeneratorExit):  # the task was cancelled, or the coroutine closed
-            self._batcher.cancel(call)
+            self._batcher.cancel(request)
             raise
         finally:
-            del call  # as above
+            del call, request  # as above
 
     def submit(
         self, item: X, /, *others: Never, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any

@@ -16,7 +16,7 @@ from modelguard.errors import InvalidOption, told
 from modelguard.runtime import clock
 
 if TYPE_CHECKING:
-    from modelguard.serving._requests import QueuedCall
+    from modelguard.serving._requests import Request
 
 __all__ = [
     "Scope",
@@ -51,7 +51,7 @@ class WebRequest:
         self._lock = threading.Lock()
         self._deadline = math.inf if timeout is None else clock.now() + timeout
         self._on_first_call = on_first_call
-        self._calls: list[QueuedCall] = []
+        self._calls: list[tuple[Request, Callable[[], object]]] = []
         self._many = _MANY_CALLS
         self._answered = False
         self.disconnected = False
@@ -66,19 +66,19 @@ class WebRequest:
         """Whether the client disconnected before its answer: nothing more is computed for it."""
         return self.disconnected and not self._answered
 
-    def add(self, call: QueuedCall) -> None:
-        """Cancel this call when the client disconnects; at once if it has disconnected already."""
+    def add(self, request: Request, cancel: Callable[[], object]) -> None:
+        """Cancel a queued request so when the client disconnects; at once if it has disconnected already."""
         with self._lock:
             if self._answered:
                 return
             disconnected = self.disconnected
             if len(self._calls) >= self._many:
-                self._calls = [call for call in self._calls if not call.done]
+                self._calls = [call for call in self._calls if call[0].state != "done"]
                 self._many = max(_MANY_CALLS, 2 * len(self._calls))  # else thousands would be looked at with each
-            self._calls.append(call)
+            self._calls.append((request, cancel))
             on_first_call, self._on_first_call = self._on_first_call, None
         if disconnected:
-            call.cancel()
+            cancel()
         elif on_first_call is not None:
             with contextlib.suppress(RuntimeError):  # its event loop is closed
                 on_first_call()
@@ -90,8 +90,8 @@ class WebRequest:
                 return
             self.disconnected = True
             calls, self._calls = self._calls, []
-        for call in calls:
-            call.cancel()
+        for _, cancel in calls:
+            cancel()
 
     def answered(self) -> None:
         """The client has its answer."""

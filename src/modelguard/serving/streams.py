@@ -21,12 +21,11 @@ from modelguard.serving._execution import (
     Computed,
     batch_failed,
     check_results,
-    count_failures,
     error_for_caller,
     verdict_of,
     wrap_errors,
 )
-from modelguard.serving._requests import Callers, Failure, Request, deliver_on_loops
+from modelguard.serving._requests import Callers, Failure, Request, call_on, count_failures
 from modelguard.serving.status import Verdict
 
 __all__ = ["Stream"]
@@ -135,9 +134,15 @@ def wake(waiters: Iterable[Waiter]) -> None:
             waiter.set()
         else:
             waiter.wake()
-    if on_loops:
-        futures = [waiter.woken for waiter in on_loops]
-        deliver_on_loops([waiter.loop for waiter in on_loops], futures, [None] * len(futures))
+    for loop in {waiter.loop for waiter in on_loops}:
+        call_on(loop, _wake, [waiter for waiter in on_loops if waiter.loop is loop])
+
+
+def _wake(waiters: Iterable[OnAsyncio]) -> None:
+    """Runs on their event loop."""
+    for waiter in waiters:
+        if not waiter.woken.done():  # cancelled meanwhile
+            waiter.woken.set_result(None)
 
 
 # The consumer.

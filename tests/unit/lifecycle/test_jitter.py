@@ -201,7 +201,7 @@ class TestErrorsOfABatch:
         guard.load()
         function = BatchFunction(run=compute, name="compute", isolate=True)
         failed = [
-            compute_batch(function, Batch([Request(item) for item in range(32)], 0.0, 0.0)).failed for _ in range(times)
+            compute_batch(function, Batch([Request(item) for item in range(32)], 0.0)).failed for _ in range(times)
         ]
         world.join()
         return failed[-1]

@@ -184,15 +184,15 @@ def test_what_came_before_waits_no_longer_than_it_would_have() -> None:
     queue = queue_of()
     for number in range(2):
         queue.admit(request(number), 0.0)
-    queue.configure(limits(max_wait=5.0), 1.0)
+    queue.configure(limits(max_wait=5.0))
     assert [0, 1] == taken(queue, 1.0)
     queue.admit(request(2), 2.0)
     assert 5.0 == queue.next_batch(2.0)
-    queue.configure(limits(max_wait=9.0), 3.0)
+    queue.configure(limits(max_wait=9.0))
     assert 4.0 == queue.next_batch(3.0)
-    queue.configure(limits(max_wait=2.0), 3.0)
+    queue.configure(limits(max_wait=2.0))
     assert 1.0 == queue.next_batch(3.0)
-    queue.configure(limits(max_wait=9.0), 3.5)
+    queue.configure(limits(max_wait=9.0))
     assert 0.5 == queue.next_batch(3.5), "the shortest wait that was in force while it waited"
     assert [2] == taken(queue, 4.0)
 
@@ -200,7 +200,7 @@ def test_what_came_before_waits_no_longer_than_it_would_have() -> None:
 def test_the_wait_of_what_is_gone_does_not_count() -> None:
     """After a change while nothing waits, the new wait holds in full."""
     queue = queue_of(max_wait=1.0)
-    queue.configure(limits(max_wait=9.0), 0.0)
+    queue.configure(limits(max_wait=9.0))
     queue.admit(request(1), 0.5)
     assert 9.0 == queue.next_batch(0.5)
 
@@ -210,7 +210,7 @@ def test_deadlines_shorten_a_wait_that_is_configured_later() -> None:
     queue = queue_of(max_wait=60.0)
     measured(queue, {1: 0.5, 2: 0.5})
     queue.admit(request(1, deadline=30.0), 0.0)
-    queue.configure(limits(max_wait=90.0), 0.0)
+    queue.configure(limits(max_wait=90.0))
     found = queue.next_batch(0.0)
     assert isinstance(found, float)
     assert 28.0 < found < 29.5

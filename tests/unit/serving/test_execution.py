@@ -30,7 +30,7 @@ class Model:
 
 
 def ran(run: Callable[..., Any], items: range | list[Any], *, isolate: bool = True, **options: Any) -> Computed:
-    batch = Batch([Request(item) for item in items], 0.0, 0.0)
+    batch = Batch([Request(item) for item in items], 0.0)
     return compute(BatchFunction(run=run, name="f", isolate=isolate, **options), batch)
 
 
@@ -91,7 +91,7 @@ def test_what_expires_meanwhile_is_not_run_again() -> None:
         return items
 
     seen: list[list[int]] = []
-    computed = compute(BatchFunction(run=run, name="f", isolate=True), Batch(requests, 0.0, 0.0))
+    computed = compute(BatchFunction(run=run, name="f", isolate=True), Batch(requests, 0.0))
     assert [[0, 1, 2, 3], [1, 2, 3], [1], [2], [3]] == seen
     assert [1, 2, "three"] == errors(computed)[1:]
 

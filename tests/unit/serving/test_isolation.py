@@ -44,7 +44,7 @@ def texts(count: int, *bad: int, of: str = "bad") -> list[str]:
 
 
 def ran(function: BatchFunction, items: list[Any], **options: Any) -> Computed:
-    return compute(function, Batch([Request(item) for item in items], 0.0, 0.0), **options)
+    return compute(function, Batch([Request(item) for item in items], 0.0), **options)
 
 
 def failed(computed: Computed) -> list[int]:

@@ -118,9 +118,9 @@ def test_a_close_between_the_look_and_the_queue_refuses_the_call(model: Gated, m
         monkeypatch.setattr(batcher._queue, "inbox", Inbox())
         attend_to = batcher._attend_to
 
-        def attend(future: Any, until: float) -> None:
+        def attend(request: Any) -> None:
             monkeypatch.setattr(batcher._queue, "inbox", inbox)
-            attend_to(future, until)
+            attend_to(request)
 
         monkeypatch.setattr(batcher, "_attend_to", attend)
         with pytest.raises(GuardClosed):

@@ -16,13 +16,8 @@ from tests.unit.serving.queues import request
 from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
 from modelguard.serving import Limits
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Batch, Failure, PlainBatch, Request, is_plain
+from modelguard.serving._requests import Batch, Failure, Request
 from modelguard.serving.breaker import Breaker, Circuit
-
-
-class Call:
-    """The future of a plain call."""
-
 
 VERDICTS = st.sampled_from(["succeeded", "succeeded", "failed", "inconclusive"])
 
@@ -34,7 +29,7 @@ class Interleavings(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.number = 0
-        self.admitted: dict[int, Request | Call] = {}
+        self.admitted: dict[int, Request] = {}
         self.answers: dict[int, Any] = {}
         self.cancelled: set[int] = set()
 
@@ -112,9 +107,9 @@ class Interleavings(RuleBasedStateMachine):
         if len(queue.inbox) + queue.waiting >= queue.sure or self.now > queue.overdue:
             return
         self.number += 1
-        future = self.admitted[self.number] = Call()
-        weight = weight if self.limits.weighed else 1
-        queue.inbox.append((self.number, future, None, self.now, weight))  # type: ignore[arg-type]
+        one = self.admitted[self.number] = request(self.number, deadline=self.now + self.limits.deadline)
+        one.arrived, one.weight = self.now, weight if self.limits.weighed else 1
+        queue.inbox.append(one)
 
     @rule()
     def take(self) -> None:
@@ -139,18 +134,14 @@ class Interleavings(RuleBasedStateMachine):
     )
     def configure(self, max_size: int, max_queue: int, max_wait: float, slo: float) -> None:
         self.limits = replace(self.limits, max_size=max_size, max_queue=max_queue, max_wait=max_wait, slo=slo)
-        self.queue.configure(self.limits, self.now)
+        self.queue.configure(self.limits)
         self.most_waiting = max(max_queue, self.queue.waiting)
         assert not self.queue.inbox
 
     def number_of(self, one: Request) -> int:
-        if one.future is not None:
-            return next(number for number, known in self.admitted.items() if known is one.future)
         return one.number  # type: ignore[attr-defined, no-any-return]
 
     def numbers_of(self, batch: Batch) -> list[int]:
-        if isinstance(batch, PlainBatch):
-            return batch.items
         return [self.number_of(one) for one in batch.requests]
 
     def check(self, batch: Batch) -> None:
@@ -160,18 +151,13 @@ class Interleavings(RuleBasedStateMachine):
         assert not {*numbers} & self.cancelled
         assert len(numbers) <= self.limits.max_size
         assert len(numbers) == 1 or batch.weight <= self.limits.max_weight
-        if is_plain(batch):
-            assert not [n for n in self.alive() if n < numbers[0] and n not in self.running()], (
-                "in the order of arrival"
-            )
-            return
         assert 1 == len({one.group for one in batch.requests})
         assert all(one.deadline > self.now for one in batch.requests)
         if self.queue.ordered or self.limits.padded:
             return
         if not self.limits.weighed:
             assert numbers == sorted(numbers), "in the order of arrival"
-        alive = {n: self.queue.request_of(one) if isinstance(one, Call) else one for n, one in self.alive().items()}
+        alive = self.alive()
         same = [n for n, one in alive.items() if one.group == batch.requests[0].group and n not in numbers]
         older = [n for n in same if n not in self.running() and n < min(numbers)]
         assert all(alive[n].deadline != math.inf for n in older), (
@@ -192,10 +178,6 @@ class Interleavings(RuleBasedStateMachine):
     def end(self, batch: Batch) -> None:
         numbers = self.numbers_of(batch)
         outcomes = [("result of", number) for number in numbers]
-        if isinstance(batch, PlainBatch) and self.queue.finish_plain(batch, 0):
-            for number, outcome in zip(numbers, outcomes, strict=True):
-                self.answer(number, outcome)
-            return
         for one, outcome in zip(*self.queue.finish(batch, outcomes), strict=True):
             assert ("result of", self.number_of(one)) == outcome, "another's result"
             self.answer(self.number_of(one), outcome)
@@ -211,9 +193,7 @@ class Interleavings(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject, *, notify: bool) -> None:
         number = data.draw(st.sampled_from(sorted(self.admitted)))
         before = number in self.answers or number in self.cancelled
-        one = self.admitted[number]
-        request = one if isinstance(one, Request) else self.queue.request_of(one)  # type: ignore[arg-type]
-        assert before != (request is not None and self.queue.cancel(request, notify=notify))
+        assert before != self.queue.cancel(self.admitted[number], notify=notify)
         if not before and not notify:
             self.cancelled.add(number)
         self.collect()
@@ -261,10 +241,9 @@ class Interleavings(RuleBasedStateMachine):
         running = self.running()
         waiting = [one for n, one in self.alive().items() if n not in running]
         assert len(waiting) == self.queue.waiting + len(self.queue.inbox) <= self.most_waiting
-        requests = {n: one for n, one in self.admitted.items() if isinstance(one, Request)}
-        assert all((one.state == "done") != (n in self.alive()) for n, one in requests.items())
+        assert all((one.state == "done") != (n in self.alive()) for n, one in self.admitted.items())
         if self.queue.ordered or self.limits.weighed:
-            waiting = [self.queue.request_of(one) if isinstance(one, Call) else one for one in waiting]
+            self.queue.take_in()
         if self.queue.ordered:
             fairness = self.queue._lines.fairness
             counts = Counter(one.key for one in waiting)
@@ -289,7 +268,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 class PlainInterleavings(Interleavings):
-    """Mostly plain calls, which wait without requests until something happens to one of them."""
+    """Mostly plain calls, which wait in the inbox until something happens to one of them."""
 
     @initialize(
         max_size=st.integers(1, 4),
@@ -339,4 +318,4 @@ for machine in (Interleavings, PlainInterleavings):
 TestInterleavings = Interleavings.TestCase
 TestInterleavings.__doc__ = "No item is lost, answered twice or answered with another's result, in any order of events."
 TestPlainInterleavings = PlainInterleavings.TestCase
-TestPlainInterleavings.__doc__ = "Nor is one that waits without a request of its own."
+TestPlainInterleavings.__doc__ = "Nor is one that waits in the inbox."
