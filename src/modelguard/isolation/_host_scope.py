@@ -378,10 +378,14 @@ class HostScope(Source):
         except BaseException:  # from a signal handler; its worker ends with the connection
             connection.close()
             raise
-        if kind == "granted":
-            return GrantedWorker(self, connection, *details)
-        connection.give_back()
-        raise _host.unpacked(*details)
+        if kind != "granted":
+            connection.give_back()
+            raise _host.unpacked(*details)
+        taken = GrantedWorker(self, connection, *details)
+        if self.closed:  # it may leave without this call, which counts only from now on
+            taken.put_back()
+            raise GuardClosed(self.name)
+        return taken
 
     def _until_taken_back(self, connection: Connection) -> Steps[None]:
         """Take a question back whose call has gone; a worker that is granted in this moment goes back too."""
