@@ -155,7 +155,7 @@ class Membership:
     # The end
 
     def leave(self, patience: float) -> None:
-        """Be a client no more. The last one waits until the broker has ended, at most so many seconds."""
+        """Be a client no more. The broker has so many seconds to answer; the last one waits until it has ended."""
         self.gone = True  # first: the end of the broker must not close what its answer is read from
         with suppress(OSError, EOFError):
             self._joined.channel.set_timeout(max(patience, 0.001))
@@ -163,7 +163,7 @@ class Membership:
             if patience:
                 _, last = self._joined.channel.receive()
                 if last and (broker := child_processes.opened(self.pid)) is not None:
-                    child_processes.await_end(broker, patience)
+                    child_processes.await_end(broker, _END)
                     os.close(broker)
         self._end()
         _host.collect()
@@ -608,9 +608,10 @@ class HostScope(Source):
         over: Future[None] = waiting.promise()
         self._closing.append(over)
         self._tell_closing()
-        Wait(over, Timeout(drain_timeout)).block()
+        limit = Timeout(drain_timeout)
+        Wait(over, limit).block()
         if over.done():
-            self._leave()
+            self._leave(min(_END, max(ANSWER, drain_timeout - limit.waited())))
         else:
             self._report_abandoned(drain_timeout)
             over.add_done_callback(lambda _: supervisor().call(self._leave_late))
@@ -639,13 +640,13 @@ class HostScope(Source):
     def _leave_late(self) -> None:
         start_thread(self._leave, f"modelguard-close-{self.name}")
 
-    def _leave(self) -> None:
+    def _leave(self, patience: float = _END) -> None:
         with self._joining:
             if not self.closed:  # opened again meanwhile: calls use it
                 return
             membership, self.membership = self.membership, None
         if membership is not None:
-            membership.leave(_END)
+            membership.leave(patience)
 
     def reopen(self) -> None:
         self._ended.clear()

@@ -1,4 +1,4 @@
-"""``close()`` with ``scope="host"``, without processes: calls that it meets."""
+"""``close()`` with ``scope="host"``, without processes: calls that it meets, and a broker that does not answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from modelguard import Isolated, guard, isolate
 from modelguard.errors import GuardClosed
 from modelguard.isolation._calls import Claim, Limits
 from modelguard.isolation._channel import Channel, pair
-from modelguard.isolation._host_scope import Connection
+from modelguard.isolation._host_scope import ANSWER, Connection
 
 
 @guard(dict, reload_on=None, name="model")
@@ -67,3 +67,14 @@ def test_a_call_that_is_granted_a_worker_as_the_function_closes_gives_it_back(is
     assert ([connection], []) == (membership.kept, scope.running)
     for one in (worker, other, connection, broker):
         one.close()
+
+
+@pytest.mark.parametrize(("timeout", "patience"), [("2s", (1.5, 2.0)), (0, (ANSWER, ANSWER)), (None, (15.0, 15.0))])
+def test_a_broker_has_the_rest_of_the_time_to_answer(
+    isolated: Isolated[Any, Any], timeout: Any, patience: tuple[float, float]
+) -> None:
+    """One that is stopped holds nobody up for longer than who closes wants to wait."""
+    scope: Any = isolated._scope
+    membership = scope.membership = Membership()
+    isolated.close(timeout)
+    assert patience[0] <= membership.patience <= patience[1]
