@@ -166,6 +166,8 @@ class Membership:
                     child_processes.await_end(broker, _END)
                     os.close(broker)
         self._end()
+        if patience:
+            supervisor().flush(ANSWER)  # what the broker has reported of its end
         _host.collect()
 
     def abandon(self) -> None:
@@ -185,20 +187,21 @@ class Membership:
 
     # In the supervisor's thread
 
-    def _heed(self) -> None:
-        try:
-            message = self._joined.reports.recv(1 << 17)
-        except OSError:
-            message = b""
+    def _heed(self) -> bool:
+        """Heed what the broker says next, if there is something; returns false if there is nothing."""
+        message = _supervisor.receive(self._joined.reports)
         if not message:
-            self._broker_ended()
-        elif message[:1] == _host.REPORT:
+            if message is not None:
+                self._broker_ended()
+            return False
+        if message[:1] == _host.REPORT:
             _supervisor.replay(message[1:])
         else:
             state = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
             self.ready, self._family, self.version, paused = state
             self._on_pause(paused)
             self._was_ready = self._was_ready or self.ready
+        return True
 
     def _broker_ended(self) -> None:
         lost = not self.gone and self._was_ready
@@ -212,6 +215,8 @@ class Membership:
 
     def _forget(self) -> None:
         if self._joined.reports.fileno() >= 0:
+            while self._heed():
+                pass
             supervisor().forget(self._joined.reports.fileno())
         self._joined.close()
 

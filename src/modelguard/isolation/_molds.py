@@ -236,6 +236,7 @@ class Mold(MoldOrders):
         child_processes.kill_group(program.process.pid)
         how = _processes.describe_exit(program.process.wait())
         self._supervisor.forget(program.news.fileno())
+        _supervisor.replay_all(program.news)  # what it has reported last
         program.control.close()
         program.news.close()
         return how

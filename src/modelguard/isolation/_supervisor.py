@@ -244,19 +244,19 @@ def hand_on(receiver: Callable[[bytes], object]) -> None:
 
 def replay_all(connected: socket.socket) -> None:
     """In the owner: :func:`replay` what has been received so far."""
-    while report := _receive(connected):
+    while report := receive(connected):
         replay(report)
 
 
 def replay_next(connected: socket.socket) -> bool:
     """In the owner: :func:`replay` the next report, if there is one now. Returns false once there will be none."""
-    report = _receive(connected)
+    report = receive(connected)
     if report:
         replay(report)
     return report != b""
 
 
-def _receive(connected: socket.socket) -> bytes | None:
+def receive(connected: socket.socket) -> bytes | None:
     """A report; None if there is none now, and empty once there will be none.
 
     It never blocks: of two sockets that can be read, the work for the first may have read the second as well.
