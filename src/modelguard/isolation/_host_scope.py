@@ -560,7 +560,8 @@ class HostScope(Source):
 
     def load(self, timeout: float | None) -> None:
         waiting.raise_on_event_loop(self.name, "load", "await f.aload()")
-        self._ask("load", timeout=timeout)
+        if _processes.role == "owner":  # a mold imports a module that loads it
+            self._ask("load", timeout=timeout)
 
     def reload(self, *, wait: bool, timeout: float | None) -> None:
         if wait:
