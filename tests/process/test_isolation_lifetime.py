@@ -304,6 +304,16 @@ def host(model):
     return 0
 
 @isolate(workers=1)
+@guard(list, reload_on=None)
+def stream(model):
+    yield from range(5)
+
+@isolate(workers=1, scope="host")
+@guard(list, reload_on=None)
+def host_stream(model):
+    yield from range(5)
+
+@isolate(workers=1)
 @guard(list, reload_on=TTL("300ms"))
 def renewed(model, delay=0.0):
     time.sleep(delay)
@@ -338,6 +348,35 @@ def test_a_fork_while_other_threads_call_leaves_a_child_that_runs(tmp_path: Path
         print(code)
     """
     assert 7 == run_python(program, 30)
+
+
+@pytest.mark.parametrize("drops", ["", "1"])
+@pytest.mark.parametrize("name", ["stream", "host_stream"])
+def test_a_forked_child_leaves_a_stream_of_its_parent_alone(tmp_path: Path, name: str, drops: str) -> None:
+    """It neither goes on with it nor ends it: the worker answers the parent."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    program = f"""
+        import json, os, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import functions
+        from modelguard.errors import NotSupported
+        stream, dropped = functions.{name}(), []
+        begun = [next(stream), next(stream)]
+        sys.unraisablehook = lambda problem: dropped.append(problem.exc_value)
+        pid = os.fork()
+        if pid == 0:
+            if os.environ["DROPS"]:
+                del stream
+                os._exit(7 if not dropped else 8)
+            try:
+                next(stream)
+            except NotSupported:
+                os._exit(7)
+            os._exit(8)
+        begun.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        print(json.dumps([*begun, *stream]))
+    """
+    assert [0, 1, 7, 2, 3, 4] == run_python(program, 60, MODELGUARD_RUNTIME_DIR=str(tmp_path), DROPS=drops)
 
 
 def test_a_forked_child_replaces_no_mold_of_its_parent(tmp_path: Path) -> None:
