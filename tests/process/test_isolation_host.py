@@ -368,6 +368,22 @@ class TestTheEnd:
             assert [] == sockets(folder)
             wait_until(lambda: nothing_left(folder), "the end", 20.0)
 
+    def test_the_last_one_that_closes_hears_of_the_end(self, folder: Path) -> None:
+        """Each worker's end, and the mold's, are reported once, to a process that is still there."""
+        with Caller(folder) as one, Caller(folder) as two:
+            for caller in (one, two):
+                caller.run("""
+                    from modelguard import telemetry
+                    seen = []
+                    telemetry.set_hooks([lambda event: seen.append(type(event).__name__)])
+                    app.predict()
+                """)
+            for caller in (one, two):
+                caller.run("app.predict.close()")
+            told = one.run("result = seen") + two.run("result = seen")
+            kinds = ("WorkerStarted", "WorkerEnded", "GenerationReleased")
+            assert [2, 2, 1] == [told.count(kind) for kind in kinds]
+
     def test_a_closed_function_is_opened_again(self, folder: Path) -> None:
         """`with` serves twice in one process, as a lifespan of a test does."""
         with Caller(folder) as one:

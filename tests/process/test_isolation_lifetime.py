@@ -235,6 +235,18 @@ class TestPrograms:
         assert "if __name__ == '__main__':" in done.stderr
         assert done.returncode
 
+    @pytest.mark.parametrize("scope", ["process", "host"])
+    def test_a_module_that_loads_what_it_defines(self, tmp_path: Path, scope: str) -> None:
+        """Each mold imports it too, and starts no mold in turn."""
+        module = textwrap.dedent(self.SCRIPT).replace("workers=1", f'workers=1, scope="{scope}"')
+        note = "with open('imports', 'a') as file:\n    file.write('x')\n"
+        (tmp_path / "module.py").write_text(f"{module}{note}length.load()\n")
+        (tmp_path / "script.py").write_text(
+            "import module\nif __name__ == '__main__':\n    print(module.length(module.Text('abc'))[0])\n"
+        )
+        done = self.run([sys.executable, "script.py"], tmp_path)
+        assert ("3\n", "xx") == (done.stdout, (tmp_path / "imports").read_text()), done.stderr
+
     def test_an_interactive_session(self, tmp_path: Path) -> None:
         """There is no file that a mold could import."""
         done = self.run([sys.executable, "-c", textwrap.dedent(self.SCRIPT)], tmp_path)
@@ -292,6 +304,16 @@ def host(model):
     return 0
 
 @isolate(workers=1)
+@guard(list, reload_on=None)
+def stream(model):
+    yield from range(5)
+
+@isolate(workers=1, scope="host")
+@guard(list, reload_on=None)
+def host_stream(model):
+    yield from range(5)
+
+@isolate(workers=1)
 @guard(list, reload_on=TTL("300ms"))
 def renewed(model, delay=0.0):
     time.sleep(delay)
@@ -326,6 +348,35 @@ def test_a_fork_while_other_threads_call_leaves_a_child_that_runs(tmp_path: Path
         print(code)
     """
     assert 7 == run_python(program, 30)
+
+
+@pytest.mark.parametrize("drops", ["", "1"])
+@pytest.mark.parametrize("name", ["stream", "host_stream"])
+def test_a_forked_child_leaves_a_stream_of_its_parent_alone(tmp_path: Path, name: str, drops: str) -> None:
+    """It neither goes on with it nor ends it: the worker answers the parent."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    program = f"""
+        import json, os, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import functions
+        from modelguard.errors import NotSupported
+        stream, dropped = functions.{name}(), []
+        begun = [next(stream), next(stream)]
+        sys.unraisablehook = lambda problem: dropped.append(problem.exc_value)
+        pid = os.fork()
+        if pid == 0:
+            if os.environ["DROPS"]:
+                del stream
+                os._exit(7 if not dropped else 8)
+            try:
+                next(stream)
+            except NotSupported:
+                os._exit(7)
+            os._exit(8)
+        begun.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        print(json.dumps([*begun, *stream]))
+    """
+    assert [0, 1, 7, 2, 3, 4] == run_python(program, 60, MODELGUARD_RUNTIME_DIR=str(tmp_path), DROPS=drops)
 
 
 def test_a_forked_child_replaces_no_mold_of_its_parent(tmp_path: Path) -> None:

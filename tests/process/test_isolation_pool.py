@@ -17,7 +17,7 @@ import pytest
 from tests.process import isolated_functions as functions
 from tests.process.harness import wait_until
 
-from modelguard import telemetry
+from modelguard import isolate, pool, telemetry
 from modelguard.errors import DeadlineExceeded, LoadFailed, NotSupported, Overloaded, WorkerCrashed
 
 pytestmark = pytest.mark.timeout(180)
@@ -34,6 +34,11 @@ def speak() -> Iterator[Any]:
     with functions.speak as function:
         yield function
     wait_until(lambda: not family(), "the end of all processes")
+
+
+def length(_: object, text: str) -> int:
+    """A function to isolate."""
+    return len(text)
 
 
 class TestKeys:
@@ -126,6 +131,14 @@ class TestFailures:
             time.sleep(1.0)  # the backoff is 0.2 s at most
             assert begun + 2 == len(loads)  # of the other key, here and in its mold
         remove()
+
+    @pytest.mark.parametrize("start", ["fork", "spawn"])
+    def test_a_key_that_cannot_be_sent_is_told(self, start: Any) -> None:
+        """Its call waits for no process: none is started."""
+        keyed = pool(lambda key: [key], max_memory="1 GB")(key=lambda _: threading.Lock())(length)
+        with isolate(workers=1, start=start)(keyed) as isolated, pytest.raises(LoadFailed, match="cannot pickle"):
+            isolated.submit("a").result(20)
+        assert not family()
 
     def test_a_crash_costs_one_call(self, speak: Any) -> None:
         """And no other key notices."""

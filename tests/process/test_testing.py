@@ -92,6 +92,12 @@ def test_a_preset_counts_whatever_this_machine_has_set(modelguard_env: Env, monk
     assert ["5"] == modelguard_env(program, preset="torch-cpu,low-memory", environ={"OMP_NUM_THREADS": "5"}).lines
 
 
+def test_bytes_that_are_no_text_are_replaced(modelguard_env: Env) -> None:
+    """What a program prints is shown, whatever it is."""
+    done = modelguard_env("import os; os.write(1, b'\\xff done')")
+    assert ["\ufffd done"] == done.lines
+
+
 def test_a_program_that_fails_or_hangs_is_told(modelguard_env: Env) -> None:
     """What it wrote is part of the failure; one that does not end is killed."""
     with pytest.raises(AssertionError, match=r"ended with 1(.|\n)*ValueError: no weights"):

@@ -281,6 +281,7 @@ class _Broker:
         self.scope = ProcessScope(replace(orders.options, timeout=None), self._molds)
         self.supervisor = supervisor()
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
+        self._last: _Client | None = None
         self._connections: set[ClientConnection] = set()
         self._holders: dict[int, bytes] = {}
         self._ending = False
@@ -309,6 +310,8 @@ class _Broker:
                 self._folder.remove(self._orders.socket)
         self.scope.close(None)
         end_all(patience=0.0)
+        self.supervisor.call(self._read_events)  # what has just been reported
+        self.supervisor.flush(_PATIENCE)
 
     # Clients. In the supervisor's thread
 
@@ -356,6 +359,8 @@ class _Broker:
 
     def leave(self, connection: ClientConnection) -> bool:
         last = len(self._clients) == 1 and connection.token in self._clients
+        if last:  # it waits for the end, and hears of it
+            self._last = self._clients[connection.token]
         self._forget(connection.token)
         return last
 
@@ -376,7 +381,8 @@ class _Broker:
         self._last_left = time.monotonic()
         for one in client.connections - {client.connection}:
             one.end()
-        client.reports.close()
+        if client is not self._last:
+            client.reports.close()
 
     # Molds
 
@@ -419,7 +425,7 @@ class _Broker:
 
     def _report(self) -> None:
         ours, theirs = _supervisor.report_pair()
-        ours.setblocking(False)  # noqa: FBT003 - its only parameter
+        self._read_events = functools.partial(_supervisor.replay_all, ours)
         reporter = _supervisor.Reporter(theirs)
         reporter.install(self._orders.origin.levels)
 
@@ -430,17 +436,13 @@ class _Broker:
         telemetry.set_hooks([report, lambda _: self.supervisor.call(self._tell_state)])
         _supervisor.hand_on(self._hand_on)
 
-        def read() -> None:
-            with suppress(BlockingIOError):
-                self._hand_on(ours.recv(1 << 17))
-
-        self.supervisor.call(lambda: self.supervisor.watch(ours.fileno(), read))
+        self.supervisor.call(lambda: self.supervisor.watch(ours.fileno(), self._read_events))
 
     def _hand_on(self, report: bytes) -> None:
         """A report of a worker goes to the process whose call it runs, or ran last; the others to the oldest client."""
         client = self._clients.get(self._holders.get(_supervisor.sender(report), b""))
         if client is None:
-            client = next(iter(self._clients.values()), None)
+            client = next(iter(self._clients.values()), self._last)
         if client is not None:
             client.send(_host.REPORT, report)
 

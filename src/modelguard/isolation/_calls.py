@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import operator
+import os
 import threading
 import time
 from asyncio import CancelledError
@@ -24,6 +25,7 @@ from modelguard.errors import (
     DeadlineExceeded,
     GuardClosed,
     NoPreviousModel,
+    NotSupported,
     QueueFull,
     Reloading,
     TransferRefused,
@@ -450,11 +452,14 @@ class Caller:
 
     def _items(self, taken: Taken, limits: Limits) -> Iterator[Any]:
         step, close = _channel.dumps(StreamStep.NEXT), _channel.dumps(StreamStep.CLOSE)
-        kind, value = _ITEM, None
+        kind, value, process = _ITEM, None, os.getpid()
         try:
             yield None
             while True:
                 kind = _ERROR  # whatever the exchange raises, the worker is free or lost then
+                if os.getpid() != process:
+                    reason = "its worker answers the process that began it. Begin another one"
+                    raise NotSupported(f"a stream of {self._name}() in a forked child", reason=reason)
                 kind, value = self._exchange(taken, step, Limits(time.monotonic(), limits.until))
                 if kind != _ITEM:
                     break
@@ -462,7 +467,7 @@ class Caller:
         except _NeverRead as error:  # another worker could only begin from the start
             raise WorkerCrashed(self._name, pid=taken.pid, cause=error.cause) from None
         finally:
-            if kind == _ITEM:
+            if kind == _ITEM and os.getpid() == process:
                 with suppress(WorkerCrashed, DeadlineExceeded, _NeverRead):
                     self._exchange(taken, close, Limits(time.monotonic()))
         if kind == _ERROR:

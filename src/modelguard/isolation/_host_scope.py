@@ -155,7 +155,7 @@ class Membership:
     # The end
 
     def leave(self, patience: float) -> None:
-        """Be a client no more. The last one waits until the broker has ended, at most so many seconds."""
+        """Be a client no more. The broker has so many seconds to answer; the last one waits until it has ended."""
         self.gone = True  # first: the end of the broker must not close what its answer is read from
         with suppress(OSError, EOFError):
             self._joined.channel.set_timeout(max(patience, 0.001))
@@ -163,9 +163,11 @@ class Membership:
             if patience:
                 _, last = self._joined.channel.receive()
                 if last and (broker := child_processes.opened(self.pid)) is not None:
-                    child_processes.await_end(broker, patience)
+                    child_processes.await_end(broker, _END)
                     os.close(broker)
         self._end()
+        if patience:
+            supervisor().flush(ANSWER)  # what the broker has reported of its end
         _host.collect()
 
     def abandon(self) -> None:
@@ -185,20 +187,21 @@ class Membership:
 
     # In the supervisor's thread
 
-    def _heed(self) -> None:
-        try:
-            message = self._joined.reports.recv(1 << 17)
-        except OSError:
-            message = b""
+    def _heed(self) -> bool:
+        """Heed what the broker says next, if there is something; returns false if there is nothing."""
+        message = _supervisor.receive(self._joined.reports)
         if not message:
-            self._broker_ended()
-        elif message[:1] == _host.REPORT:
+            if message is not None:
+                self._broker_ended()
+            return False
+        if message[:1] == _host.REPORT:
             _supervisor.replay(message[1:])
         else:
             state = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
             self.ready, self._family, self.version, paused = state
             self._on_pause(paused)
             self._was_ready = self._was_ready or self.ready
+        return True
 
     def _broker_ended(self) -> None:
         lost = not self.gone and self._was_ready
@@ -212,6 +215,8 @@ class Membership:
 
     def _forget(self) -> None:
         if self._joined.reports.fileno() >= 0:
+            while self._heed():
+                pass
             supervisor().forget(self._joined.reports.fileno())
         self._joined.close()
 
@@ -378,10 +383,14 @@ class HostScope(Source):
         except BaseException:  # from a signal handler; its worker ends with the connection
             connection.close()
             raise
-        if kind == "granted":
-            return GrantedWorker(self, connection, *details)
-        connection.give_back()
-        raise _host.unpacked(*details)
+        if kind != "granted":
+            connection.give_back()
+            raise _host.unpacked(*details)
+        taken = GrantedWorker(self, connection, *details)
+        if self.closed:  # it may leave without this call, which counts only from now on
+            taken.put_back()
+            raise GuardClosed(self.name)
+        return taken
 
     def _until_taken_back(self, connection: Connection) -> Steps[None]:
         """Take a question back whose call has gone; a worker that is granted in this moment goes back too."""
@@ -551,7 +560,8 @@ class HostScope(Source):
 
     def load(self, timeout: float | None) -> None:
         waiting.raise_on_event_loop(self.name, "load", "await f.aload()")
-        self._ask("load", timeout=timeout)
+        if _processes.role == "owner":  # a mold imports a module that loads it
+            self._ask("load", timeout=timeout)
 
     def reload(self, *, wait: bool, timeout: float | None) -> None:
         if wait:
@@ -604,9 +614,10 @@ class HostScope(Source):
         over: Future[None] = waiting.promise()
         self._closing.append(over)
         self._tell_closing()
-        Wait(over, Timeout(drain_timeout)).block()
+        limit = Timeout(drain_timeout)
+        Wait(over, limit).block()
         if over.done():
-            self._leave()
+            self._leave(min(_END, max(ANSWER, drain_timeout - limit.waited())))
         else:
             self._report_abandoned(drain_timeout)
             over.add_done_callback(lambda _: supervisor().call(self._leave_late))
@@ -635,13 +646,13 @@ class HostScope(Source):
     def _leave_late(self) -> None:
         start_thread(self._leave, f"modelguard-close-{self.name}")
 
-    def _leave(self) -> None:
+    def _leave(self, patience: float = _END) -> None:
         with self._joining:
             if not self.closed:  # opened again meanwhile: calls use it
                 return
             membership, self.membership = self.membership, None
         if membership is not None:
-            membership.leave(_END)
+            membership.leave(patience)
 
     def reopen(self) -> None:
         self._ended.clear()

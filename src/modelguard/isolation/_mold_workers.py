@@ -22,7 +22,7 @@ from modelguard.isolation.status import WorkerState
 from modelguard.lifecycle.policies import Backoff
 from modelguard.runtime import child_processes
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.telemetry import Event, Reason, WorkerEndCause
+from modelguard.telemetry import Event, Reason, WorkerEndCause, logger
 
 #: Whether there are workers. ``ended``: none until the next call; ``returning``: that call waits for the first of them.
 Presence = Literal["present", "ended", "returning"]
@@ -484,6 +484,7 @@ class Workers:
             worker.has_exited(how)
             worker.channel.close()
         self._remove(number, worker, "crashed", how, blame=True)
+        self._warn_of_lost_start(how)
 
     def exited(self, worker: Worker, how: str) -> None:
         """A worker's process has ended. If it runs a call, its caller finds out by itself."""
@@ -494,20 +495,22 @@ class Workers:
             if member is None or member.state not in {"starting", "idle"}:
                 return
             cause: WorkerEndCause = "closed" if self._closed else "crashed"
+            was_starting = member.state == "starting"
             delay = self._take_out(worker.number, worker, cause, how, blame=True)
             worker.channel.close()
         self._emit_all(then_settle_in=delay)
+        if was_starting:
+            self._warn_of_lost_start(how)
 
     def mold_ended(self, how: str) -> None:
         with self._lock:
             self.gone = True
             workers = list(self._workers.values())
-            for order in self._plan.close():
-                if isinstance(order, End):
-                    self._workers.pop(order.number).channel.close()
+            self._act(self._plan.close())
         self.send_on()
         for worker in workers:
             worker.has_exited(how)
+        self._emit_all()
 
     def end_until_next_call(self) -> list[int] | None:
         """End all workers until the next call; their numbers. None, and nothing ends, if one has something to do."""
@@ -633,7 +636,9 @@ class Workers:
         """Forget a worker that has ended, and start others; returns after how many seconds to look again."""
         now = time.monotonic()
         was_open = self._plan.circuit.state == "open"
-        if self._workers.pop(number, None) is not None and worker is not None:
+        member = self._plan.members.get(number)
+        has_started = member is not None and member.state != "starting"  # else its start was not reported either
+        if self._workers.pop(number, None) is not None and worker is not None and has_started:
             self._count(worker, cause, how)
         self._plan.lost(number, now, draw=random.random(), blame=blame)  # noqa: S311 - jitter
         circuit = self._plan.circuit
@@ -655,6 +660,10 @@ class Workers:
         self._events.append(kind(guard=self._name, generation=self._generation, worker=worker.pid, **details))
 
     # Outside of it
+
+    def _warn_of_lost_start(self, how: str) -> None:
+        if not self.gone:
+            logger.warning("%s: a new worker has ended before it could take a call: %s", self._name, how)
 
     def _remove(self, number: int, worker: Worker | None, cause: WorkerEndCause, how: str, *, blame: bool) -> None:
         with self._lock:

@@ -236,6 +236,7 @@ class Mold(MoldOrders):
         child_processes.kill_group(program.process.pid)
         how = _processes.describe_exit(program.process.wait())
         self._supervisor.forget(program.news.fileno())
+        _supervisor.replay_all(program.news)  # what it has reported last
         program.control.close()
         program.news.close()
         return how
@@ -411,12 +412,17 @@ class SpawnedWorkers(Mold):
     def _start(self, number: int) -> None:
         if self._ending:
             return
+        ends: tuple[socket.socket, ...] = ()
         try:
-            ours, theirs = pair()
+            ends = ours, theirs = pair()
             with theirs:
                 program = launch(self.instructions)
                 program.control.send(("serve", number), [theirs.fileno()])  # it is read after the load
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - no process is left, or a pool's key cannot be sent to one
+            for end in ends:
+                end.close()
+            if not isinstance(error, OSError):
+                self._fail(error)
             self.workers.not_started(number, str(error))
             return
         worker = self._add_worker(number, ours)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, ModelGuardError, Overloaded
+from modelguard.isolation import _processes
 from modelguard.isolation._calls import Claim, Limits, Source, Taken
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
@@ -248,6 +249,8 @@ class ProcessScope(MoldScope):
         )
 
     def load(self, timeout: float | None) -> None:
+        if _processes.role != "owner":  # a mold imports a module that loads it, and would import that in the next mold
+            return
         limit = Timeout(timeout)
         self._engine.load(timeout)
         self._molds.call_back_workers(limit)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelguard import telemetry
-from modelguard.isolation._channel import Channel, pair, send
+from modelguard.isolation._channel import Channel, dumps, pair, send
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.runtime import fork
 from modelguard.runtime.background import start_thread
@@ -244,19 +244,19 @@ def hand_on(receiver: Callable[[bytes], object]) -> None:
 
 def replay_all(connected: socket.socket) -> None:
     """In the owner: :func:`replay` what has been received so far."""
-    while report := _receive(connected):
+    while report := receive(connected):
         replay(report)
 
 
 def replay_next(connected: socket.socket) -> bool:
     """In the owner: :func:`replay` the next report, if there is one now. Returns false once there will be none."""
-    report = _receive(connected)
+    report = receive(connected)
     if report:
         replay(report)
     return report != b""
 
 
-def _receive(connected: socket.socket) -> bytes | None:
+def receive(connected: socket.socket) -> bytes | None:
     """A report; None if there is none now, and empty once there will be none.
 
     It never blocks: of two sockets that can be read, the work for the first may have read the second as well.
@@ -448,6 +448,7 @@ class Launched:
 
 def launch(instructions: Instructions) -> Launched:
     """Start a mold. It dies with the calling thread, so that must be one that lives as long as this process."""
+    content = dumps(instructions)  # first: what cannot be sent starts nothing
     with ExitStack() as ours, ExitStack() as theirs:
         control, its_control = pair()
         ours.enter_context(control)
@@ -459,7 +460,7 @@ def launch(instructions: Instructions) -> Launched:
         process = start_interpreter("_mold", (its_control.fileno(), its_news.fileno()), *words, process_group=0)
         ours.pop_all()
     channel = Channel(control)
-    channel.send(instructions)
+    channel.send_pickled(*content)
     return Launched(process, channel, news)
 
 

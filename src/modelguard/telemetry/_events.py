@@ -746,11 +746,11 @@ class WorkerStarted(Event):
 
 
 class WorkerEnded(Event):
-    """A worker of an isolated function has ended.
+    """A worker of an isolated function has ended. One that ends before it takes calls is logged, and no event.
 
     Attributes:
         generation: The number of its mold.
-        worker: Its process id; 0 if it never started.
+        worker: Its process id.
         cause: The reason.
         detail: How it ended if it crashed: a signal's name or an exit status.
         age: Seconds since it was started.

@@ -249,7 +249,7 @@ def _finished(plan: _launcher.Plan, own: Mapping[str, str], timeout: float) -> F
     command: Any = [plan.program, *plan.argv[1:]]
     try:
         done = subprocess.run(  # noqa: S603 - this interpreter
-            command, env=dict(plan.environ), capture_output=True, text=True, check=False, timeout=timeout
+            command, env=dict(plan.environ), capture_output=True, errors="replace", check=False, timeout=timeout
         )
     except subprocess.TimeoutExpired as error:
         stderr = error.stderr or b""

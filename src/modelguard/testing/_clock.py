@@ -238,7 +238,13 @@ class Clock(OfTest):
     def end(self) -> None:
         """End the test: wait for its threads, and move guards that outlive the test to real time."""
         self._installed.close()
-        self.settle()
+        try:
+            self.settle()
+        finally:  # a load that hangs leaves the next tests alone
+            self._return()
+            super().end()
+
+    def _return(self) -> None:
         trimming = memory.running()
         if trimming is not None and trimming.runtime is self._runtime:
             trimming.stop()
@@ -256,7 +262,6 @@ class Clock(OfTest):
         for engine in outliving:
             if engine.state.current is not None:
                 TICKER.add(engine)
-        super().end()
 
     # Evaluating the policies
 

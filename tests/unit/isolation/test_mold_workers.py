@@ -91,6 +91,7 @@ class WorkersMachine(RuleBasedStateMachine):
         self.clock = FakeTime()
         self.patching = patch.object(_mold_workers, "time", self.clock)
         self.patching.start()
+        self.started: list[int] = []
         self.ended: list[telemetry.WorkerEnded] = []
         self.remove = telemetry.add_hook(self.note)
         self.molds = [FakeMold(1)]
@@ -105,11 +106,14 @@ class WorkersMachine(RuleBasedStateMachine):
         for mold in self.molds:
             assert [] == [one for one, state, *_ in mold.workers.listed() if state != "starting"]
             assert [] == [one for one in mold.alive() if one.number not in mold.starting]
+        assert sorted(self.started) == sorted(event.worker for event in self.ended)
         self.remove()
         self.patching.stop()
 
     def note(self, event: telemetry.Event) -> None:
-        if isinstance(event, telemetry.WorkerEnded):
+        if isinstance(event, telemetry.WorkerStarted):
+            self.started.append(event.worker)
+        elif isinstance(event, telemetry.WorkerEnded):
             self.ended.append(event)
 
     @property
@@ -239,7 +243,9 @@ class WorkersMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_end_is_told_once(self) -> None:
-        told = [event.worker for event in self.ended if event.worker]
+        """Of those whose start was told."""
+        told = [event.worker for event in self.ended]
+        assert set(told) <= set(self.started)
         assert len(set(told)) == len(told)
         assert len(self.ended) == sum(sum(mold.workers.counts.values()) for mold in self.molds)
 

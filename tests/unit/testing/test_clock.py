@@ -535,3 +535,24 @@ class TestBatched:
         with pytest.raises(DeadlineExceeded):
             running.result(0)
         model.gate.set()
+
+
+def test_guards_of_others_return_to_real_time_also_after_a_load_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test fails at its end, and the tests after it do not."""
+
+    def settle(_: Clock) -> None:
+        raise TimeoutError
+
+    nlp = guard(dict, reload_on=TTL("1h"))
+    clock = Clock("its test")
+    clock.install()
+    clock.drive(nlp)
+    nlp.load()
+    with monkeypatch.context() as patch:
+        patch.setattr(Clock, "settle", settle)
+        with pytest.raises(TimeoutError):
+            clock.end()
+    before = nlp.engine.runtime.clock()
+    assert before < nlp.engine.runtime.clock()
+    with pytest.raises(InvalidOption, match="its test, which has ended"):
+        clock.advance(1)

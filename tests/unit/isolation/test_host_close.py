@@ -1,0 +1,80 @@
+"""``close()`` with ``scope="host"``, without processes: calls that it meets, and a broker that does not answer."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+
+from modelguard import Isolated, guard, isolate
+from modelguard.errors import GuardClosed
+from modelguard.isolation._calls import Claim, Limits
+from modelguard.isolation._channel import Channel, pair
+from modelguard.isolation._host_scope import ANSWER, Connection
+
+
+@guard(dict, reload_on=None, name="model")
+def guarded(_: object, text: str) -> str:
+    """A function to isolate."""
+    return text
+
+
+class Membership:
+    """A broker that grants a worker, and remembers how long it was given to answer."""
+
+    pid, gone, ready, version = 1, False, False, None
+
+    def __init__(self) -> None:
+        self.patience = 0.0
+        self.kept: list[Connection] = []
+
+    def meet(self, worker: int) -> None:
+        """Note nothing."""
+
+    def keep(self, connection: Connection) -> None:
+        """Remember it."""
+        self.kept.append(connection)
+
+    def leave(self, patience: float) -> None:
+        """Let this client go."""
+        self.gone, self.patience = True, patience
+
+
+@pytest.fixture
+def isolated() -> Isolated[Any, Any]:
+    """A function of a host."""
+    return isolate(scope="host")(guarded)
+
+
+def test_a_call_that_is_granted_a_worker_as_the_function_closes_gives_it_back(isolated: Isolated[Any, Any]) -> None:
+    """The process may have left, and the worker may end with that: the call hears that the function is closed."""
+    scope: Any = isolated._scope
+    ours, theirs = pair()
+    membership: Any = Membership()
+    connection, broker = Connection(ours, membership), Channel(theirs)
+    steps = scope._until_answered(Claim(Limits(0.0), blocks=True), connection)
+    next(steps)
+    worker, other = socket.socketpair()
+    broker.send(("granted", os.getpid()), [worker.fileno()])
+    scope.membership = membership
+    isolated.close()  # there is no call that runs
+    assert membership.gone
+    with pytest.raises(GuardClosed):
+        steps.send(None)
+    assert [("take",), ("release", (), False)] == [broker.receive(), broker.receive()]
+    assert ([connection], []) == (membership.kept, scope.running)
+    for one in (worker, other, connection, broker):
+        one.close()
+
+
+@pytest.mark.parametrize(("timeout", "patience"), [("2s", (1.5, 2.0)), (0, (ANSWER, ANSWER)), (None, (15.0, 15.0))])
+def test_a_broker_has_the_rest_of_the_time_to_answer(
+    isolated: Isolated[Any, Any], timeout: Any, patience: tuple[float, float]
+) -> None:
+    """One that is stopped holds nobody up for longer than who closes wants to wait."""
+    scope: Any = isolated._scope
+    membership = scope.membership = Membership()
+    isolated.close(timeout)
+    assert patience[0] <= membership.patience <= patience[1]
