@@ -3,8 +3,6 @@
 A command prints as if none of this could happen, and comes to its status. What could not be written is known here.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

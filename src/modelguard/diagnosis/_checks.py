@@ -1,7 +1,5 @@
 """The checks, by number: MG1xx the allocator, 2xx caches and threads, 3xx memory, 4xx servers, 5xx the interpreter."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

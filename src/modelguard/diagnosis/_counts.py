@@ -1,7 +1,5 @@
 """What a process has beside memory, and runs out of: open files, threads and child processes."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Drives a function in a fresh process until its growth is decided, names the causes, and tries remedies."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

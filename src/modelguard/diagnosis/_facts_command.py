@@ -1,7 +1,5 @@
 """Facts about a command: it is started, examined from outside and from inside while it serves, and stopped."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import math

@@ -1,7 +1,5 @@
 """Facts about a running service, read from ``/proc``, and from its processes' own answers where there are any."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -1,7 +1,5 @@
 """A growth report as a single HTML page with inline figures, which opens offline."""
 
-from __future__ import annotations
-
 import bisect
 import html
 import itertools

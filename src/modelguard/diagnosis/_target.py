@@ -1,7 +1,5 @@
 """The function that is driven, and the inputs that it is called with in turn. Runs in the driven process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

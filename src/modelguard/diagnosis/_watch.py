@@ -1,7 +1,5 @@
 """``watch``: names the cause of growth inside a service that runs, at 1 % of its CPU time at most."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

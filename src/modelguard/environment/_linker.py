@@ -4,8 +4,6 @@ Separate from :mod:`modelguard.environment._allocator` because importing ctypes 
 before the first trim.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Only what this process has allocated is read. The use of the whole device, as ``
 processes.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from contextlib import suppress

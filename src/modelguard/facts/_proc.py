@@ -5,8 +5,6 @@ If a file cannot be read, they raise the kernel's error: ``FileNotFoundError`` o
 process has exited, ``PermissionError`` if it belongs to another user. :func:`if_readable` turns these into None.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

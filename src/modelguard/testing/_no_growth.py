@@ -1,7 +1,5 @@
 """``assert_no_growth``: memory must not grow with the number of calls."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc
