@@ -67,10 +67,6 @@ def why_lost() -> OSError | None:
     return raw.error if isinstance(raw, _Descriptor) else None
 
 
-def is_lost() -> bool:
-    return why_lost() is not None
-
-
 # What commands say, and the words that they are given.
 
 
