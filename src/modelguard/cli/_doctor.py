@@ -17,9 +17,7 @@ from modelguard.errors import InvalidOption
 
 if TYPE_CHECKING:
     from modelguard.diagnosis import DoctorReport, Facts, GrowthReport
-
-#: Called with what a diagnosis says of itself.
-Progress = Callable[[Mapping[str, Any]], None]
+    from modelguard.diagnosis._target import Progress
 
 FAULTS = 1
 
