@@ -53,8 +53,6 @@ class _Rate(NamedTuple):
 
 
 _Readings = Sequence[_Reading]
-#: Readings, cut where there is a step.
-_Parts = Sequence[_Readings]
 
 
 @dataclass(frozen=True, slots=True)
