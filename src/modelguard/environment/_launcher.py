@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shlex
+import shutil
 import signal
 import stat
 import sys
@@ -44,17 +45,11 @@ _LINE = 256
 
 
 def locate(command: str, environ: Mapping[str, str]) -> str:
-    # Strings, not Paths, which would change "./run" to "run": a script sees the name by which it was called.
-    candidates = (
-        [command] if os.sep in command else [f"{folder or '.'}/{command}" for folder in os.get_exec_path(environ)]
-    )
-    # Skip folders, and files that are not executable if an executable one follows.
-    files = [candidate for candidate in candidates if Path(candidate).is_file()]
-    for file in files:
-        if os.access(file, os.X_OK):
-            return file
-    if files:
-        fix = f"Make it executable (chmod +x), or start it through its interpreter, such as: python {files[0]}."
+    path = os.pathsep.join(folder or os.curdir for folder in os.get_exec_path(environ))
+    if (file := shutil.which(command, path=path)) is not None:
+        return file
+    if (file := shutil.which(command, os.F_OK, path)) is not None:
+        fix = f"Make it executable (chmod +x), or start it through its interpreter, such as: python {file}."
         raise CannotRun(command, why="is not executable", fix=fix, status=NOT_EXECUTABLE)
     if os.sep in command and Path(command).is_dir():
         raise CannotRun(command, why="is a folder", fix="Name a program.", status=NOT_EXECUTABLE)
