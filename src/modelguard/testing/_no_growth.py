@@ -302,7 +302,7 @@ def _take(feed: Iterator[Any], count: int) -> list[Any]:
 
 
 def _runner(fn: Callable[[Any], object]) -> _Run:
-    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
+    if _units.function_kind(fn) == "coroutine":
 
         def run_async(given: list[Any]) -> None:
             from modelguard.runtime.waiting import raise_on_event_loop
