@@ -464,11 +464,9 @@ def _execute(pid: int, script: str, run: Callable[[int, str], None] | None) -> N
 
 
 def _same_root(pid: int, root: Path) -> bool:
-    try:
-        theirs, mine = (Path(_proc.folder(each, root), "root").stat() for each in (pid, None))
-    except OSError:  # it has ended, or hides it: what follows will say so
-        return True
-    return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
+    with suppress(OSError):  # it has ended, or hides it: what follows will say so
+        return (_proc.folder(pid, root) / "root").samefile(_proc.folder(None, root) / "root")
+    return True
 
 
 # Facts about a running service, from outside and from inside: its processes are asked where that is possible.

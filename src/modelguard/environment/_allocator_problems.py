@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from modelguard import _units
 from modelguard.environment._allocator_files import AllocatorFile, How, Kind, Problem, SmallObjects, kind_of
 from modelguard.errors import NotSupported
-from modelguard.facts import _proc
+from modelguard.facts import _memory, _proc
 from modelguard.facts._proc import mapped_files
 
 _SETTINGS = "MALLOC_CONF"
@@ -75,10 +75,8 @@ def this_process(root: Path = _proc.ROOT) -> ProcessView:
 
 def system_preloads(root: Path) -> tuple[str, ...]:
     """The entries of ``/etc/ld.so.preload``, without comments."""
-    with suppress(OSError):
-        lines = (root / "etc" / "ld.so.preload").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-        return tuple(entry for line in lines for entry in _entries(line.partition("#")[0]))
-    return ()
+    lines = _memory.text(root / "etc" / "ld.so.preload").splitlines()
+    return tuple(entry for line in lines for entry in _entries(line.partition("#")[0]))
 
 
 def preload_entries(environ: Mapping[str, str]) -> tuple[str, ...]:
