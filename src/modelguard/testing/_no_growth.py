@@ -352,8 +352,7 @@ def _what_grew(run: Callable[[], None], calls: int) -> list[str]:
 
 def _places(run: Callable[[], None], calls: int) -> list[str]:
     tracing = tracemalloc.is_tracing()
-    if not tracing:
-        tracemalloc.start()
+    tracemalloc.start()  # does nothing if it traces
     try:
         gc.collect()
         before = tracemalloc.take_snapshot()
