@@ -118,13 +118,10 @@ def _stale_metrics(facts: Facts) -> Evidence | None:
 _RUN = "Set it before the program starts (shell, unit file, image), or use 'modelguard run --allocator auto'."
 
 #: Variables other than LD_PRELOAD that are read only when a program starts.
-_AT_EXEC = ("MALLOC_ARENA_MAX", "MALLOC_CONF", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "PYTHONMALLOC")
+_AT_EXEC = (*_knobs.GLIBC, "MALLOC_CONF", "PYTHONMALLOC")
 
 #: From this number of threads on, freed memory that stays in arenas counts: 8 for each CPU may be made.
 _MANY_THREADS = 16
-
-#: Those that only glibc's allocator reads.
-_GLIBC = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 @check(
@@ -202,7 +199,7 @@ def _two(facts: Facts) -> Evidence | None:
     "Only glibc's own allocator reads these variables. Since another one was preloaded, they have no effect.",
 )
 def _other_allocators_settings(facts: Facts) -> Evidence | None:
-    names = tuple(dict.fromkeys(each.name for each in facts.named(*_GLIBC) if each.moment == "exec"))
+    names = tuple(dict.fromkeys(each.name for each in facts.named(*_knobs.GLIBC) if each.moment == "exec"))
     file = next((file for file in facts.allocators if kind_of(file) not in (None, "glibc")), None)
     if not names or file is None:
         return None
@@ -290,9 +287,6 @@ def _evidence(facts: Facts, kind: ProblemKind, level: Level = "fault", remedy: R
 _ONEDNN = (CAPS[0], "DNNL_PRIMITIVE_CACHE_CAPACITY")
 _IDEEP = CAPS[1]
 
-#: Entries in each cache where the number of input shapes is unknown, as the preset has them.
-_DEFAULT = _knobs.DEFAULT_ENTRIES
-
 #: The most bytes that the code of one compiled primitive takes, and that other compiled code may take, as written
 #: memory. Measured: 31 kB for each shape of a 1-d convolution, whose data take eight times as much beside it. 200
 #: shapes of two of them: 12.4 MB of code and 93 MB of data; with a cap of 8, 0.1 MB of code (torch 2.13, x86-64).
@@ -320,7 +314,7 @@ def _one_cap(facts: Facts) -> Evidence | None:
 def _wanted(missing: str, given: Variable) -> int:
     entries = _knobs.capacity(given.name, given.value)
     if entries is None or entries < 0 or (entries == 0 and given.name == _IDEEP):
-        return _DEFAULT  # no limit, or a crash
+        return _knobs.DEFAULT_ENTRIES  # no limit, or a crash
     # ideep's must not be 0, even if oneDNN's is: see MG205.
     return max(1, entries) if missing == _IDEEP else entries
 

@@ -24,7 +24,6 @@ from modelguard.facts import _proc
 from modelguard.facts._growth_judge import judge
 from modelguard.facts._proc import MemoryMapping
 
-NAMES = ("open files", "threads", "child processes")
 #: So many more end a run: going on would only endanger the machine.
 MOST = {"open files": 2000, "threads": 2000, "child processes": 200}
 #: Kinds that are named, and kinds that are kept for one number.
@@ -105,7 +104,7 @@ class Counts:
     def growing(self, since: int) -> list[dict[str, Any]]:
         self.judged = True
         calls, found = self.calls[since:], []
-        for name in NAMES:
+        for name in MOST:
             counts = [each[name] for each in self._read[since:]]
             if judge(calls, counts, least=_LEAST).verdict == "grows":
                 found.append(self._grown(name, counts[-1] - counts[0], calls[-1] - calls[0]))
@@ -117,7 +116,7 @@ class Counts:
         self._spare.clear()
         more = self._more()
         more["open files"] += _SPARE
-        most = max(NAMES, key=lambda name: more[name] / MOST[name])
+        most = max(MOST, key=lambda name: more[name] / MOST[name])
         return [self._grown(most, more[most], calls)]
 
     def _grown(self, name: str, more: int, calls: int) -> dict[str, Any]:

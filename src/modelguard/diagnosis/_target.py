@@ -5,12 +5,12 @@ import contextlib
 import dataclasses
 import errno
 import faulthandler
-import importlib
 import inspect
 import itertools
 import json
 import math
 import os
+import pkgutil
 import re
 import signal
 import subprocess
@@ -240,10 +240,7 @@ def load(name: str) -> Callable[..., Any]:
         ImportError, AttributeError: There is none.
         TypeError: It is not callable.
     """
-    module, _, attribute = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
+    found: Any = pkgutil.resolve_name(name)
     if not callable(found):
         raise TypeError(f"{name} is not callable")
     function: Callable[..., Any] = found
