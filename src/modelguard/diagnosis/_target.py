@@ -347,7 +347,7 @@ def in_session(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command in a session of its own, and stop it at the end of the block. No signal comes in between.
 
-    Where this process is killed, the kernel sends that signal to the command.
+    Where this process is killed, the kernel sends ``ends_by`` to the command.
     """
     parent, mask, process = os.getpid(), block(), None
 
@@ -387,8 +387,7 @@ def follow(
 ) -> Said:
     """Run a program, and kill it with all that it has started as soon as it is done, or a signal ends this process."""
     with ending_signals(), tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
-        answer, given = Path(folder, "answer"), Path(folder, "config")
-        stack = Path(folder, "stack")
+        answer, given, stack = (Path(folder, name) for name in ("answer", "config", "stack"))
         for file in (answer, stack):
             file.touch()
         # In a file: the words of a command are limited to 128 kB each.

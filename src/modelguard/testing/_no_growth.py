@@ -77,7 +77,6 @@ _MOST_ROUNDS = 270
 _NAMED = 5
 _LINES = 3
 _PAGE = 4096
-_MB = 10**6
 _MALLOC = "allocated by malloc"
 
 _Run = Callable[[list[Any]], None]
@@ -267,7 +266,7 @@ def _decided(stretch: _Stretch, older: _Older, drive: Callable[[int], _Stretch])
 
 
 def _meters(spare: int) -> list[_Meter]:
-    found = [_Meter("private memory", trimmed, "bytes", noise=2 * _MB, per_call=max(spare, _PAGE / 4))]
+    found = [_Meter("private memory", trimmed, "bytes", noise=2_000_000, per_call=max(spare, _PAGE / 4))]
     if runtime.in_use() is not None:
         found.insert(0, _Meter(_MALLOC, lambda: runtime.in_use() or 0, "bytes", _PAGE, spare))
     if sys.getallocatedblocks():  # none with PYTHONMALLOC=malloc, where malloc serves all objects
