@@ -1,7 +1,6 @@
 """The checks, by number: MG1xx the allocator, 2xx caches and threads, 3xx memory, 4xx servers, 5xx the interpreter."""
 
 import math
-import re
 import shlex
 
 from modelguard._units import format_bytes
@@ -19,6 +18,7 @@ from modelguard.diagnosis._facts import (
 )
 from modelguard.environment import _knobs
 from modelguard.environment._allocator_files import Problem, ProblemKind, kind_of
+from modelguard.environment._allocator_problems import entries
 
 #: Bytes. A few pages in swap that are no longer needed do not mean that memory is short.
 _SWAP = 10_000_000
@@ -190,7 +190,8 @@ def _two(facts: Facts) -> Evidence | None:
     if not _problems(facts, "two allocators"):
         return _evidence(facts, "private copy", "note")
     given = facts.last("LD_PRELOAD")
-    remedy = Remedy(environ=(f"LD_PRELOAD={_entries(given.value)[0]}",)) if given and given.value else None
+    named = entries(given.value)[:1] if given else []
+    remedy = Remedy(environ=(f"LD_PRELOAD={named[0]}",)) if named else None
     return _evidence(facts, "two allocators", remedy=remedy)
 
 
@@ -256,17 +257,13 @@ def _set_late(facts: Facts, *names: str) -> list[Variable]:
     return list(late.values())
 
 
-def _entries(preload: str) -> list[str]:
-    return re.split(r"[\s:]+", preload)
-
-
 def _serves(facts: Facts, preload: str) -> bool:
-    wanted, answers = kind_of(_entries(preload)[0]), facts.answers
+    wanted, answers = next(map(kind_of, entries(preload)), None), facts.answers
     return wanted is not None and bool(answers) and all(kind_of(said.malloc or "") == wanted for said in answers)
 
 
 def _preload(*given: Variable) -> Remedy:
-    kinds = (kind_of(entry) for variable in given for entry in _entries(variable.value) if entry)
+    kinds = (kind_of(entry) for variable in given for entry in entries(variable.value))
     kind = next((kind for kind in kinds if kind not in (None, "glibc", "unknown")), None)
     return Remedy(unset=("LD_PRELOAD",), run=("--allocator", kind or "auto"))
 
