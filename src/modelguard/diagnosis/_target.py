@@ -356,13 +356,13 @@ def in_session(
         restore_mask(mask)
 
     try:
-        process = subprocess.Popen(  # noqa: S603 - this very Python, or the command that the user has given
+        process = subprocess.Popen[bytes](  # this very Python, or the command that the user has given
             [*words],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=prepare,  # noqa: PLW1509 - it takes no lock
+            preexec_fn=prepare,  # it takes no lock
             **given,
         )
         restore_mask(mask)
