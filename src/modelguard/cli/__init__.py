@@ -119,5 +119,5 @@ def _known_words() -> dict[tuple[str, str], Iterable[str]]:
         ("presets", "format"): _presets.formats(),
         ("presets", "names"): presets.names(),
         ("run", "allocator"): get_args(_launcher.Allocator),
-        ("run", "presets"): presets.names(),
+        ("run", "preset"): presets.names(),
     }

@@ -17,9 +17,7 @@ from modelguard.errors import InvalidOption
 
 if TYPE_CHECKING:
     from modelguard.diagnosis import DoctorReport, Facts, GrowthReport
-
-#: Called with what a diagnosis says of itself.
-Progress = Callable[[Mapping[str, Any]], None]
+    from modelguard.diagnosis._target import Progress
 
 FAULTS = 1
 
@@ -143,8 +141,8 @@ def _colours(stream: TextIO) -> Callable[[str, str], None] | None:
 
 # ``modelguard diagnose``: drives a function and names what makes its memory grow.
 
-GROWS = 1
-UNDECIDED = 3
+#: The exit status of each verdict.
+_STATUS = {"steady": 0, "grows": 1, "undecided": 3}
 
 #: Seconds to drive a function, and to watch a process.
 SECONDS, PROCESS_SECONDS = 30.0, 300.0
@@ -189,7 +187,7 @@ def _diagnose(options: argparse.Namespace) -> int:
         _write(report, options.report)
     text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(_growth_page.as_text(report))
     print(text)  # noqa: T201 - the output of the command
-    return {"steady": 0, "grows": GROWS, "undecided": UNDECIDED}[report.verdict]
+    return _STATUS[report.verdict]
 
 
 def _of_process(options: argparse.Namespace, progress: Progress) -> GrowthReport:

@@ -3,8 +3,6 @@
 A command prints as if none of this could happen, and comes to its status. What could not be written is known here.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os
@@ -67,10 +65,6 @@ def why_lost() -> OSError | None:
     sys.stdout.flush()
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return raw.error if isinstance(raw, _Descriptor) else None
-
-
-def is_lost() -> bool:
-    return why_lost() is not None
 
 
 # What commands say, and the words that they are given.

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from modelguard.control._client import Request
 
 
+#: The numbers of a preset, read by what needs them: argparse prints errors of several lines.
+_SIZES = (
+    ("--workers N", "processes that share the CPUs, default: 1"),
+    ("--distinct-shapes N", "how many different input shapes the traffic has, if known"),
+)
+
+
 def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "run",
@@ -33,29 +40,19 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "stays, and signals and the exit status are the command's own. Variables that are already set win.",
         epilog="exit status: the command's own, or 2 usage, 126 the command cannot be executed, 127 it was not found",
     )
-    parser.add_argument(
-        "--preset", action="append", default=[], dest="presets", metavar="NAME", help="may be given several times"
+    allocators = (
+        "auto (the best that is installed), jemalloc, mimalloc, tcmalloc, glibc (made to return freed memory), or none "
+        "(no change), default: none"
     )
-    parser.add_argument(
-        "--allocator",
-        default="none",
-        metavar="NAME",
-        help="auto (the best that is installed), jemalloc, mimalloc, tcmalloc, glibc (made to return freed memory), "
-        "or none (no change), default: %(default)s",
-    )
-    _add_sizes(parser)
-    parser.add_argument("--print", action="store_true", help="print the command as a shell command, and exit")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command")
-    parser.set_defaults(run=_run, typed={"name": "--preset"})
-
-
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    """The numbers of a preset, read by what needs them: argparse prints errors of several lines."""
     _output.add_options(
         parser,
-        ("--workers N", "processes that share the CPUs, default: 1"),
-        ("--distinct-shapes N", "how many different input shapes the traffic has, if known"),
+        ("--preset NAME...", "may be given several times"),
+        ("--allocator NAME", allocators),
+        *_SIZES,
+        ("--print", "print the command as a shell command, and exit"),
     )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command")
+    parser.set_defaults(run=_run, allocator="none", typed={"name": "--preset"})
 
 
 def _combined(names: Iterable[str], options: argparse.Namespace) -> Preset:
@@ -74,16 +71,16 @@ def _combined(names: Iterable[str], options: argparse.Namespace) -> Preset:
 def _run(options: argparse.Namespace) -> int:
     from modelguard.environment import _launcher
 
-    for name in options.presets:
+    for name in options.preset:
         if "," in name:
             fix = f"Write {' '.join(f'--preset {each}' for each in name.split(','))}."
             raise InvalidOption("--preset", name, why="must be one name", fix=fix)
-    if not options.presets:
+    if not options.preset:
         fix = "Add one, such as --preset torch-cpu."
         _output.refuse(options, ("workers", "distinct_shapes"), "requires a preset", fix)
-    preset = _combined(options.presets, options) if options.presets else None
+    preset = _combined(options.preset, options) if options.preset else None
     plan = _launcher.plan(_output.behind(options), preset=preset, allocator=options.allocator)
-    something = options.presets or options.allocator != "none"
+    something = options.preset or options.allocator != "none"
     nothing = [] if something else ["nothing is set, because neither --preset nor --allocator is given"]
     for note in plan.notes or nothing:
         _say(note)
@@ -113,9 +110,9 @@ def add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="exit status: 0 success, 2 there is no such preset or format, or a number is out of range",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="presets, combined in this order")
-    _add_sizes(parser)
-    parser.add_argument("--cpus", metavar="N", help="CPUs that they share, default: what this process may use")
-    parser.add_argument("--format", metavar="F", help=f"write the variables instead, for: {', '.join(formats())}")
+    cpus = ("--cpus N", "CPUs that they share, default: what this process may use")
+    written = ("--format F", f"write the variables instead, for: {', '.join(formats())}")
+    _output.add_options(parser, *_SIZES, cpus, written)
     parser.set_defaults(run=_show_presets, typed={"name": "NAME"})
 
 

@@ -13,7 +13,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
@@ -62,10 +63,10 @@ def run(options: argparse.Namespace) -> int:
     if size is not None:
         size = _units.size(int(size) if re.fullmatch(r"[0-9]{1,18}", size, re.ASCII) else size, "--model-bytes")
     read = make_reader(None if options.pid is None else process_id(options.pid), size)
-    shown = _json() if options.json else choose(sys.stdout, live=not options.once)
+    shown = nullcontext(_show_json) if options.json else choose(sys.stdout, live=not options.once)
     with suppress(KeyboardInterrupt), shown as show:  # the usual end
         show(read())
-        while interval is not None and not _output.is_lost():
+        while interval is not None and _output.why_lost() is None:
             time.sleep(interval)
             show(read())
     return 0
@@ -98,9 +99,8 @@ def make_reader(pid: int | None, model_bytes: int | str | None) -> Callable[[], 
     return read
 
 
-@contextmanager
-def _json() -> Iterator[Show]:
-    yield lambda trees: print(json.dumps(as_dict(trees)), flush=True)  # noqa: T201 - the output of the command
+def _show_json(trees: Sequence[TreeReport]) -> None:
+    print(json.dumps(as_dict(trees)), flush=True)  # noqa: T201 - the output of the command
 
 
 def _interval(text: str | None) -> float:
@@ -204,16 +204,12 @@ def choose(stream: TextIO, *, live: bool) -> AbstractContextManager[Show]:
     """The live view if it is wanted, rich is installed and ``stream`` is a terminal; otherwise plain text."""
     if live and stream.isatty() and importlib.util.find_spec("rich") is not None:
         return _live(stream)
-    return _plain(stream)
+    return nullcontext(partial(_show_text, stream))
 
 
-@contextmanager
-def _plain(stream: TextIO) -> Iterator[Show]:
-    def show(trees: list[TreeReport]) -> None:
-        stream.write("\n".join(f"{table(tree)}\n{summary(tree)}\n" for tree in trees) + "\n")
-        stream.flush()
-
-    yield show
+def _show_text(stream: TextIO, trees: Sequence[TreeReport]) -> None:
+    stream.write("\n".join(f"{table(tree)}\n{summary(tree)}\n" for tree in trees) + "\n")
+    stream.flush()
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Find problems in a service's environment (``modelguard doctor``), and what makes memory grow (``diagnose``)."""
 
-from __future__ import annotations
-
 from modelguard import _public
 from modelguard.diagnosis._diagnose import diagnose
 from modelguard.diagnosis._facts import Check, Facts, Finding

@@ -175,10 +175,6 @@ def _inner(module: str, label: str) -> Callable[[Any], tuple[str, int]] | None:
     return None
 
 
-def count() -> dict[str, int]:
-    return look()[0]
-
-
 def look() -> tuple[dict[str, int], dict[str, int]]:
     """Count objects: by kind, with what libraries say of themselves; and by type, of those types that have many.
 

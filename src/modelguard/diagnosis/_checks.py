@@ -1,9 +1,6 @@
 """The checks, by number: MG1xx the allocator, 2xx caches and threads, 3xx memory, 4xx servers, 5xx the interpreter."""
 
-from __future__ import annotations
-
 import math
-import re
 import shlex
 
 from modelguard._units import format_bytes
@@ -21,6 +18,7 @@ from modelguard.diagnosis._facts import (
 )
 from modelguard.environment import _knobs
 from modelguard.environment._allocator_files import Problem, ProblemKind, kind_of
+from modelguard.environment._allocator_problems import entries
 
 #: Bytes. A few pages in swap that are no longer needed do not mean that memory is short.
 _SWAP = 10_000_000
@@ -120,13 +118,10 @@ def _stale_metrics(facts: Facts) -> Evidence | None:
 _RUN = "Set it before the program starts (shell, unit file, image), or use 'modelguard run --allocator auto'."
 
 #: Variables other than LD_PRELOAD that are read only when a program starts.
-_AT_EXEC = ("MALLOC_ARENA_MAX", "MALLOC_CONF", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "PYTHONMALLOC")
+_AT_EXEC = (*_knobs.GLIBC, "MALLOC_CONF", "PYTHONMALLOC")
 
 #: From this number of threads on, freed memory that stays in arenas counts: 8 for each CPU may be made.
 _MANY_THREADS = 16
-
-#: Those that only glibc's allocator reads.
-_GLIBC = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 @check(
@@ -195,7 +190,8 @@ def _two(facts: Facts) -> Evidence | None:
     if not _problems(facts, "two allocators"):
         return _evidence(facts, "private copy", "note")
     given = facts.last("LD_PRELOAD")
-    remedy = Remedy(environ=(f"LD_PRELOAD={_entries(given.value)[0]}",)) if given and given.value else None
+    named = entries(given.value)[:1] if given else []
+    remedy = Remedy(environ=(f"LD_PRELOAD={named[0]}",)) if named else None
     return _evidence(facts, "two allocators", remedy=remedy)
 
 
@@ -204,7 +200,7 @@ def _two(facts: Facts) -> Evidence | None:
     "Only glibc's own allocator reads these variables. Since another one was preloaded, they have no effect.",
 )
 def _other_allocators_settings(facts: Facts) -> Evidence | None:
-    names = tuple(dict.fromkeys(each.name for each in facts.named(*_GLIBC) if each.moment == "exec"))
+    names = tuple(dict.fromkeys(each.name for each in facts.named(*_knobs.GLIBC) if each.moment == "exec"))
     file = next((file for file in facts.allocators if kind_of(file) not in (None, "glibc")), None)
     if not names or file is None:
         return None
@@ -261,17 +257,13 @@ def _set_late(facts: Facts, *names: str) -> list[Variable]:
     return list(late.values())
 
 
-def _entries(preload: str) -> list[str]:
-    return re.split(r"[\s:]+", preload)
-
-
 def _serves(facts: Facts, preload: str) -> bool:
-    wanted, answers = kind_of(_entries(preload)[0]), facts.answers
+    wanted, answers = next(map(kind_of, entries(preload)), None), facts.answers
     return wanted is not None and bool(answers) and all(kind_of(said.malloc or "") == wanted for said in answers)
 
 
 def _preload(*given: Variable) -> Remedy:
-    kinds = (kind_of(entry) for variable in given for entry in _entries(variable.value) if entry)
+    kinds = (kind_of(entry) for variable in given for entry in entries(variable.value))
     kind = next((kind for kind in kinds if kind not in (None, "glibc", "unknown")), None)
     return Remedy(unset=("LD_PRELOAD",), run=("--allocator", kind or "auto"))
 
@@ -291,9 +283,6 @@ def _evidence(facts: Facts, kind: ProblemKind, level: Level = "fault", remedy: R
 #: oneDNN also reads the first of these under an older name.
 _ONEDNN = (CAPS[0], "DNNL_PRIMITIVE_CACHE_CAPACITY")
 _IDEEP = CAPS[1]
-
-#: Entries in each cache where the number of input shapes is unknown, as the preset has them.
-_DEFAULT = _knobs.DEFAULT_ENTRIES
 
 #: The most bytes that the code of one compiled primitive takes, and that other compiled code may take, as written
 #: memory. Measured: 31 kB for each shape of a 1-d convolution, whose data take eight times as much beside it. 200
@@ -322,7 +311,7 @@ def _one_cap(facts: Facts) -> Evidence | None:
 def _wanted(missing: str, given: Variable) -> int:
     entries = _knobs.capacity(given.name, given.value)
     if entries is None or entries < 0 or (entries == 0 and given.name == _IDEEP):
-        return _DEFAULT  # no limit, or a crash
+        return _knobs.DEFAULT_ENTRIES  # no limit, or a crash
     # ideep's must not be 0, even if oneDNN's is: see MG205.
     return max(1, entries) if missing == _IDEEP else entries
 

@@ -1,7 +1,5 @@
 """What a process has beside memory, and runs out of: open files, threads and child processes."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os
@@ -26,7 +24,6 @@ from modelguard.facts import _proc
 from modelguard.facts._growth_judge import judge
 from modelguard.facts._proc import MemoryMapping
 
-NAMES = ("open files", "threads", "child processes")
 #: So many more end a run: going on would only endanger the machine.
 MOST = {"open files": 2000, "threads": 2000, "child processes": 200}
 #: Kinds that are named, and kinds that are kept for one number.
@@ -34,6 +31,11 @@ _SHOWN, _KEPT = 3, 20
 #: Growth by fewer in a run is not accused.
 _LEAST = 8
 _SPARE = 16
+
+
+def counted(count: float, per: str) -> str:
+    """So many calls, or milliseconds where a service's calls are not known, in words."""
+    return f"{count:,.0f} calls" if per == "calls" else f"{count / 1000:.0f} seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,7 @@ class Growing:
     fix: str
 
     def told(self, per: str) -> str:
-        during = f"{self.calls:,} calls" if per == "calls" else f"{self.calls / 1000:.0f} seconds"
-        return f"{self.more:,} more {self.name} in {during}"
+        return f"{self.more:,} more {self.name} in {counted(self.calls, per)}"
 
 
 FIXES = {
@@ -103,7 +104,7 @@ class Counts:
     def growing(self, since: int) -> list[dict[str, Any]]:
         self.judged = True
         calls, found = self.calls[since:], []
-        for name in NAMES:
+        for name in MOST:
             counts = [each[name] for each in self._read[since:]]
             if judge(calls, counts, least=_LEAST).verdict == "grows":
                 found.append(self._grown(name, counts[-1] - counts[0], calls[-1] - calls[0]))
@@ -115,7 +116,7 @@ class Counts:
         self._spare.clear()
         more = self._more()
         more["open files"] += _SPARE
-        most = max(NAMES, key=lambda name: more[name] / MOST[name])
+        most = max(MOST, key=lambda name: more[name] / MOST[name])
         return [self._grown(most, more[most], calls)]
 
     def _grown(self, name: str, more: int, calls: int) -> dict[str, Any]:
@@ -128,13 +129,13 @@ class Counts:
 def _files(pid: int | None) -> Iterator[str]:
     """What descriptors refer to: files by their paths, or by their folders if there are many; sockets by where to."""
     opened = list(_proc.open_files(pid).values())
-    sockets = _sockets(_proc.folder(pid))
+    sockets = {f"socket:[{inode}]": _socket(table, words) for table, inode, words in _proc.sockets(pid)}
     paths = Counter(each for each in opened if each.startswith("/"))
     folders = Counter(str(PurePath(each).parent) for each in paths)
     for each in opened:
         kind, _, inode = each.partition(":")
         if kind == "socket":
-            yield sockets.get(inode.strip("[]"), "sockets")
+            yield sockets.get(each, "sockets")
         elif each.startswith("/"):
             folder = str(PurePath(each).parent)
             many = paths[each] == 1 and folders[folder] > _SHOWN
@@ -143,25 +144,12 @@ def _files(pid: int | None) -> Iterator[str]:
             yield {"pipe": "pipes", "anon_inode": inode.strip("[]")}.get(kind, kind)
 
 
-def _sockets(folder: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for table in ("tcp", "tcp6", "udp", "udp6"):
-        for line in _table(folder / "net" / table):
-            words = line.split()
-            host, _, port = words[2].partition(":")
-            to = f"sockets to {_address(host)}:{int(port, 16)}" if int(port, 16) else f"{table} sockets"
-            closed = ", closed by the other side" if words[3] == "08" else ""  # TCP_CLOSE_WAIT
-            found[words[9]] = to + closed
-    for line in _table(folder / "net/unix"):
-        words = line.split(maxsplit=7)
-        found[words[6]] = " ".join(["Unix sockets", *words[7:]])
-    return found
-
-
-def _table(file: Path) -> list[str]:
-    with suppress(OSError):
-        return file.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
-    return []
+def _socket(table: str, words: list[str]) -> str:
+    if table == "unix":
+        return " ".join(["Unix sockets", *words[7:]])
+    host, _, port = words[2].partition(":")
+    to = f"sockets to {_address(host)}:{int(port, 16)}" if int(port, 16) else f"{table} sockets"
+    return to + (", closed by the other side" if words[3] == "08" else "")  # TCP_CLOSE_WAIT
 
 
 def _address(text: str) -> str:
@@ -313,9 +301,8 @@ def _kind(one: MemoryMapping) -> str:
 
 def moved(first: Mapping[str, int], last: Mapping[str, int]) -> str:
     """By how much each kind of memory has grown, in words; empty if none has."""
-    more = {kind: size - first.get(kind, 0) for kind, size in last.items()}
-    most = sorted(more.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind} +{format_bytes(size)}" for kind, size in most if size >= _SMALL_MAPPING)
+    more = Counter({kind: size - first.get(kind, 0) for kind, size in last.items()}).most_common()
+    return ", ".join(f"{kind} +{format_bytes(size)}" for kind, size in more if size >= _SMALL_MAPPING)
 
 
 def allocator_of(pid: int) -> str:

@@ -1,7 +1,5 @@
 """Drives a function in a fresh process until its growth is decided, names the causes, and tries remedies."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -11,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -100,24 +99,18 @@ def diagnose(
         raise NotSupported("modelguard diagnose", reason="there is no /proc")
     given = read_inputs(inputs)
     config = {"target": target, "generate": generate, "inputs": given, "load": load, "bucketed": list(bucketed)}
-    where, variables = cwd or Path.cwd(), dict(environ)
+    run = partial(follow, environ=environ, cwd=cwd or Path.cwd())
     patience = min(silence, _MOST_TIMES * seconds)
     drive = {**config, "seconds": seconds, "calls": calls, "patience": patience, "loading": silence}
-    said = follow(drive, variables, where, progress=progress, silence=2 * silence)
+    said = run(drive, progress=progress, silence=2 * silence)
     report = _report(target, said, _Asked(seconds, calls, patience, inputs, generate))
     measured = dataclasses.replace(report.measured, inputs=len(given or ()))
     report = dataclasses.replace(report, measured=measured)
     if measured.judged.verdict != "grows" or not trial_seconds or said.end == "interrupted":
         return report
+    run = partial(run, progress=lambda _: None, silence=silence)
     trials = try_remedies(
-        config,
-        report.causes,
-        measured,
-        seconds=trial_seconds,
-        environ=variables,
-        cwd=where,
-        progress=progress,
-        silence=silence,
+        config, report.causes, measured, seconds=trial_seconds, environ=environ, progress=progress, follow=run
     )
     return dataclasses.replace(report, trials=trials)
 
@@ -382,10 +375,8 @@ def try_remedies(
     *,
     seconds: float,
     environ: Mapping[str, str],
-    cwd: Path,
     progress: Progress,
-    silence: float,
-    follow: Callable[..., Said] = follow,
+    follow: Callable[..., Said],
     clock: Callable[[], float] = time.monotonic,
 ) -> Trials | None:
     began = clock()
@@ -396,10 +387,9 @@ def try_remedies(
 
     def run(candidate: Candidate, limit: float | None) -> Said:
         longest = _LONGEST * _MOST_SLOWER if limit is None else limit
-        own = {"act": candidate.act, "limit": longest}
         variables = environ if candidate.environ is None else candidate.environ
         most = math.inf if limit is None else limit + _START
-        return follow({**given, **own}, variables, cwd, progress=lambda _: None, silence=silence, limit=most)
+        return follow({**given, "act": candidate.act, "limit": longest}, environ=variables, limit=most)
 
     rounds = _Rounds(run, progress, clock)
     if found:

@@ -19,10 +19,11 @@ from modelguard import memory
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._counts import Counts, Exhausted, compiled, kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
-from modelguard.environment import _allocator, _linker
+from modelguard.environment import _allocator
 from modelguard.errors import ModelGuardError
 from modelguard.facts import _holders, _memory, _proc
 from modelguard.facts._growth_judge import Verdict, judge
+from modelguard.lifecycle import runtime
 from modelguard.lifecycle._guard_options import Swap
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard
@@ -127,7 +128,7 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     target.forget()
     counts.begin()
     gc.collect()
-    before, sizes = _census.count(), _census.cache_sizes()
+    before, sizes = _census.look()[0], _census.cache_sizes()
     pools = _emptied(_census.pools())
     target.run(size, pace.part(_WARM).until)
     free = _fallen(lambda: None)  # what calls always leave behind, without any growth
@@ -145,7 +146,7 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     grown = measured["private"][-1] - measured["private"][0]
     pace = pace._replace(most=max(_FEWEST_CALLS, _calls_for(_TESTED, target.calls, grown)))
     measured["trimmed"] = max(0, _fallen(lambda: None) - free)
-    measured |= {"before": before, "after": _census.count()}
+    measured |= {"before": before, "after": _census.look()[0]}
     measured |= {"compiled": compiled() - code, "libraries": _census.loaded()}
     measured |= {"imported": config["imported"], "guarded": isinstance(owner_of(function), ModelGuard)}
     measured["zones"] = any(hasattr(type(nlp), "memory_zone") for nlp in _census.pipelines())
@@ -296,9 +297,7 @@ def _fallen(act: Callable[[], object]) -> int:
 
 def _in_use() -> dict[str, int]:
     """What Python has given out in small objects, and malloc in blocks; without what is not known."""
-    found = {"small": _linker.python_in_use()}
-    with suppress(ModelGuardError):
-        found["given_out"] = _allocator.stats().allocated
+    found = {"small": runtime.python_in_use(), "given_out": runtime.in_use()}
     return {name: size for name, size in found.items() if size is not None}
 
 

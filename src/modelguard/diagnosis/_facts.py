@@ -26,22 +26,13 @@ CAPS = (_knobs.ONEDNN, _knobs.IDEEP)
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """An environment variable that modelguard knows."""
+    """An environment variable that modelguard knows; or one whose name is misspelt, with what is meant."""
 
     name: str
     value: str
     moment: Moment
     where: str
-
-
-@dataclass(frozen=True, slots=True)
-class Misspelt:
-    """An environment variable that nothing reads, because its name is misspelt."""
-
-    name: str
-    meant: str
-    value: str
-    where: str
+    meant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +220,7 @@ class Facts:
     stale_metrics: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
-    misspelt: tuple[Misspelt, ...] = ()
+    misspelt: tuple[Variable, ...] = ()
     served: bool = True
 
     def named(self, *names: str) -> tuple[Variable, ...]:
@@ -284,15 +275,12 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 KNOWN = frozenset(
     {
         *THREAD_VARIABLES,
+        *CAPS,
+        *_knobs.GLIBC,
         "DNNL_PRIMITIVE_CACHE_CAPACITY",
         "GLIBC_TUNABLES",
         "LD_PRELOAD",
-        "LRU_CACHE_CAPACITY",
-        "MALLOC_ARENA_MAX",
         "MALLOC_CONF",
-        "MALLOC_MMAP_THRESHOLD_",
-        "MALLOC_TRIM_THRESHOLD_",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
         "PROMETHEUS_MULTIPROC_DIR",
         "PYTHONMALLOC",
         "PYTHON_PYMALLOC_HUGEPAGES",
@@ -347,7 +335,7 @@ def known_variables(environ: Mapping[str, str], where: str) -> tuple[Variable, .
     return tuple(Variable(name, environ[name], "exec", where) for name in sorted(KNOWN & environ.keys()))
 
 
-def misspelt_variables(environ: Mapping[str, str], where: str) -> Iterator[Misspelt]:
+def misspelt_variables(environ: Mapping[str, str], where: str) -> Iterator[Variable]:
     """The names in an environment that nothing reads, and that one letter or two make into a name that is read.
 
     Only a value of digits is kept: of any other it is not known what it is.
@@ -356,7 +344,7 @@ def misspelt_variables(environ: Mapping[str, str], where: str) -> Iterator[Missp
         meant = _meant(name)
         if meant is not None and meant not in environ:
             value = environ[name]
-            yield Misspelt(name, meant, value if value.isascii() and value.isdecimal() else "", where)
+            yield Variable(name, value if value.isascii() and value.isdecimal() else "", "exec", where, meant)
 
 
 def _meant(name: str) -> str | None:

@@ -1,7 +1,5 @@
 """Facts about a command: it is started, examined from outside and from inside while it serves, and stopped."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import math
@@ -16,6 +14,7 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,13 @@ from modelguard import _units
 from modelguard.diagnosis import _inside, _redact
 from modelguard.diagnosis._facts import KNOWN, Facts
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree, require_proc
+from modelguard.diagnosis._target import in_session
 from modelguard.environment import _malloc_file
 from modelguard.environment._launcher import locate
 from modelguard.errors import InvalidOption
 from modelguard.facts import _memory, _proc
 from modelguard.facts._memory import Strain
-from modelguard.runtime.child_processes import ENDING, end_with_parent, ending_signals, kill, kill_group
+from modelguard.runtime.child_processes import ending_signals, kill, kill_group
 
 # A command that is started to be examined: in its own session, with the probe, and stopped with all it started.
 
@@ -52,8 +52,9 @@ _ERROR = re.compile(r"(?:\w+\.)*(\w*(?:Error|Exception|Exit|Interrupt|Failed)): 
 
 
 class Session:
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, words: Sequence[str]) -> None:
-        self.process = process
+    process: subprocess.Popen[bytes]
+
+    def __init__(self, folder: Path, words: Sequence[str]) -> None:
         self.folder = folder
         self._words = words
         self._killed_before = {self._cgroups(None): _memory.oom_kills() or 0}
@@ -131,15 +132,15 @@ class Session:
     def private(self) -> dict[int, int]:
         return {pid: _memory.private_of(pid) for pid in self.pids()}
 
-    def stop(self) -> None:
+    def stop(self, process: subprocess.Popen[bytes]) -> None:
         """End it and everything that it has started, also what has left it and its session, as a daemon does."""
-        pids = {*self.pids(), *filter(self._is_ours, _proc.processes())}
-        self.process.terminate()  # nothing is sent to one that has ended
+        pids = {*(each.pid for each in _proc.tree(process.pid)), *filter(self._is_ours, _proc.processes())}
+        process.terminate()  # nothing is sent to one that has ended
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_STOP)
-        kill_group(self.process.pid)
+            process.wait(_STOP)
+        kill_group(process.pid)
         kill(filter(self._is_ours, pids))
-        self.process.wait()
+        process.wait()
         deadline = time.monotonic() + _STOP
         while any(map(self._is_ours, pids)) and time.monotonic() < deadline:
             time.sleep(_PAUSE / 2)
@@ -161,61 +162,24 @@ class Session:
 
 @contextmanager
 def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iterator[Session]:
-    """Start a command with the probe, and end it with all it has started, also if a signal ends this process.
-
-    Where this process is killed, the kernel sends SIGTERM to the command.
-    """
-    with ending_signals(), _folder() as folder:
-        # From the start until it is in reach of the clean-up, no signal may come between.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-        session = None
-        try:
-            session = Session(_popen(words, environ, cwd, mask, folder), folder, words)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    """Start a command with the probe, and end it with all it has started, also if a signal ends this process."""
+    with ending_signals(), _folder() as folder, (folder / "output").open("wb") as output:
+        path = os.pathsep.join([str(folder), *filter(None, [environ.get("PYTHONPATH")])])
+        probed = {**environ, "PYTHONPATH": path, "MODELGUARD_PROBE": str(folder)}
+        session, program = Session(folder, words), locate(words[0], environ)
+        start = partial(in_session, words, session.stop, output=output, ends_by=signal.SIGTERM)
+        with start(executable=program, env=probed, cwd=cwd) as session.process:
             yield session
-        finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-            try:
-                if session is not None:
-                    session.stop()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="modelguard-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="modelguard-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         shutil.copyfile(_inside.__file__, folder / "sitecustomize.py")
         shutil.copyfile(_malloc_file.__file__, folder / "malloc")
         (folder / "names").write_text("\n".join([str(int(_signal())), *sorted(KNOWN)]), encoding="ascii")
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _popen(
-    words: Sequence[str], environ: Mapping[str, str], cwd: Path, mask: set[signal.Signals | int], folder: Path
-) -> subprocess.Popen[bytes]:
-    parent = os.getpid()
-
-    def prepare() -> None:
-        end_with_parent(parent, signal.SIGTERM)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    path = os.pathsep.join([str(folder), *filter(None, [environ.get("PYTHONPATH")])])
-    with (folder / "output").open("wb") as output:
-        return subprocess.Popen(  # noqa: S603 - the command that the user has given
-            [*words],
-            executable=locate(words[0], environ),
-            env={**environ, "PYTHONPATH": path, "MODELGUARD_PROBE": str(folder)},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=prepare,  # noqa: PLW1509 - it takes no lock
-        )
 
 
 def _signal() -> int:

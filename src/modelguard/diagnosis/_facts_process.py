@@ -1,7 +1,5 @@
 """Facts about a running service, read from ``/proc``, and from its processes' own answers where there are any."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -11,7 +9,7 @@ import socket
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -338,7 +336,7 @@ def _words(pid: int, root: Path) -> tuple[str, ...]:
 
 # The same from inside: a process is asked through its control socket, or by a script that CPython 3.14 runs in it.
 
-_FIRST = (3, 14)
+_FIRST, _THIS = (3, 14), sys.version_info[:2]
 #: Seconds until the process has to run the script, and until it has to answer.
 _PATIENCE, _ANSWER = 10.0, 30.0
 
@@ -381,37 +379,30 @@ def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]
             yield inside
 
 
-def require_attachable(
-    pid: int,
-    interpreter: Interpreter | None,
-    *,
-    version: tuple[int, int] = sys.version_info[:2],
-    user: int | None = None,
-    root: Path = _proc.ROOT,
-) -> None:
-    mine, text = (os.geteuid() if user is None else user), ".".join(map(str, version))
+def require_attachable(pid: int, interpreter: Interpreter | None, *, root: Path = _proc.ROOT) -> None:
+    text = ".".join(map(str, _THIS))
     owner, reason = _proc.if_readable(_proc.owner, pid, root), ""
-    if version < _FIRST:
+    if _THIS < _FIRST:
         reason = (
             f"process {pid} has not called modelguard.control.listen(), and without that it requires Python 3.14 "
             f"(this is {text})"
         )
     elif owner is None:
         raise _refused(pid, "does not exist")
-    elif mine not in (0, owner):
+    elif os.geteuid() not in (0, owner):
         raise _refused(pid, "belongs to another user", _AS_OWNER)
     elif not _same_root(pid, root):
         reason = f"process {pid} runs in a container or a chroot; run modelguard inside of it"
     elif interpreter is None or interpreter.name != "CPython":
         raise _refused(pid, "does not run CPython", "Give the id of the Python process itself.")
-    elif interpreter.version != version:
+    elif interpreter.version != _THIS:
         reason = f"process {pid} runs on {interpreter}, and this is Python {text}; run modelguard with its Python"
     if reason:
         raise NotSupported("looking inside a running process", reason=reason)
 
 
 @contextmanager
-def attached(pid: int, *, run: Callable[[int, str], None] | None = None) -> Iterator[Connection]:
+def attached(pid: int) -> Iterator[Connection]:
     with tempfile.TemporaryDirectory(prefix="modelguard-", ignore_cleanup_errors=True) as folder:
         script, address = Path(folder, "script.py"), str(Path(folder, "socket"))
         with socket.socket(socket.AF_UNIX) as listening:
@@ -422,7 +413,7 @@ def attached(pid: int, *, run: Callable[[int, str], None] | None = None) -> Iter
             if (owner := _proc.owner(pid)) != os.geteuid():
                 for path in (folder, script, address):
                     os.chown(path, owner, -1)
-            _execute(pid, str(script), run)
+            _execute(pid, str(script))
             try:
                 connection = listening.accept()[0]
             except TimeoutError:
@@ -449,10 +440,9 @@ def _script(address: str) -> str:
     )
 
 
-def _execute(pid: int, script: str, run: Callable[[int, str], None] | None) -> None:
-    execute = run or sys.remote_exec  # type: ignore[attr-defined] # checked by require_attachable
+def _execute(pid: int, script: str) -> None:
     try:
-        execute(pid, script)
+        sys.remote_exec(pid, script)  # type: ignore[attr-defined] # checked by require_attachable
     except ProcessLookupError:
         raise _refused(pid, "has ended meanwhile") from None
     except (RuntimeError, OSError) as error:
@@ -466,11 +456,9 @@ def _execute(pid: int, script: str, run: Callable[[int, str], None] | None) -> N
 
 
 def _same_root(pid: int, root: Path) -> bool:
-    try:
-        theirs, mine = (Path(_proc.folder(each, root), "root").stat() for each in (pid, None))
-    except OSError:  # it has ended, or hides it: what follows will say so
-        return True
-    return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
+    with suppress(OSError):  # it has ended, or hides it: what follows will say so
+        return (_proc.folder(pid, root) / "root").samefile(_proc.folder(None, root) / "root")
+    return True
 
 
 # Facts about a running service, from outside and from inside: its processes are asked where that is possible.

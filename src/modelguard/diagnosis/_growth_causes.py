@@ -3,13 +3,13 @@
 import math
 import operator
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from modelguard import _units
 from modelguard._units import format_bytes
-from modelguard.diagnosis._counts import Growing
+from modelguard.diagnosis._counts import Growing, counted
 from modelguard.facts._growth_judge import LEAST, Judgement, Verdict, judge
 from modelguard.facts._holders import Held
 
@@ -341,12 +341,11 @@ class GrowthReport:
 
 def notes_on(judged: Judgement, per: Unit = "calls") -> list[str]:
     notes = [
-        f"memory rose by {_units.format_bytes(round(step.size))} in one step, after "
-        + (f"{step.calls:,.0f} calls" if per == "calls" else f"{step.calls / 1000:.0f} seconds")
+        f"memory rose by {format_bytes(round(step.size))} in one step, after {counted(step.calls, per)}"
         for step in judged.steps
     ]
     if judged.verdict == "steady" and judged.low > _SLIGHT:
-        rose, run = _units.format_bytes(round(judged.growth)), "as many calls" if per == "calls" else "as long"
+        rose, run = format_bytes(round(judged.growth)), "as many calls" if per == "calls" else "as long"
         notes.append(f"memory rose evenly, by {rose}, which is too little to count; three times {run} would tell")
     return notes
 
@@ -584,7 +583,7 @@ def _holding(held: Sequence[Held]) -> CauseName:
 
 
 def _kinds(types: Mapping[str, int]) -> str:
-    most = sorted(types.items(), key=lambda item: -item[1])[:_LINES]
+    most = Counter(types).most_common(_LINES)
     return ", ".join(f"{number:,} {kind.removeprefix('builtins.')}" for kind, number in most)
 
 

@@ -1,7 +1,5 @@
 """A growth report as a single HTML page with inline figures, which opens offline."""
 
-from __future__ import annotations
-
 import bisect
 import html
 import itertools
@@ -12,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from modelguard._units import format_bytes, printable
+from modelguard.diagnosis._counts import counted
 from modelguard.diagnosis._growth_causes import GrowthReport, Measured, Spread, Trial, Trials
 from modelguard.facts._growth_judge import Judgement
 from modelguard.facts._holders import Held
@@ -40,8 +39,7 @@ def as_text(report: GrowthReport) -> Iterator[str]:
 
 def verdict(report: GrowthReport) -> str:
     measured = report.measured
-    count = measured.calls[-1] if measured.calls else 0
-    calls = f"{count:,} calls" if measured.per == "calls" else f"{count / 1000:.0f} seconds"
+    calls = counted(measured.calls[-1] if measured.calls else 0, measured.per)
     judged = measured.judged.verdict if measured.growing else report.verdict
     if judged != "grows" and measured.growing:
         names = " and ".join(each.name for each in measured.growing)

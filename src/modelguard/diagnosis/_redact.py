@@ -5,8 +5,6 @@ before it is shown. Where the end of a value cannot be known, everything up to t
 safer than showing the second word of a password.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

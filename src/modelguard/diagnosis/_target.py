@@ -1,18 +1,16 @@
 """The function that is driven, and the inputs that it is called with in turn. Runs in the driven process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
 import errno
 import faulthandler
-import importlib
 import inspect
 import itertools
 import json
 import math
 import os
+import pkgutil
 import re
 import signal
 import subprocess
@@ -21,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,14 @@ from typing import IO, Any, Literal
 from modelguard.diagnosis._counts import Exhausted
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.facts import _memory, _proc
-from modelguard.runtime.child_processes import end_with_parent, ending_signals, kill, kill_group
+from modelguard.runtime.child_processes import (
+    block,
+    end_with_parent,
+    ending_signals,
+    kill,
+    kill_group,
+    restore_mask,
+)
 
 Say = Callable[..., None]
 
@@ -235,10 +240,7 @@ def load(name: str) -> Callable[..., Any]:
         ImportError, AttributeError: There is none.
         TypeError: It is not callable.
     """
-    module, _, attribute = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
+    found: Any = pkgutil.resolve_name(name)
     if not callable(found):
         raise TypeError(f"{name} is not callable")
     function: Callable[..., Any] = found
@@ -339,6 +341,41 @@ def command() -> list[str]:
     return [sys.executable, "-m", "modelguard.diagnosis._driven"]
 
 
+@contextlib.contextmanager
+def in_session(
+    words: Sequence[str], stop: Callable[[subprocess.Popen[bytes]], None], *, output: Any, ends_by: int, **given: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command in a session of its own, and stop it at the end of the block. No signal comes in between.
+
+    Where this process is killed, the kernel sends ``ends_by`` to the command.
+    """
+    parent, mask, process = os.getpid(), block(), None
+
+    def prepare() -> None:
+        end_with_parent(parent, ends_by)
+        restore_mask(mask)
+
+    try:
+        process = subprocess.Popen[bytes](  # this very Python, or the command that the user has given
+            [*words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=prepare,  # it takes no lock
+            **given,
+        )
+        restore_mask(mask)
+        yield process
+    finally:
+        block()
+        try:
+            if process is not None:
+                stop(process)
+        finally:
+            restore_mask(mask)
+
+
 def follow(
     config: Mapping[str, Any],
     environ: Mapping[str, str],
@@ -348,37 +385,20 @@ def follow(
     silence: float,
     limit: float = math.inf,
 ) -> Said:
-    """Run a program, and kill it with all that it has started as soon as it is done, or a signal ends this process.
-
-    Where this process is killed, the kernel kills the program.
-    """
-    parent = os.getpid()
+    """Run a program, and kill it with all that it has started as soon as it is done, or a signal ends this process."""
     with ending_signals(), tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
-        answer, given = Path(folder, "answer"), Path(folder, "config")
-        stack = Path(folder, "stack")
+        answer, given, stack = (Path(folder, name) for name in ("answer", "config", "stack"))
         for file in (answer, stack):
             file.touch()
         # In a file: the words of a command are limited to 128 kB each.
         given.write_text(json.dumps({**config, "answer": str(answer), "stack": str(stack)}), encoding="utf-8")
-        process = subprocess.Popen(  # noqa: S603 - this very Python, and a module of this package
-            [*command(), str(given)],
-            env=dict(environ),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=lambda: end_with_parent(parent, signal.SIGKILL),  # noqa: PLW1509 - it takes no lock
-        )
-        began = time.monotonic()
-        try:
+        words, began, null = [*command(), str(given)], time.monotonic(), subprocess.DEVNULL
+        with in_session(words, _end, output=null, ends_by=signal.SIGKILL, env=environ, cwd=cwd) as process:
             said = _follow(process, answer, progress, silence, limit)
             if said.end in ("interrupted", "silent") and not stack.stat().st_size:
                 _ask(process, stack)
             seconds = time.monotonic() - began
             return dataclasses.replace(said, stack=_frames(stack.read_text(encoding="utf-8"), cwd), seconds=seconds)
-        finally:
-            _end(process)
 
 
 def _ask(process: subprocess.Popen[bytes], stack: Path) -> None:

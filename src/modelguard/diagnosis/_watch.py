@@ -1,8 +1,5 @@
 """``watch``: names the cause of growth inside a service that runs, at 1 % of its CPU time at most."""
 
-from __future__ import annotations
-
-import contextlib
 import math
 import threading
 import time
@@ -163,15 +160,11 @@ def _held(first: Look, calls: int) -> tuple[Held, ...]:
 
 
 def _free() -> int | None:
-    with contextlib.suppress(ModelGuardError):
-        return _allocator.stats().retained
-    return None
+    return runtime.known(lambda: _allocator.stats().retained)
 
 
 def _trim() -> int:
-    with contextlib.suppress(ModelGuardError):
-        return _allocator.trim()
-    return 0
+    return runtime.known(_allocator.trim) or 0
 
 
 @dataclass(frozen=True, kw_only=True)

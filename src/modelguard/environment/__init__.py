@@ -4,8 +4,6 @@ Its allocator, its memory readings and its environment variables have their own 
 :mod:`modelguard.memory`, :mod:`modelguard.presets`.
 """
 
-from __future__ import annotations
-
 from modelguard import _public
 from modelguard.facts._memory import Cpus, Limit, available_cpus, memory_limit
 

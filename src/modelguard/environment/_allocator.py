@@ -202,11 +202,8 @@ class Thresholds:
     pay for that with page faults; so between loads the thresholds are where glibc's own adjusting ends.
     """
 
-    def __init__(
-        self, library: Callable[[], Library | None], environ: Callable[[], Mapping[str, str]] = lambda: os.environ
-    ) -> None:
+    def __init__(self, library: Callable[[], Library | None]) -> None:
         self._library = library
-        self._environ = environ
         self._glibc: Library | None = None
         self._looked = False
         self._blocks = 0
@@ -242,9 +239,8 @@ class Thresholds:
 
     def _adjustable(self) -> Library | None:
         """The glibc that serves ``malloc``; None if it is another allocator, or if the user has set a threshold."""
-        environ = self._environ()
-        tunables = environ.get("GLIBC_TUNABLES", "")
-        if any(f"MALLOC_{name}_" in environ or f"glibc.malloc.{name.lower()}" in tunables for name in _THRESHOLDS):
+        tunables = os.environ.get("GLIBC_TUNABLES", "")
+        if any(f"MALLOC_{name}_" in os.environ or f"glibc.malloc.{name.lower()}" in tunables for name in _THRESHOLDS):
             return None
         library = self._library()
         if library is None or sys.maxsize < 2**32 or not library.exports("mallopt"):

@@ -6,7 +6,7 @@ Such as a preload that is not in force, an allocator that is loaded but not used
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from modelguard import _units
 from modelguard.environment._allocator_files import AllocatorFile, How, Kind, Problem, SmallObjects, kind_of
 from modelguard.errors import NotSupported
-from modelguard.facts import _proc
+from modelguard.facts import _memory, _proc
 from modelguard.facts._proc import mapped_files
 
 _SETTINGS = "MALLOC_CONF"
@@ -75,14 +75,12 @@ def this_process(root: Path = _proc.ROOT) -> ProcessView:
 
 def system_preloads(root: Path) -> tuple[str, ...]:
     """The entries of ``/etc/ld.so.preload``, without comments."""
-    with suppress(OSError):
-        lines = (root / "etc" / "ld.so.preload").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-        return tuple(entry for line in lines for entry in _entries(line.partition("#")[0]))
-    return ()
+    lines = _memory.text(root / "etc" / "ld.so.preload").splitlines()
+    return tuple(entry for line in lines for entry in entries(line.partition("#")[0]))
 
 
 def preload_entries(environ: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(_entries(environ.get("LD_PRELOAD", "")))
+    return tuple(entries(environ.get("LD_PRELOAD", "")))
 
 
 def how(process: ProcessView, environ: Mapping[str, str], path: str) -> How:
@@ -114,8 +112,9 @@ def background_threads() -> Problem:
     )
 
 
-def _entries(text: str) -> Iterable[str]:
-    return (entry for entry in re.split(r"[\s:]+", text) if entry)
+def entries(text: str) -> list[str]:
+    """The files that a value of ``LD_PRELOAD`` names."""
+    return [entry for entry in re.split(r"[\s:]+", text) if entry]
 
 
 def _wanted(process: ProcessView, environ: Mapping[str, str]) -> dict[str, None]:

@@ -8,10 +8,10 @@ parent, open files, limits and working directory stay, and signals and the exit 
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import re
 import shlex
+import shutil
 import signal
 import stat
 import sys
@@ -29,7 +29,6 @@ from modelguard.facts import _proc
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from modelguard.environment._allocator import AllocatorInfo
     from modelguard.environment._allocator_files import AllocatorFile
     from modelguard.environment._presets import Preset
 
@@ -46,17 +45,11 @@ _LINE = 256
 
 
 def locate(command: str, environ: Mapping[str, str]) -> str:
-    # Strings, not Paths, which would change "./run" to "run": a script sees the name by which it was called.
-    candidates = (
-        [command] if os.sep in command else [f"{folder or '.'}/{command}" for folder in os.get_exec_path(environ)]
-    )
-    # Skip folders, and files that are not executable if an executable one follows.
-    files = [candidate for candidate in candidates if Path(candidate).is_file()]
-    for file in files:
-        if os.access(file, os.X_OK):
-            return file
-    if files:
-        fix = f"Make it executable (chmod +x), or start it through its interpreter, such as: python {files[0]}."
+    path = os.pathsep.join(folder or os.curdir for folder in os.get_exec_path(environ))
+    if (file := shutil.which(command, path=path)) is not None:
+        return file
+    if (file := shutil.which(command, os.F_OK, path)) is not None:
+        fix = f"Make it executable (chmod +x), or start it through its interpreter, such as: python {file}."
         raise CannotRun(command, why="is not executable", fix=fix, status=NOT_EXECUTABLE)
     if os.sep in command and Path(command).is_dir():
         raise CannotRun(command, why="is a folder", fix="Name a program.", status=NOT_EXECUTABLE)
@@ -64,11 +57,9 @@ def locate(command: str, environ: Mapping[str, str]) -> str:
     raise CannotRun(command, why=why, fix=_fix_missing(command), status=NOT_FOUND)
 
 
-def ignores_preload(
-    path: str, *, starts_others: bool = False, user: int | None = None, group: int | None = None
-) -> str | None:
+def ignores_preload(path: str, *, starts_others: bool = False) -> str | None:
     file = binary(path)
-    if _is_privileged(file, os.getuid() if user is None else user, os.getgid() if group is None else group):
+    if _is_privileged(file):
         return f"{file} runs with more privileges than its caller, so the dynamic linker ignores LD_PRELOAD"
     if not starts_others and is_static(file):
         return f"{file} is statically linked, so nothing reads LD_PRELOAD"
@@ -109,12 +100,12 @@ def _first_line(file: str) -> bytes:
         return b""
 
 
-def _is_privileged(file: str, user: int, group: int) -> bool:
-    state = Path(file).stat()
+def _is_privileged(file: str) -> bool:
+    state, user = Path(file).stat(), os.getuid()
     if state.st_mode & stat.S_ISUID and state.st_uid != user:
         return True
     # On a file that its group may not execute, the bit means mandatory locking.
-    if state.st_mode & stat.S_ISGID and state.st_mode & stat.S_IXGRP and state.st_gid != group:
+    if state.st_mode & stat.S_ISGID and state.st_mode & stat.S_IXGRP and state.st_gid != os.getgid():
         return True
     return user != 0 and _has_capabilities(file)
 
@@ -158,9 +149,6 @@ def choose_preload(
     environ: Mapping[str, str],
     *,
     arguments: Sequence[str] = (),
-    detect: Callable[[], AllocatorInfo] = _allocator.detect,
-    find: Callable[..., Sequence[AllocatorFile]] = _allocator_files.find,
-    check: Callable[..., None] = _allocator_files.check_preload,
 ) -> tuple[dict[str, str], list[str]]:
     _units.one_of(wanted, _ARGUMENT, get_args(Allocator), what="allocator")
     if wanted == "none":
@@ -170,7 +158,7 @@ def choose_preload(
         obstacle = ignores_preload(program, starts_others=bool(arguments))
     if obstacle:
         return _without(wanted, obstacle)
-    current = detect()
+    current = _allocator.detect()
     if current.how == "preloaded":
         return {}, [f"{current.path} is preloaded already and serves malloc; it stays, and nothing is added"]
     file = binary(program)
@@ -181,10 +169,10 @@ def choose_preload(
     kind = None if wanted == "auto" else wanted
     # Which program a static one starts is unknown; most probably it is one like this.
     target = RUNNING if passed_on else Path(file)
-    suitable = find(kind, environ=environ, program=target)
-    if not suitable and (unsuitable := find(kind, environ=environ)):
+    suitable = _allocator_files.find(kind, environ=environ, program=target)
+    if not suitable and (unsuitable := _allocator_files.find(kind, environ=environ)):
         return _without(wanted, f"{file} cannot load {unsuitable[0].path}, which is for another C library or machine")
-    variables, notes = _preload(wanted, environ, suitable, functools.partial(check, program=target))
+    variables, notes = _preload(wanted, environ, suitable, target)
     return variables, [*passed_on, *notes]
 
 
@@ -196,12 +184,12 @@ def _without(wanted: Allocator, reason: str) -> tuple[dict[str, str], list[str]]
 
 
 def _preload(
-    wanted: Allocator, environ: Mapping[str, str], candidates: Sequence[AllocatorFile], check: Callable[..., None]
+    wanted: Allocator, environ: Mapping[str, str], candidates: Sequence[AllocatorFile], target: Path
 ) -> tuple[dict[str, str], list[str]]:
     rejections: list[InvalidOption] = []
     for library in candidates:
         try:
-            check(library.path, argument=_ARGUMENT)
+            _allocator_files.check_preload(library.path, argument=_ARGUMENT, program=target)
         except InvalidOption as rejection:
             rejections.append(rejection)
             continue

@@ -4,13 +4,11 @@ Separate from :mod:`modelguard.environment._allocator` because importing ctypes 
 before the first trim.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from modelguard.environment import _malloc_file
 from modelguard.environment._allocator_files import Figures, Kind, Library, NotElf, opened
@@ -18,9 +16,6 @@ from modelguard.errors import NotSupported
 
 TRIMMING = "returning freed memory to the system"
 _THREADS = "restarting jemalloc's background threads"
-
-#: Passed to C: bytes as ``char *``, bool as ``bool``, int as ``size_t``, None as a null pointer, ctypes objects as is.
-Argument: TypeAlias = Any
 
 
 class MallocLibrary:
@@ -43,7 +38,7 @@ class MallocLibrary:
             self._exports[name] = hasattr(self._program, name) and _malloc_file.file_of(name)[0] == self.base
         return self._exports[name]
 
-    def call(self, name: str, *arguments: Argument, returns: Any = ctypes.c_int) -> Any:
+    def call(self, name: str, *arguments: Any, returns: Any = ctypes.c_int) -> Any:
         function = self._functions.get((name, returns))
         if function is None:
             # The lookup by index makes a new function object, so no other code sees its result type. It is kept: what
@@ -51,7 +46,8 @@ class MallocLibrary:
             function = self._program[name]
             function.restype = returns
             self._functions[name, returns] = function
-        return function(*map(_to_c, arguments))
+        # Of an int, ctypes would make an int of C; this is a size_t.
+        return function(*(ctypes.c_size_t(one) if isinstance(one, int) else one for one in arguments))
 
 
 @cache
@@ -100,16 +96,6 @@ def _offset(path: str, name: str) -> int:
     if address is None:
         raise LookupError(name)
     return address
-
-
-def _to_c(value: Argument) -> Any:
-    if isinstance(value, bool):
-        return ctypes.c_bool(value)
-    if isinstance(value, int):
-        return ctypes.c_size_t(value)
-    if value is None or isinstance(value, bytes):
-        return ctypes.c_char_p(value)
-    return value
 
 
 # What is known of each allocator: how to recognise it, to make it return what was freed, and what it reports.

@@ -4,8 +4,6 @@ Only what this process has allocated is read. The use of the whole device, as ``
 processes.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from contextlib import suppress
@@ -174,7 +172,5 @@ def _memory(torch: Any, device: int) -> DeviceMemory:
 
 
 def _raised_in(error: BaseException) -> object:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return None if trace is None else trace.tb_frame.f_globals.get("__name__")
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__") if frames else None

@@ -53,8 +53,6 @@ class _Rate(NamedTuple):
 
 
 _Readings = Sequence[_Reading]
-#: Readings, cut where there is a step.
-_Parts = Sequence[_Readings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +152,7 @@ def _lows(readings: _Readings, limit: float) -> list[_Reading]:
     """The reading after each fall; none if memory does not fall."""
     return [
         after
-        for (before, after), (_, following) in zip(
-            itertools.pairwise(readings), itertools.pairwise([*readings[1:], readings[-1]]), strict=True
-        )
+        for before, after, following in zip(readings, readings[1:], [*readings[2:], readings[-1]], strict=False)
         if before.size - after.size > limit and following.size >= after.size - limit
     ]
 

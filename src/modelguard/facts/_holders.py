@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import types
 import weakref
 from collections import Counter, deque
@@ -380,15 +381,13 @@ def _cause(one: Any) -> tuple[str, str]:
 
 
 def _frames(error: BaseException) -> str:
-    heaviest, state, traceback = 0, "", error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
+    heaviest, state = 0, ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
         for variable, value in list(frame.f_locals.items()):
             size = sum(map(weight, _below((value,)).values())) if value is not error else 0
             if size > heaviest:
-                where = _place(frame.f_code, traceback.tb_lineno)
+                where = _place(frame.f_code, line)
                 heaviest, state = size, f"whose frame of {where} holds {variable} ({name(type(value))})"
-        traceback = traceback.tb_next
     return state
 
 
@@ -510,14 +509,12 @@ def _unnamed(way: str) -> str:
 def _variables() -> Iterator[tuple[int, tuple[str, str]]]:
     """What running calls have in their variables, by id: the collector does not know their frames."""
     for frame in sys._current_frames().values():  # noqa: SLF001 - CPython's own
-        running: types.FrameType | None = frame
-        while running is not None:
+        for running, _ in traceback.walk_stack(frame):
             code = running.f_code
             own = _module(running.f_globals).startswith(_LOOKING)
             if not own and code.co_name != "<module>":
                 where = f"of the running call {running.f_globals.get('__name__', '?')}.{code.co_qualname}"
                 yield from ((id(value), (variable, where)) for variable, value in list(running.f_locals.items()))
-            running = running.f_back
 
 
 def _root(parent: Any, node: _Node) -> str | None:

@@ -5,8 +5,6 @@ If a file cannot be read, they raise the kernel's error: ``FileNotFoundError`` o
 process has exited, ``PermissionError`` if it belongs to another user. :func:`if_readable` turns these into None.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -218,20 +216,25 @@ def _stat_fields(pid: int, root: Path) -> dict[int, str]:
     return dict(enumerate(_text(pid, "stat", root).rpartition(")")[2].split(), start=3))
 
 
+def sockets(pid: int | None, root: Path = ROOT) -> Iterator[tuple[str, str, list[str]]]:
+    """The sockets of a process's network: the kernel's table, the inode, and the words of its line in the table."""
+    for table in ("tcp", "tcp6", "udp", "udp6", "unix"):
+        of_unix = table == "unix"
+        for line in (if_readable(_lines, pid, f"net/{table}", root) or [])[1:]:
+            words = line.split(maxsplit=7 if of_unix else -1)  # a path may have blanks
+            yield table, words[6 if of_unix else 9], words
+
+
 def listening(pid: int, root: Path = ROOT) -> set[int | str]:
     """The TCP ports and the paths of Unix sockets on which a process accepts connections."""
-    opened = [str(if_readable(Path.readlink, file) or "") for file in (folder(pid, root) / "fd").iterdir()]
-    sockets = {name[8:-1] for name in opened if name.startswith("socket:[")}
-    found: set[int | str] = set()
-    for table in ("tcp", "tcp6"):
-        for line in (if_readable(_lines, pid, f"net/{table}", root) or [])[1:]:
-            words = line.split()
-            if words[3] == _LISTENING and words[9] in sockets:
-                found.add(int(words[1].rpartition(":")[2], 16))
-    for line in (if_readable(_lines, pid, "net/unix", root) or [])[1:]:
-        words = line.split(maxsplit=7)
-        if int(words[3], 16) & _ACCEPTING and words[6] in sockets and len(words) > 7:  # noqa: PLR2004 - it has a path
-            found.add(words[7])
+    opened, found = set(open_files(pid, root).values()), set[int | str]()
+    for table, inode, words in sockets(pid, root):
+        if f"socket:[{inode}]" not in opened:
+            continue
+        if table == "unix" and int(words[3], 16) & _ACCEPTING:
+            found.update(words[7:])
+        elif table in ("tcp", "tcp6") and words[3] == _LISTENING:
+            found.add(int(words[1].rpartition(":")[2], 16))
     return found
 
 

@@ -93,7 +93,7 @@ def _below(folder: Path) -> Iterator[Entry]:
 T = TypeVar("T")
 
 
-def _known(read: Callable[[], T]) -> T | None:
+def known(read: Callable[[], T]) -> T | None:
     """A figure, None where the platform gives none."""
     try:
         return read()
@@ -103,12 +103,12 @@ def _known(read: Callable[[], T]) -> T | None:
 
 def private() -> int:
     """Private memory in bytes; 0 where the platform gives no figure, so that policies on time and use still work."""
-    return _known(lambda: _memory.private(fresh=True)) or 0
+    return known(lambda: _memory.private(fresh=True)) or 0
 
 
 def headroom() -> int | None:
     """Bytes that this process may still allocate, None if unknown."""
-    return _known(lambda: _memory.usage().headroom)
+    return known(lambda: _memory.usage().headroom)
 
 
 def trim() -> str:
@@ -123,7 +123,7 @@ def trim() -> str:
 
 def in_use() -> int | None:
     """Bytes that malloc has handed out, None if it gives no figure."""
-    return _known(lambda: _allocator.stats().allocated)
+    return known(lambda: _allocator.stats().allocated)
 
 
 def python_in_use() -> int | None:
@@ -135,7 +135,7 @@ def python_in_use() -> int | None:
 
 def held() -> int | None:
     """Bytes that malloc has taken from the system and not returned, None if it gives no figure."""
-    return _known(lambda: _allocator.stats().resident)
+    return known(lambda: _allocator.stats().resident)
 
 
 def check_trim() -> None:

@@ -4,8 +4,6 @@ When modelguard is installed, pytest finds the fixtures ``modelguard_clock``, ``
 and ``modelguard_env`` and the marker ``modelguard_memory``; ``modelguard docs testing`` describes them.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """``modelguard_clock``: the test sets time and memory, jitter is fixed, and background work ends while it waits."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

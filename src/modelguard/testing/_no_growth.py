@@ -1,7 +1,5 @@
 """``assert_no_growth``: memory must not grow with the number of calls."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc
@@ -79,7 +77,6 @@ _MOST_ROUNDS = 270
 _NAMED = 5
 _LINES = 3
 _PAGE = 4096
-_MB = 10**6
 _MALLOC = "allocated by malloc"
 
 _Run = Callable[[list[Any]], None]
@@ -269,7 +266,7 @@ def _decided(stretch: _Stretch, older: _Older, drive: Callable[[int], _Stretch])
 
 
 def _meters(spare: int) -> list[_Meter]:
-    found = [_Meter("private memory", trimmed, "bytes", noise=2 * _MB, per_call=max(spare, _PAGE / 4))]
+    found = [_Meter("private memory", trimmed, "bytes", noise=2_000_000, per_call=max(spare, _PAGE / 4))]
     if runtime.in_use() is not None:
         found.insert(0, _Meter(_MALLOC, lambda: runtime.in_use() or 0, "bytes", _PAGE, spare))
     if sys.getallocatedblocks():  # none with PYTHONMALLOC=malloc, where malloc serves all objects
@@ -304,7 +301,7 @@ def _take(feed: Iterator[Any], count: int) -> list[Any]:
 
 
 def _runner(fn: Callable[[Any], object]) -> _Run:
-    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
+    if _units.function_kind(fn) == "coroutine":
 
         def run_async(given: list[Any]) -> None:
             from modelguard.runtime.waiting import raise_on_event_loop
@@ -354,8 +351,7 @@ def _what_grew(run: Callable[[], None], calls: int) -> list[str]:
 
 def _places(run: Callable[[], None], calls: int) -> list[str]:
     tracing = tracemalloc.is_tracing()
-    if not tracing:
-        tracemalloc.start()
+    tracemalloc.start()  # does nothing if it traces
     try:
         gc.collect()
         before = tracemalloc.take_snapshot()

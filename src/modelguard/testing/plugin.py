@@ -118,5 +118,4 @@ def _faults(item: pytest.Item) -> list[str]:
         return []
     from modelguard.testing._no_growth import fault
 
-    found = [fault(mark.args, mark.kwargs) for mark in marks]
-    return [why for why in found if why is not None]
+    return [why for mark in marks if (why := fault(mark.args, mark.kwargs)) is not None]

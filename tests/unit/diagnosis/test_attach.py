@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from modelguard import guard
 from modelguard.diagnosis import _facts_process
 from modelguard.diagnosis._facts import Interpreter
-from modelguard.diagnosis._facts_process import attached, require_attachable
+from modelguard.diagnosis._facts_process import Connection, attached, require_attachable
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
@@ -60,6 +61,7 @@ def root(tmp_path: Path) -> Path:
 )
 def test_why_it_cannot_be_done(
     root: Path,
+    monkeypatch: pytest.MonkeyPatch,
     pid: int,
     *,
     interpreter: Interpreter | None,
@@ -71,20 +73,34 @@ def test_why_it_cannot_be_done(
     """Each reason is said plainly, before the process is touched."""
     if user is not None and os.geteuid() == 0:
         user = 4711  # the files of the fixture are root's
+    monkeypatch.setattr(_facts_process, "_THIS", version)
+    if user is not None:
+        monkeypatch.setattr(os, "geteuid", lambda: user)
     with pytest.raises(kind) as caught:
-        require_attachable(pid, interpreter, version=version, user=user, root=root)
+        require_attachable(pid, interpreter, root=root)
     assert says in str(caught.value)
 
 
-def test_a_process_of_ones_own(root: Path) -> None:
+def test_a_process_of_ones_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is in the way; root may look at anybody's."""
-    require_attachable(1, PYTHON, version=VERSION, root=root)
-    require_attachable(1, PYTHON, version=VERSION, user=0, root=root)
+    monkeypatch.setattr(_facts_process, "_THIS", VERSION)
+    require_attachable(1, PYTHON, root=root)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    require_attachable(1, PYTHON, root=root)
 
 
 def here(_: int, script: str) -> None:
     """Stands for ``sys.remote_exec``: runs the script in this process."""
     exec(Path(script).read_text(encoding="utf-8"), {"__name__": "script"})
+
+
+@contextmanager
+def reached(run: Callable[[int, str], None]) -> Iterator[Connection]:
+    """This process, into which a script is put like that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "remote_exec", run, raising=False)
+        with attached(os.getpid()) as inside:
+            yield inside
 
 
 @pytest.fixture
@@ -101,7 +117,7 @@ def test_a_process_answers(no_thread_is_left: None) -> None:
     nlp = guard(dict, reload_on=None, name="nlp")
     with nlp.lease():
         pass
-    with attached(os.getpid(), run=here) as inside:
+    with reached(here) as inside:
         assert 0 < inside.ask("describe")["tracked"]
         look = inside.ask("look")
         assert "failed" not in look, look
@@ -131,7 +147,7 @@ def failing(error: Exception) -> Callable[[int, str], None]:
 )
 def test_the_kernel_or_the_process_refuses(error: Exception, says: str) -> None:
     """The reason, and what would help."""
-    with pytest.raises(ModelGuardError) as caught, attached(os.getpid(), run=failing(error)):
+    with pytest.raises(ModelGuardError) as caught, reached(failing(error)):
         pass
     assert says in str(caught.value)
 
@@ -139,7 +155,7 @@ def test_the_kernel_or_the_process_refuses(error: Exception, says: str) -> None:
 def test_a_process_that_runs_no_python_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its main thread is in a library, or sleeps: the wait ends."""
     monkeypatch.setattr(_facts_process, "_PATIENCE", 0.05)
-    with pytest.raises(InvalidOption, match="has run no Python code"), attached(os.getpid(), run=lambda *_: None):
+    with pytest.raises(InvalidOption, match="has run no Python code"), reached(lambda *_: None):
         pass
 
 
@@ -151,5 +167,5 @@ def test_a_process_that_ends_meanwhile() -> None:
         assert "for line in stream:" in text
         exec(text.replace("for line in stream:", "for line in ():"), {"__name__": "script"})
 
-    with attached(os.getpid(), run=hang_up) as inside, pytest.raises(InvalidOption, match="has not answered"):
+    with reached(hang_up) as inside, pytest.raises(InvalidOption, match="has not answered"):
         inside.ask("look")

@@ -17,7 +17,6 @@ from modelguard.diagnosis._facts import (
     Inside,
     Interpreter,
     Machine,
-    Misspelt,
     Moment,
     Server,
     ServiceProcess,
@@ -261,7 +260,7 @@ def test_nothing_known() -> None:
         pytest.param(
             "MG108",
             "fault",
-            {"misspelt": (Misspelt("MALLOC_ARENAS_MAX", "MALLOC_ARENA_MAX", "2", "somewhere"),)},
+            {"misspelt": (Variable("MALLOC_ARENAS_MAX", "2", "exec", "here", "MALLOC_ARENA_MAX"),)},
             id="a misspelt name",
         ),
         pytest.param("MG109", "fault", {"variables": (variable("OMP_NUM_THREADS", "two"),)}, id="a word for a number"),

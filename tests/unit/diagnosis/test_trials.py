@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,9 +79,7 @@ class Machine:
             measured(**fields),
             seconds=seconds,
             environ={"LD_PRELOAD": "x.so"},
-            cwd=Path(),
             progress=lambda _: None,
-            silence=1,
             follow=self.follow,
             clock=lambda: self.now,
         )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -160,9 +161,16 @@ LOW, USUAL = [(-1, 2**17), (-3, 2**17)], [(-1, 2**24), (-3, 2**25)]
 class TestThresholds:
     """Of a model that was loaded with low thresholds, glibc keeps nothing once it is freed."""
 
+    @pytest.fixture(autouse=True)
+    def environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The variables of the process are those that a test names."""
+        self.environ: dict[str, str] = {}
+        monkeypatch.setattr(os, "environ", self.environ)
+
     def made(self, *names: str, **environ: str) -> tuple[Thresholds, Library]:
         library = Library(*(names or GLIBC))
-        return Thresholds(lambda: library, lambda: environ), library
+        self.environ |= environ
+        return Thresholds(lambda: library), library
 
     def changes(self, library: Library) -> list[tuple[object, ...]]:
         assert {"mallopt"}.issuperset(name for name, *_ in library.calls)

@@ -53,9 +53,11 @@ class Machine:
     def choose(
         self, wanted: Any, program: str = sys.executable, *arguments: str, **environ: str
     ) -> tuple[dict[str, str], list[str]]:
-        return _launcher.choose_preload(
-            wanted, program, environ, arguments=arguments, detect=self.detect, find=self.find, check=self.check
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("modelguard.environment._allocator.detect", self.detect)
+            patch.setattr("modelguard.environment._allocator_files.find", self.find)
+            patch.setattr("modelguard.environment._allocator_files.check_preload", self.check)
+            return _launcher.choose_preload(wanted, program, environ, arguments=arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +105,10 @@ def test_glibc_by_name() -> None:
     assert [] == notes
 
 
-def test_none_leaves_everything_alone() -> None:
+def test_none_leaves_everything_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the allocator of this process is examined."""
-    assert ({}, []) == _launcher.choose_preload("none", "/nowhere", {}, detect=lambda: pytest.fail("looked"))
+    monkeypatch.setattr("modelguard.environment._allocator.detect", lambda: pytest.fail("looked"))
+    assert ({}, []) == _launcher.choose_preload("none", "/nowhere", {})
 
 
 @pytest.mark.parametrize(
