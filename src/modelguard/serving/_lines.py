@@ -376,8 +376,8 @@ class Lines:
         self._limits = limits
         for request in self.live():
             request.patient_until = min(request.patient_until, request.arrived + limits.max_wait)
-        if self._in_order:
-            self._arrived = deque(sorted((one for one in self.live() if one.line), key=attrgetter("arrived")))
+        grouped = (one for one in self.live() if one.line and self._in_order)
+        self._arrived = deque(sorted(grouped, key=attrgetter("arrived")))
 
     @property
     def _in_order(self) -> bool:
@@ -423,6 +423,8 @@ class Lines:
             request.line = line
             if self._in_order:
                 self._arrived.append(request)
+                if len(self._arrived) > 2 * self._limits.max_queue:  # more than wait: nobody keeps what has ended
+                    self._arrived = deque(one for one in self._arrived if one.state == "waiting")
         line.requests[request] = None
         if self._limits.weighed:
             line.weight += request.weight

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import pytest
 from tests.unit.serving.queues import filled, measure, measured, queue_of, request, run, taken
 
 from modelguard.errors import CallerGone, DeadlineExceeded, DeadlineUnreachable, GuardClosed, QueueFull
+from modelguard.serving import Limits
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Batch, Request
 
@@ -530,6 +532,32 @@ def test_at_the_end_of_the_process_what_runs_is_refused_as_well() -> None:
     queue.refuse_running(GuardClosed("f"))
     assert requests == [refused for refused, _ in queue.undelivered]
     assert ([], []) == queue.finish(batch, ["late", "late"])
+
+
+def test_what_has_left_a_group_is_kept_by_nobody() -> None:
+    """While a batch hangs, callers of groups come and leave: few of their requests are kept."""
+    queue = queue_of()
+    queue.admit(request(0, group=(("lang", str, "ja"),)), 0.0)
+    left: weakref.WeakSet[Request] = weakref.WeakSet()
+    for number in range(200):
+        one = request(number, group=(("lang", str, "en"),))
+        queue.admit(one, 0.0)
+        assert queue.cancel(one)
+        left.add(one)
+    del one
+    assert len(left) <= 16
+
+
+def test_what_has_left_a_group_is_not_kept_by_new_limits() -> None:
+    """Nor when a wait for fuller batches is set meanwhile."""
+    queue = queue_of()
+    one = request(0, group=(("lang", str, "ja"),))
+    queue.admit(one, 0.0)
+    queue.configure(Limits(name="f", max_size=4, max_queue=8, max_wait=1.0))
+    assert queue.cancel(one)
+    kept = weakref.ref(one)
+    del one
+    assert kept() is None
 
 
 def test_the_next_group_is_found_without_looking_at_all_of_them() -> None:
