@@ -59,7 +59,7 @@ class Known:
     """What is known of a bad item.
 
     Attributes:
-        error: A copy of what it failed with; None if that cannot be copied.
+        error: A copy of what it failed with; None if that cannot be copied, or its callers cannot get it.
         text: What it failed with, in one line.
         times: How often it has failed.
         until: Up to when it is not computed again, in seconds on the batcher's clock.
@@ -141,6 +141,8 @@ def _key(item: Any, group: Hashable) -> Hashable:
 
 
 def _copied(error: Exception) -> Exception | None:
+    if isinstance(error, StopIteration):  # futures reject it, as in error_for_caller()
+        return None
     try:
         again = copy.copy(error)
     except Exception:  # noqa: BLE001 - an error whose class does not take its own arguments

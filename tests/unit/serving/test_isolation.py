@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from modelguard.errors import Overloaded
+from modelguard.errors import BatchFailed, Overloaded
 from modelguard.serving._execution import BatchFunction, Computed, Suspects, compute
 from modelguard.serving._requests import Batch, Failure, Request
 
@@ -144,6 +144,19 @@ def test_a_bad_item_that_comes_again_is_run_last_and_then_not_at_all() -> None:
     clock.now = 11.0
     ran(function, texts(4, 2))
     assert ["bad 2"] == model.batches[-1], "it is tried again"
+
+
+def test_an_item_that_ends_an_iterator_gets_an_error_again_and_again() -> None:
+    """A future rejects StopIteration, also from an item that is not computed again; in a loop it would be an end."""
+
+    def run(items: list[str]) -> list[str]:
+        return [next(letter for letter in item if letter != "-") for item in items]
+
+    function = BatchFunction(run=run, name="f", isolate=True)
+    for _ in range(4):
+        error = ran(function, ["good", "---"]).outcomes[1].error
+        assert type(error) is BatchFailed
+    assert "not computed again" in str(error)
 
 
 def test_an_item_that_has_become_good_is_forgotten() -> None:
