@@ -514,3 +514,5 @@ class Lines:
         if line.group is not None:
             with contextlib.suppress(Exception):
                 del self._grouped[line.group]
+        if not self._grouped:
+            self._arrived.clear()  # else the last of them would be kept until another group comes

@@ -560,6 +560,21 @@ def test_what_has_left_a_group_is_not_kept_by_new_limits() -> None:
     assert kept() is None
 
 
+def test_what_was_computed_of_a_group_is_not_kept_until_another_one_comes() -> None:
+    """Of the last batch neither results nor event loops stay in memory."""
+    queue = queue_of()
+    for number in range(6):
+        queue.admit(request(number, group=(("lang", str, "en"),)), 0.0)
+    kept: weakref.WeakSet[Request] = weakref.WeakSet()
+    for _ in range(2):
+        batch = queue.next_batch(0.0)
+        assert isinstance(batch, Batch)
+        kept.update(batch.requests)
+        run(queue, batch, 1.0, 1.0)
+    del batch
+    assert not kept
+
+
 def test_the_next_group_is_found_without_looking_at_all_of_them() -> None:
     """A free thread takes its batch at once, also with thousands of keyword arguments."""
     queue = queue_of(max_queue=5_000)
