@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from contextvars import Context
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
@@ -106,8 +107,8 @@ class Request:
         """
         if self.loop is not None:
             _complete([self], [outcome])
-        elif self.future is not None:
-            self.future.complete(outcome)
+        elif self.future is not None:  # in no context: its callbacks are no part of the batch or call that delivers it
+            Context().run(self.future.complete, outcome)
         elif self.answered is not None:
             self._outcome = outcome
             self.answered.release()

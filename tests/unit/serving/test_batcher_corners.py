@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
-from modelguard import batched, telemetry
+from modelguard import batched, deadline, telemetry
 from modelguard.errors import WouldDeadlock
 from modelguard.runtime.clock import Watch
+from modelguard.serving.deadlines import left
 
 
 def test_a_function_may_keep_its_list_of_results() -> None:
@@ -87,6 +88,29 @@ def test_a_callback_may_call_again(model: Gated) -> None:
     f.submit(1).add_done_callback(lambda _: chained.append(f.submit(2)))
     until(lambda: bool(chained))
     assert 2 == chained[0].result(TIMEOUT)
+
+
+def test_a_callback_may_call_again_while_a_bad_item_is_looked_for(model: Gated) -> None:
+    """It runs as soon as there is an answer, between two runs of the batch function, and is no part of these."""
+    f = batched(max_size=4)(model)
+    chained: list[Any] = []
+    for future in queued(f, model, "good", "bad", "too"):
+        future.add_done_callback(lambda _: chained.append(f.submit("next")))
+    model.gate.set()
+    until(lambda: len(chained) == 3)
+    assert ["next"] * 3 == [future.result(TIMEOUT) for future in chained]
+
+
+def test_a_callback_is_no_part_of_the_call_that_delivers_it(model: Gated) -> None:
+    """Whoever closes a function has to tell others that they are refused: the closer's time is not theirs."""
+    f = batched(max_size=1)(model)
+    (waits,) = queued(f, model, "waits")
+    found: list[float | None] = []
+    waits.add_done_callback(lambda _: found.append(left()))
+    with deadline(60):
+        f.close(0)
+    model.gate.set()
+    assert [None] == found
 
 
 @pytest.mark.parametrize("way", ["a call", "map", "close"])
