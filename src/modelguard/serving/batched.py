@@ -445,8 +445,8 @@ class Batched(Decorated, Generic[X, Y]):
             self._batcher.put_plain(request)
         try:
             return await call
-        except (asyncio.CancelledError, GeneratorExit):  # the task was cancelled, or the coroutine closed
-            self._batcher.cancel(request)
+        except (asyncio.CancelledError, GeneratorExit) as error:  # the task was cancelled, or the coroutine closed
+            self._leave(error, [request])
             raise
         finally:
             del call, request  # as above
@@ -539,12 +539,17 @@ class Batched(Decorated, Generic[X, Y]):
             if loop is None:
                 return [await _result(request.future) for request in requests]
             return list(await asyncio.gather(*(request.future for request in requests)))
-        except BaseException:
-            while requests:
-                self._batcher.cancel(requests.pop())  # nothing for those that have their answers
+        except BaseException as error:
+            self._leave(error, requests)  # nothing for those that have their answers
             raise
         finally:
             del requests  # as above
+
+    def _leave(self, error: BaseException, requests: list[Request]) -> None:
+        """Nobody awaits these any more. A coroutine may be closed by the garbage collector, which waits for no lock."""
+        leave = self._batcher.drop if isinstance(error, GeneratorExit) else self._batcher.cancel
+        while requests:
+            leave(requests.pop())
 
     if not TYPE_CHECKING:  # as above
 

@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
+from tests.unit.serving.gated import TIMEOUT, Gated, next_turn, queued, until
 
 from modelguard import batched, deadline, telemetry
 from modelguard.errors import WouldDeadlock
@@ -43,6 +43,35 @@ def test_a_cancellation_by_the_garbage_collector_does_not_deadlock(model: Gated)
         with pytest.raises(WouldDeadlock, match="finalizer"):
             f.close()
     assert 0 == f.status().waiting
+
+
+@pytest.mark.parametrize("call", [lambda f: f.aio(1), lambda f: f.amap([1])], ids=["aio", "amap"])
+def test_a_coroutine_that_the_garbage_collector_closes_waits_for_no_lock(model: Gated, call: Any) -> None:
+    """Of a loop that has ended. The collector may run in code that holds a lock for which this one's holder waits."""
+    f = batched(max_size=1)(model)
+    queued(f, model)
+    loop, coroutine = asyncio.new_event_loop(), call(f)
+    loop.create_task(coroutine)
+    loop.run_until_complete(next_turn())
+    loop.close()
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with f._batcher._lock:
+            held.set()
+            go_on.wait(TIMEOUT)
+
+    holding, closing = threading.Thread(target=hold), threading.Thread(target=coroutine.close, daemon=True)
+    holding.start()
+    assert held.wait(TIMEOUT)
+    closing.start()
+    closing.join(10)
+    waits = closing.is_alive()
+    go_on.set()
+    holding.join(TIMEOUT)
+    assert not waits
+    assert (0, 1) == (f.status().waiting, f.status().cancelled)
+    model.gate.set()
 
 
 def test_an_exception_by_a_signal_leaves_nothing_half_done(model: Gated) -> None:
