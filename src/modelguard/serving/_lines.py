@@ -371,6 +371,9 @@ class Lines:
         """The line of a group; None if nothing of it waits."""
         return self.ungrouped if group is None else self._grouped.get(group)
 
+    def has(self, request: Request) -> bool:
+        return request in (request.line or self.ungrouped).requests
+
     def configure(self, limits: Limits) -> None:
         """Use these limits from now on. What waits does so no longer than it would have."""
         self._limits = limits

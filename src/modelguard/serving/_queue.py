@@ -193,13 +193,23 @@ class BatchQueue:
     # In
 
     def take_in(self) -> None:
-        """Have what was put into the inbox wait with all others."""
-        if count := len(self.inbox):
-            self.waiting += count  # first: callers add up both, and may count a call twice, but not miss one
-            for request in self._note(count):
-                self._lines.add(request)
-                if request.deadline != math.inf:
+        """Have what was put into the inbox wait with all others. Each is in one of both if an exception interrupts it."""
+        if not (count := len(self.inbox)):
+            return
+        self._planner.note_admitted(self._limits.deadline, count)
+        try:
+            for _ in range(count):
+                request = self.inbox[0]
+                if request.deadline != math.inf and request.timer is None:
                     self._expiry.add(request)
+                self._lines.add(request)
+                self.waiting += 1  # first: callers add up both, and may count a call twice, but not miss one
+                self.inbox.popleft()
+        except BaseException:
+            if self.inbox and self._lines.has(self.inbox[0]):
+                self.inbox.popleft()
+            self.waiting = self._lines.recount()
+            raise
 
     def _note(self, count: int) -> list[Request]:
         """The first requests out of the inbox."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import weakref
 from typing import Any
@@ -582,6 +583,35 @@ def test_the_next_group_is_found_without_looking_at_all_of_them() -> None:
         queue.admit(request(number, group=(("k", int, number),)), float(number))
     assert [[0], [1], [2]] == [taken(queue, 5_000.0) for _ in range(3)]
     assert 4_000 - len(queue._lines._arrived) <= 3
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("deadline", [math.inf, 9.0])
+def test_an_exception_by_a_signal_loses_nobody_who_waits_in_the_inbox(deadline: float, kept: bool) -> None:
+    """A thread that asks for the status, or calls, moves what coroutines on other threads have put there."""
+    queue = queue_of()
+    queue.inbox.extend(request(number, deadline=deadline) for number in range(4))
+
+    class Interrupting(dict[Any, None]):
+        def __setitem__(self, request: Any, value: None) -> None:
+            if kept:
+                super().__setitem__(request, value)
+            if request.item == 2:
+                raise KeyboardInterrupt
+            super().__setitem__(request, value)
+
+    queue._lines.ungrouped.requests = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        queue.status(0.0)
+    queue._lines.ungrouped.requests = dict(queue._lines.ungrouped.requests)
+    assert 4 == queue.waiting + len(queue.inbox)
+    assert 4 == queue.status(0.0).waiting
+    if deadline == math.inf:
+        assert [0, 1, 2, 3] == taken(queue, 0.0)
+    else:
+        queue.expire_all(9.0)
+        assert 4 == len(queue.undelivered) == queue.status(9.0).expired
+    assert queue.status(9.0).waiting == 0
 
 
 def test_a_batch_that_begins_can_read_all_of_its_items() -> None:
