@@ -465,10 +465,11 @@ class _Parts:
             suspects, now = self._function.suspects, self._function.clock()
             suspects.failed(self.items[at], self.requests[at].group, error, one_line(error), now)
 
-    def _fail(self, part: list[int], error: BaseException) -> None:
+    def _fail(self, part: list[int], error: BaseException, count: int = 0) -> None:
+        """These have failed in a run of so many, by default of these alone."""
         self.errors.append(error)
         for at in part:
-            self.outcomes[at] = Failure(error_for_caller(error, self._function.name, len(part)))
+            self.outcomes[at] = Failure(error_for_caller(error, self._function.name, count or len(part)))
 
     def isolate(self, part: list[int], first: BaseException) -> None:
         """Find the items at fault in a part that raised this error, if it is one that tells them apart."""
@@ -484,7 +485,8 @@ class _Parts:
         for at, error in self._bad.items():
             self.blame(at, error)
         for error in {id(error): error for error in self._broken.values()}.values():
-            self._fail([at for at, one in self._broken.items() if one is error], error)
+            broken = [at for at, one in self._broken.items() if one is error]
+            self._fail(broken, error, len(part) if error is first else len(broken))
         for at in self._unfound:
             self.outcomes[at] = Failure(not_told_apart(self._function.name, self.reruns, first))
 

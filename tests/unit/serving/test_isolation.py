@@ -168,6 +168,16 @@ def test_an_item_that_has_become_good_is_forgotten() -> None:
     assert not function.suspects
 
 
+@pytest.mark.parametrize("count", range(2, 17))
+def test_no_item_gets_the_error_of_another_one(count: int) -> None:
+    """Also where nothing has succeeded and a single item is left, which has not run alone."""
+    function = BatchFunction(run=Model(named=True), name="f", isolate=True)
+    items = texts(count, *range(count))
+    errors = [outcome.error for outcome in ran(function, items).outcomes]
+    for item, error in zip(items, errors, strict=True):
+        assert type(error) is BatchFailed or str(error) == f"{item} is bad"
+
+
 def test_a_lone_item_is_not_remembered() -> None:
     """It cannot be known whether the item or the model is at fault."""
     function = BatchFunction(run=Model(), name="f", isolate=True)
