@@ -30,6 +30,7 @@ from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import (
     Batch,
     Callers,
+    Failure,
     Request,
     deliver,
     loop_of,
@@ -528,16 +529,23 @@ class Batcher(fork.Forkable):
             callbacks_elsewhere: Whether to run callbacks of futures in another thread, so that this one is on time.
         """
         queue = self._queue
-        with self._lock:
-            self._cancel_deferred()
-            pairs, queue.undelivered = queue.undelivered, []
-            drained = queue.closed and queue.idle
-        if callbacks_elsewhere and (futures := [pair for pair in pairs if pair[0].calls_back]):
-            with contextlib.suppress(RuntimeError):  # no thread can be started: deliver them here
-                start_thread(partial(deliver, *zip(*futures, strict=True)), "modelguard-deliver")
-                pairs = [pair for pair in pairs if not pair[0].calls_back]
-        if pairs:
-            deliver(*zip(*pairs, strict=True))
+        pairs: list[tuple[Request, Failure]] = []
+        try:
+            with self._lock:
+                self._cancel_deferred()
+                pairs, queue.undelivered = queue.undelivered, []
+                drained = queue.closed and queue.idle
+            if callbacks_elsewhere and (futures := [pair for pair in pairs if pair[0].calls_back]):
+                with contextlib.suppress(RuntimeError):  # no thread can be started: deliver them here
+                    start_thread(partial(deliver, *zip(*futures, strict=True)), "modelguard-deliver")
+                    pairs = [pair for pair in pairs if not pair[0].calls_back]
+            if pairs:
+                deliver(*zip(*pairs, strict=True))
+        except BaseException:  # as in put: nobody may wait for ever for what this thread has taken out
+            if pairs:
+                deliver(*zip(*pairs, strict=True))  # again: who has an answer keeps it
+            self._withdraw()
+            raise
         if drained:
             with self._lock:
                 if queue.closed and queue.idle:  # not reopened meanwhile

@@ -13,8 +13,9 @@ import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, next_turn, queued, until
 
 from modelguard import batched, deadline, telemetry
-from modelguard.errors import WouldDeadlock
+from modelguard.errors import GuardClosed, WouldDeadlock
 from modelguard.runtime.clock import Watch
+from modelguard.serving._requests import deliver
 from modelguard.serving.deadlines import left
 
 
@@ -91,6 +92,26 @@ def test_an_exception_by_a_signal_leaves_nothing_half_done(model: Gated) -> None
         f("mine")
     assert 0 == queue.waiting
     assert "next" == f("next")
+
+
+def test_an_exception_by_a_signal_loses_no_refusal(model: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is interrupted when it tells others that they are refused does so all the same."""
+    f = batched(max_size=1)(model)
+    waiting = queued(f, model, 1, 2)
+    interrupts = iter([True])
+
+    def interrupted(requests: Any, outcomes: Any) -> None:
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+        deliver(requests, outcomes)
+
+    monkeypatch.setattr("modelguard.serving._batcher.deliver", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        f.close(0)
+    for future in waiting:
+        with pytest.raises(GuardClosed):
+            future.result(0)
+    model.gate.set()
 
 
 def test_functions_that_call_each_other_are_refused() -> None:
