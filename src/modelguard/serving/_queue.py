@@ -151,6 +151,7 @@ class BatchQueue:
         self._take_limits(limits)
         self._expiry = Expiry()
         self.inbox: deque[Request] = deque()
+        self._emptying = False  # whether the inbox is: a finalizer that calls meanwhile leaves it alone
         self.waiting = 0
         self.running: list[Batch] = []
         self.overdue = math.inf
@@ -193,11 +194,13 @@ class BatchQueue:
     # In
 
     def take_in(self) -> None:
-        """Have what was put into the inbox wait with all others. Each is in one of both if an exception interrupts it."""
-        if not (count := len(self.inbox)):
+        """Have what was put into the inbox wait with all others. An exception that interrupts it leaves the rest there."""
+        count = len(self.inbox)
+        if not count or self._emptying:
             return
-        self._planner.note_admitted(self._limits.deadline, count)
+        self._emptying = True
         try:
+            self._planner.note_admitted(self._limits.deadline, count)
             for _ in range(count):
                 request = self.inbox[0]
                 if request.deadline != math.inf and request.timer is None:
@@ -210,12 +213,18 @@ class BatchQueue:
                 self.inbox.popleft()
             self.waiting = self._lines.recount()
             raise
+        finally:
+            self._emptying = False
 
     def _note(self, count: int) -> list[Request]:
         """The first requests out of the inbox."""
-        self._planner.note_admitted(self._limits.deadline, count)
-        take = self.inbox.popleft
-        return [take() for _ in range(count)]
+        self._emptying = True
+        try:
+            self._planner.note_admitted(self._limits.deadline, count)
+            take = self.inbox.popleft
+            return [take() for _ in range(min(count, len(self.inbox)))]
+        finally:
+            self._emptying = False
 
     def admit(self, request: Request, now: float) -> None:
         """Queue a request whose deadline, weight and group are set.
@@ -374,8 +383,8 @@ class BatchQueue:
         if not self.waiting:
             if not self.inbox:
                 return None
-            if count := self._straight(now):
-                return self._start(self._note(count), now)
+            if (count := self._straight(now)) and (requests := self._note(count)):
+                return self._start(requests, now)
         self.take_in()
         self.expire(now)
         while True:

@@ -585,16 +585,16 @@ def test_the_next_group_is_found_without_looking_at_all_of_them() -> None:
     assert 4_000 - len(queue._lines._arrived) <= 3
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("deadline", [math.inf, 9.0])
-def test_an_exception_by_a_signal_loses_nobody_who_waits_in_the_inbox(deadline: float, kept: bool) -> None:
+def test_an_exception_by_a_signal_loses_nobody_who_waits_in_the_inbox(deadline: float, after: int) -> None:
     """A thread that asks for the status, or calls, moves what coroutines on other threads have put there."""
     queue = queue_of()
     queue.inbox.extend(request(number, deadline=deadline) for number in range(4))
 
     class Interrupting(dict[Any, None]):
         def __setitem__(self, request: Any, value: None) -> None:
-            if kept:
+            if after:
                 super().__setitem__(request, value)
             if request.item == 2:
                 raise KeyboardInterrupt
@@ -612,6 +612,26 @@ def test_an_exception_by_a_signal_loses_nobody_who_waits_in_the_inbox(deadline: 
         queue.expire_all(9.0)
         assert 4 == len(queue.undelivered) == queue.status(9.0).expired
     assert queue.status(9.0).waiting == 0
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_finalizer_that_calls_while_the_inbox_is_emptied_changes_nothing_for_others(after: int) -> None:
+    """It may run at any point, in the thread that holds the lock."""
+    queue = queue_of()
+    queue.inbox.extend(request(number) for number in range(3))
+
+    class Finalizing(dict[Any, None]):
+        def __setitem__(self, one: Any, value: None) -> None:
+            if after:
+                super().__setitem__(one, value)
+            if one.item == 1:
+                queue.admit(request("last"), 0.0)
+            super().__setitem__(one, value)
+
+    queue._lines.ungrouped.requests = Finalizing()
+    assert 4 == queue.status(0.0).waiting
+    assert {0, 1, 2, "last"} == set(taken(queue, 0.0))
+    assert (0, 0) == (queue.waiting, len(queue.inbox))
 
 
 def test_a_batch_that_begins_can_read_all_of_its_items() -> None:
