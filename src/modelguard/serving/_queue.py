@@ -194,7 +194,7 @@ class BatchQueue:
     # In
 
     def take_in(self) -> None:
-        """Have what was put into the inbox wait with all others. An exception that interrupts it leaves the rest there."""
+        """Have what was put into the inbox wait with all others. What an exception interrupts leaves the rest there."""
         count = len(self.inbox)
         if not count or self._emptying:
             return
