@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import sys
@@ -13,7 +14,7 @@ import weakref
 from asyncio import get_running_loop
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from types import MethodType
 from typing import (
     TYPE_CHECKING,
@@ -353,6 +354,30 @@ async def _result(future: Future[Y]) -> Y:
         del future  # the error's traceback refers to this frame
 
 
+async def _results(futures: list[Future[Y]]) -> list[Y]:
+    """What these get, as soon as all of them have it, or one of them an error."""
+    ended, left = waiting.promise(), iter(range(len(futures) - 1, -1, -1))
+
+    def end(future: Future[Y]) -> None:
+        if future.exception() is not None or next(left) == 0:
+            with contextlib.suppress(InvalidStateError):  # another one has failed before
+                ended.set_result(None)
+
+    future: Future[Y] | None = None
+    results: list[Y] = []
+    try:
+        for future in futures:
+            future.add_done_callback(end)
+        if futures:
+            await waiting.Wait(ended, waiting.Timeout(None)).suspend()
+        for future in futures:
+            if future.done():  # all are, or one of them raises
+                results.append(future.result())
+        return results
+    finally:
+        del future, futures  # as above
+
+
 class Batched(Decorated, Generic[X, Y]):
     """A function of one item that is computed in batches. Made by :func:`batched`; see there for the options.
 
@@ -537,7 +562,7 @@ class Batched(Decorated, Generic[X, Y]):
         self._put(requests, timeout, priority, extras, others, together=True)
         try:
             if loop is None:
-                return [await _result(request.future) for request in requests]
+                return await _results([request.future for request in requests])
             return list(await asyncio.gather(*(request.future for request in requests)))
         except BaseException as error:
             self._leave(error, requests)  # nothing for those that have their answers

@@ -87,3 +87,28 @@ def test_without_an_event_loop_the_error_says_what_to_write() -> None:
     with pytest.raises(NotSupported, match=r"and none of trio\. Call the function without \.aio"):
         f.aio(1).send(None)
     assert 2 == asyncio.run(f.aio(1))
+
+
+def test_the_first_error_ends_a_request_on_trio(model: Gated) -> None:
+    """As on asyncio: although an item before it is still being computed. What waits is not computed any more."""
+    seen: list[Any] = []
+
+    def run(items: list[Any], by: int = 1) -> list[Any]:
+        seen.extend(items)
+        if items == ["bad"]:
+            raise ValueError("bad")
+        return model(items, by=by)
+
+    f = batched(max_size=1, threads=2)(run)
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="bad"):
+            await f.amap(["slow", "bad", "third", "fourth", "fifth"])
+        assert 0 == f.status().waiting
+        model.gate.set()
+        assert [2, 4, 6] == await f.amap([1, 2, 3], by=2)
+        assert [] == await f.amap([])
+
+    trio.run(main)
+    assert {"slow", "bad"} <= set(seen)
+    assert "fifth" not in seen
