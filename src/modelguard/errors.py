@@ -287,8 +287,8 @@ class TransferRefused(ModelGuardError, TypeError):
 class RemoteError(ModelGuardError, RuntimeError):
     """The function raised an error that cannot reach its caller; this one has its type's name and its text.
 
-    It cannot be pickled, or is larger than ``Bounds(transfer=)``. Or it would end an iteration, a generator or a task
-    of the caller, as ``StopIteration``, ``GeneratorExit`` and ``CancelledError`` do; then it is the ``__cause__``.
+    It cannot be pickled, or is larger than ``Bounds(transfer=)``. Or it would end an iteration, a task or the process
+    of the caller, as ``StopIteration``, ``CancelledError`` and ``SystemExit`` do; then it is the ``__cause__``.
 
     Attributes:
         function: The isolated function's name.

@@ -295,7 +295,7 @@ def test_a_pool_that_fills_is_no_finding(folder: Path) -> None:
         ("nope:f", None, "No module named 'nope'"),
         ("app:nope", None, "no attribute 'nope'"),
         ("app:kept", None, "not callable"),
-        ("app:model.predict", None, "missing a required argument: 'text'"),
+        ("app:model.predict", None, "neither --inputs nor --generate is given: missing a required argument: 'text'"),
         ("app:model.predict", ['"x"', "{"], "line 2 is not JSON"),
         ("app:model.predict", [], "must not be empty"),
         ("app:model.predict", ['"x"', "[1, 2]"], "input 2: too many positional arguments"),

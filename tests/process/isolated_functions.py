@@ -499,13 +499,15 @@ class NothingLeft(StopIteration):
     """An error of the application's own."""
 
 
-#: What ends an iteration, a generator or a task, if it is not an answer of another process.
+#: What ends an iteration, a generator, a task or a process, if it is not an answer of another process.
 SIGNALS: dict[str, Callable[[], BaseException]] = {
     "StopIteration": lambda: StopIteration(3),
     "a subclass": lambda: NothingLeft(3),
     "GeneratorExit": GeneratorExit,
     "CancelledError": asyncio.CancelledError,
     "the future's CancelledError": concurrent.futures.CancelledError,
+    "SystemExit": lambda: SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt,
 }
 
 

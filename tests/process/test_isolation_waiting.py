@@ -121,7 +121,7 @@ class TestStreams:
 
 class TestErrors:
     def test_an_error_that_would_end_its_caller_is_named(self) -> None:
-        """What would end the iteration or the task of the caller arrives as an error, by every door."""
+        """What would end the iteration, the task or the process of the caller arrives as an error, by every door."""
         with functions.signalling as signalling:
             for which, door in itertools.product(functions.SIGNALS, DOORS):
                 with pytest.raises(RemoteError, match=r"signalling\(\) raised") as caught:

@@ -276,7 +276,8 @@ def inputs(config: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[
         return (_as_arguments(each) for each in load(config["generate"])())
     given = [_as_arguments(each) for each in config["inputs"] or [()]]
     for number, each in enumerate(given, start=1):
-        _require_fit(function, each, f"input {number}: " if config["inputs"] else "")
+        which = f"input {number}: " if config["inputs"] else "neither --inputs nor --generate is given: "
+        _require_fit(function, each, which)
     return itertools.cycle(given)
 
 

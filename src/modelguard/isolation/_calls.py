@@ -360,8 +360,16 @@ KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 #: Compared with each answer, and plain numbers compare faster.
 _ERROR, _ITEM = int(AnswerKind.ERROR), int(AnswerKind.ITEM)
 
-#: Errors of a function that would end the iteration, the generator or the task of its caller instead of reaching it.
-_SIGNALS = (StopIteration, GeneratorExit, CancelledError, concurrent.futures.CancelledError)
+#: Errors of a function that would end the iteration, the generator, the task or the process of its caller instead of
+#: reaching it.
+_SIGNALS = (
+    StopIteration,
+    GeneratorExit,
+    CancelledError,
+    concurrent.futures.CancelledError,
+    SystemExit,
+    KeyboardInterrupt,
+)
 
 
 class _NeverRead(Exception):

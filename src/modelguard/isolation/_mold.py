@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from modelguard import prefork
 from modelguard._units import FunctionKind
-from modelguard.errors import RemoteError, TransferRefused, text_of, told
+from modelguard.errors import TransferRefused, text_of, told
 from modelguard.isolation import _channel, _isolation_options, _processes, _supervisor
 from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unreadable
 from modelguard.isolation._isolation_options import Source, source_of_stub
@@ -389,8 +389,6 @@ class Serving:
 
     def _fail(self, error: BaseException, raised: BaseException | None) -> None:
         text = None if raised is None else "".join(traceback.format_exception(raised))
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):  # ends nothing, in the owner as here
-            error = RemoteError(self._name, kind=type(error).__qualname__, text=text_of(error))
         sent = _channel.portable(error, self._name, plain=self._mold.options.stub is not None)
         content = _channel.dumps((int(AnswerKind.ERROR), (sent, text), self._mold.worn))
         size = _channel.size(content)

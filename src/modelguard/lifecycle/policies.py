@@ -951,7 +951,8 @@ class Uses(Jittered):
     count: int
 
     def __init__(self, count: int, *, jitter: float = 0.1) -> None:
-        self._set(count=_units.whole_number(count, "count"), jitter=share(jitter, "jitter"))
+        count = _units.whole_number(count, "count", fix="Write for example Uses(50_000).")
+        self._set(count=count, jitter=share(jitter, "jitter"))
 
     def due(self, now: Snapshot) -> bool:
         return now.uses >= self._least(now)

@@ -358,7 +358,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
             ``count`` is invalid.
     """
     _units.instance(model, "model", ModelGuard, "a guard", fix="Write replicas(guard(load, reload_on=...), 2).")
-    _units.whole_number(count, "count", at_least=2, most=_MOST)
+    _units.whole_number(count, "count", at_least=2, most=_MOST, fix="Write replicas(guard(load, reload_on=...), 2).")
     if model.engine.state.generations:
         why = "has loaded a model of its own already"
         raise InvalidOption("model", model, why=why, fix="Make a guard for the replicas alone, and do not load it.")

@@ -169,6 +169,9 @@ class Changes(TypedDict, total=False):
     execution: Execution | None
 
 
+#: The other options of :func:`~modelguard.batched`, which hold as long as the function does.
+_FIXED = frozenset({"threads", "weight", "fair_by", "on_error", "breaker", "buffer", "name"})
+
 OnError = Literal["isolate", "fail"]
 
 #: A batch counts as hung after so many times the deadline, but not before a minute.
@@ -274,6 +277,8 @@ class BatchOptions:
         for option, value in changes.items():
             if option not in Changes.__annotations__:
                 known = ", ".join(Changes.__annotations__)
+                if option not in _FIXED:
+                    raise InvalidOption(option, value, why="is no option of batched", fix=f"Change {known}.")
                 why = "cannot be changed while the function serves"
                 raise InvalidOption(option, value, why=why, fix=f"Write it in @batched(...), or change {known}.")
         made = replace(self, **changes)

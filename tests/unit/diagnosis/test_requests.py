@@ -14,7 +14,7 @@ from modelguard.errors import InvalidOption
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(500 if self.path == "/bad" else 200)
+        self.send_response({"/bad": 500, "/nowhere": 404}.get(self.path, 200))
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -36,8 +36,9 @@ def test_a_path_goes_to_the_services_own_port(port: int) -> None:
 
 
 def test_failures_are_counted(port: int) -> None:
-    """Statuses from 500 and refused connections are failures; the last one is named."""
+    """Statuses other than 2xx and refused connections are failures; the last one is named."""
     assert Driven(0, 2, "status 500") == drive(f"http://127.0.0.1:{port}/bad", 2, [])
+    assert Driven(0, 2, "status 404") == drive("/nowhere", 2, [port])
     assert Driven(0, 1, "ConnectionRefusedError") == drive("http://127.0.0.1:1/", 1, [])
     assert 1 == drive("/", 1, []).failed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.unit.serving.queues import measured, queue_of, request, taken
 from modelguard import AutoSize, Execution, batched
 from modelguard.errors import DeadlineExceeded, GuardClosed, InvalidOption, QueueFull, WouldDeadlock
 from modelguard.serving import Limits
+from modelguard.serving._batch_options import Changes
 
 
 def limits(**options: Any) -> Limits:
@@ -39,6 +41,17 @@ def test_what_is_changed_is_in_force_and_the_rest_stays() -> None:
         assert math.inf == f.limits.hang_after
         f.configure()
         assert 8 == f.limits.max_size
+
+
+def test_every_option_is_known() -> None:
+    """What cannot be changed is told apart from what does not exist."""
+    keywords = {one.name for one in signature(batched).parameters.values() if one.kind is one.KEYWORD_ONLY}
+    rejections = dict.fromkeys(keywords - Changes.__annotations__.keys(), "cannot be changed")
+    with batched(max_size=4, name="f")(doubled) as f:
+        for option, why in {**rejections, "max_szie": "is no option of batched"}.items():
+            change: dict[str, Any] = {option: 1}
+            with pytest.raises(InvalidOption, match=f"{option}=1: {why}"):
+                f.configure(**change)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,42 @@ def test_what_a_test_leaves_counts(pytester: pytest.Pytester) -> None:
     result.stdout.re_match_lines([r"private memory grew by (29|30|31)(\.\d)? MB during the test; 10 MB are allowed"])
 
 
+@pytest.mark.skipif(
+    bool(sysconfig.get_config_var("Py_GIL_DISABLED")), reason="what Python frees stays with its own allocator here"
+)
+def test_garbage_of_an_earlier_test_hides_nothing(pytester: pytest.Pytester) -> None:
+    """Also what a finalizer lets go of, which only a second collection finds, is gone before a test is measured."""
+    pytester.makepyfile("""
+        import gc
+
+        import pytest
+
+        kept = []
+
+        class Late:
+            def __init__(self):
+                self.me, self.data = self, b"x" * 40_000_000
+
+            def __del__(self):
+                cycle = [self.data]
+                cycle.append(cycle)
+
+        @pytest.fixture(scope="module", autouse=True)
+        def no_collection_in_between():
+            gc.disable()
+            yield
+            gc.enable()
+
+        def test_before():
+            Late()
+
+        @pytest.mark.modelguard_memory("10 MB")
+        def test_leaves():
+            kept.append(b"x" * 30_000_000)
+    """)
+    pytester.runpytest(*RUN).assert_outcomes(failed=1, passed=1)
+
+
 def test_a_marked_test_that_fails_shows_its_own_failure(pytester: pytest.Pytester) -> None:
     """A failure of the test itself is not hidden by its memory."""
     pytester.makepyfile("""
