@@ -22,7 +22,7 @@ STEPS = st.one_of(
 class Call:
     """A batched call that waits."""
 
-    done = False
+    state = "waiting"
     cancelled = False
 
     def cancel(self) -> None:
@@ -47,7 +47,7 @@ async def live(steps: list[tuple[str, int]]) -> None:
             client.say(said[-1])
         elif step == "call":
             calls.append(Call())
-            watched.request.add(calls[-1])
+            watched.request.add(calls[-1], calls[-1].cancel)  # type: ignore[arg-type]
         elif step == "turn":
             await turns()
         else:
