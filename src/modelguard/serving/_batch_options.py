@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Self, TypedDict, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, Self, TypedDict, cast, get_args
 
 from modelguard import _units
 from modelguard._units import FunctionKind
@@ -562,8 +562,6 @@ def _type_name(annotation: Any) -> str:
 
 # What a caller passes to a batched function: checked before the item is queued, so that a mistake is that caller's.
 
-
-T = TypeVar("T")
 
 #: Sets of keyword names that are remembered as accepted. A function with ``**kwargs`` may be given ever new ones.
 _MANY_NAMES = 64

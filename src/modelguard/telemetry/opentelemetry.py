@@ -112,10 +112,10 @@ class _LoadSpans:
 
     def _begin(self, key: tuple[int, str], event: events.LoadStarted) -> None:
         with WRITE_LOCK:
-            before = self._before.pop(
-                key, []
-            )  # without a turn it replaces none: those are of a reload that was given up
-            self._open[key] = self._started(event, [] if event.host_lock == "none" else before)
+            before = self._before.pop(key, [])
+            if event.host_lock == "none":  # it replaces none: those are of a reload that was given up
+                before = []
+            self._open[key] = self._started(event, before)
             _add(self._open[key], event)
 
     def _started(self, event: events.Event, before: list[events.Event]) -> Span:

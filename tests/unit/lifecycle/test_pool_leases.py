@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
 from tests.unit.lifecycle.world import MB, TIMEOUT, World, outcome, until
+from tests.unit.serving.gated import Incomparable, OnlyWithItself
 
 from modelguard import TTL
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Overloaded, UnhashableKey, WouldDeadlock
@@ -131,26 +132,6 @@ class Nameless:
 
     def __repr__(self) -> str:
         raise LookupError("no name")
-
-
-class Incomparable:
-    """As one with an array, whose comparison gives an array."""
-
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("neither true nor false")
-
-    def __hash__(self) -> int:
-        return 1
-
-
-class OnlyWithItself:
-    def __eq__(self, other: object) -> bool:
-        if other is not self:
-            raise RuntimeError("another one")
-        return True
-
-    def __hash__(self) -> int:
-        return 1
 
 
 class TestLease:

@@ -65,6 +65,26 @@ class OnlyWithItself(int):
         return 1
 
 
+def ends_beside(f: Any, act: Callable[[], object]) -> bool:
+    """Whether this ends while another thread holds the lock of a batched function."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with f._batcher._lock:
+            held.set()
+            go_on.wait(TIMEOUT)
+
+    holding, acting = threading.Thread(target=hold), threading.Thread(target=act, daemon=True)
+    holding.start()
+    assert held.wait(TIMEOUT)
+    acting.start()
+    acting.join(10)
+    waits = acting.is_alive()
+    go_on.set()
+    holding.join(TIMEOUT)
+    return not waits
+
+
 def queued(f: Any, model: Gated, *items: Any, **options: Any) -> list[Future[Any]]:
     """One item is being computed, and these wait behind it."""
     f.submit("first")

@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import TIMEOUT, Gated, next_turn, queued, until
+from tests.unit.serving.gated import TIMEOUT, Gated, ends_beside, next_turn, queued, until
 
 from modelguard import batched, deadline, telemetry
 from modelguard.errors import GuardClosed, WouldDeadlock
@@ -55,22 +55,7 @@ def test_a_coroutine_that_the_garbage_collector_closes_waits_for_no_lock(model: 
     loop.create_task(coroutine)
     loop.run_until_complete(next_turn())
     loop.close()
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with f._batcher._lock:
-            held.set()
-            go_on.wait(TIMEOUT)
-
-    holding, closing = threading.Thread(target=hold), threading.Thread(target=coroutine.close, daemon=True)
-    holding.start()
-    assert held.wait(TIMEOUT)
-    closing.start()
-    closing.join(10)
-    waits = closing.is_alive()
-    go_on.set()
-    holding.join(TIMEOUT)
-    assert not waits
+    assert ends_beside(f, coroutine.close)
     assert (0, 1) == (f.status().waiting, f.status().cancelled)
     model.gate.set()
 

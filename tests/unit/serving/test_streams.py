@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import TIMEOUT, next_turn, until
+from tests.unit.serving.gated import TIMEOUT, ends_beside, next_turn, until
 
 from modelguard import Breaker, Buffer, Execution, batched, deadline, guard, telemetry
 from modelguard.errors import (
@@ -279,23 +279,9 @@ def test_a_dropped_stream_waits_for_no_lock(steps: Steps) -> None:
     steps.step()
     kept = [f.stream("a")]
     assert "a0" == next(kept[0])
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with f._batcher._lock:
-            held.set()
-            go_on.wait(TIMEOUT)
-
-    holding, dropping = threading.Thread(target=hold), threading.Thread(target=kept.clear, daemon=True)
-    holding.start()
-    assert held.wait(TIMEOUT)
-    dropping.start()
-    dropping.join(10)
-    waits = dropping.is_alive()
-    go_on.set()
-    holding.join(TIMEOUT)
+    ended = ends_beside(f, kept.clear)
     steps.step()
-    assert not waits
+    assert ended
     assert 1 == f.status().cancelled
     until(lambda: f.status().running == 0)
 
