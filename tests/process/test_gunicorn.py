@@ -287,6 +287,26 @@ OWN_CONFIG = """
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("policy", ["None", "TTL('1h')"])
+def test_a_worker_imports_nothing_at_its_first_requests(policy: str, tmp_path: Path) -> None:
+    """What gunicorn itself looks for then has been looked for before the fork: each search costs a worker 0.4 MB."""
+    app = APP.replace(
+        "PARENT, WARMED",
+        """class Search:
+        def find_spec(name, path, target=None):
+            SEARCHED.append((os.getpid(), name))
+
+    SEARCHED = []
+    sys.meta_path.insert(0, Search)
+    PARENT, WARMED""",
+        1,
+    ).replace("import os, time", "import os, sys, time", 1)
+    app = app.replace("{os.getpid() in WARMED}", "{[name for pid, name in SEARCHED if pid == os.getpid()]}")
+    with running(tmp_path, "-w", "1", app=app, policy=policy) as server:
+        assert "[]" == server.words()[3]
+
+
+@pytest.mark.timeout(120)
 def test_a_configuration_of_ones_own_imports_it_and_keeps_its_hooks(tmp_path: Path) -> None:
     """``from modelguard.frameworks.gunicorn import *`` is enough there, and own hooks call ours."""
     (tmp_path / "own.py").write_text(textwrap.dedent(OWN_CONFIG))

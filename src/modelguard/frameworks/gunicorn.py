@@ -123,6 +123,15 @@ def _is_asgi(app: Any) -> bool:
     return inspect.iscoroutinefunction(app) or inspect.iscoroutinefunction(type(app).__call__)
 
 
+def _import_what_workers_import(configuration: Any) -> None:
+    """Here, once: an import costs each worker memory of its own, also one that finds nothing."""
+    from gunicorn.http import RequestParser
+
+    random.Random("")  # noqa: S311 - gunicorn seeds it with a text
+    with contextlib.suppress(Exception):  # some versions look for a parser written in C at the first request
+        next(RequestParser(configuration, [b"GET / HTTP/1.0\r\n\r\n"], ("127.0.0.1", 0)))
+
+
 class _Master:
     def __init__(self, server: Any) -> None:
         if not server.cfg.preload_app:
@@ -149,7 +158,7 @@ class _Master:
             os.set_blocking(end, False)
         fork.at_fork(fork.Rank.SERVER, in_child=self._after_fork)
         background.TICKER.stop()
-        random.Random("")  # noqa: S311 - imports what each worker would import, as gunicorn seeds it with a text
+        _import_what_workers_import(self._server.cfg)
         telemetry.add_hook(self._log)
         server, with_molds = self._server, needed(self._guards)
         for number, guard in enumerate(self._guards):
