@@ -188,8 +188,10 @@ def test_an_extension_that_switches_the_gil_on_is_named(tmp_path: Path) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", *include, "-o", built, tmp_path / "old.c"], check=True, timeout=60)
 
     def asked(**variables: str) -> str:
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), **variables}
-        done = subprocess.run([sys.executable, "-c", ASK], env=environ, capture_output=True, text=True, check=True)
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        environ.pop("PYTHON_GIL", None)  # of the tests' own process
+        command = [sys.executable, "-c", ASK]
+        done = subprocess.run(command, env=environ | variables, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     assert _inside.describe({})["gil_for"] is None

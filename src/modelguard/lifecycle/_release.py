@@ -32,6 +32,9 @@ IMMORTAL = 1 << 31
 #: weights are a mapped file, has 10 MB of private memory, and readings beside its calls differ by 9 MB.
 NOISE = 16 * 2**20
 
+#: How often a collection is tried beside another one, and how many seconds apart: half a second in all.
+_TRIES, _PAUSE = 50, 0.01
+
 #: Thaws what ``assert_no_growth`` has frozen, which a model that is dropped meanwhile is part of; None while none runs.
 thaw: Callable[[], None] | None = None
 
@@ -102,7 +105,7 @@ def _release(
     collected = False
     alive = None if watch is None else watch() is not None
     if alive is not False and not immortal:
-        _collect()
+        _collect(runtime)
         collected = True
         alive = None if watch is None else watch() is not None
     trim, after = _return_memory(runtime)
@@ -111,7 +114,7 @@ def _release(
         _too_little_came_back(guard, generation, before, after) or _stays_on_gpu(generation, gpu_before, gpu_after)
     ):
         # The model itself died by reference count, but memory is still held: most likely by cycles inside it.
-        _collect()
+        _collect(runtime)
         collected = True
         trim, after = _return_memory(runtime)
         gpu_after = use_of(runtime.gpu)
@@ -139,10 +142,20 @@ def _release(
     )
 
 
-def _collect() -> None:
+def _collect(runtime: Runtime) -> None:
     if thaw is not None:
         thaw()
-    gc.collect()
+    for _ in range(_TRIES):
+        before = _collections()
+        gc.collect()
+        if _collections() > before:
+            return
+        runtime.sleep(_PAUSE)  # another thread collects, and may have looked at the model before it was dropped
+
+
+def _collections() -> int:
+    """How many collections of all objects there have been. Beside that of another thread ``gc.collect()`` is none."""
+    return int(gc.get_stats()[-1]["collections"])
 
 
 def _holders_of(watch: weakref.ref[Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import threading
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def collections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     collect = gc.collect
 
     class Watched:
-        get_referrers = staticmethod(gc.get_referrers)
+        get_referrers, get_stats = staticmethod(gc.get_referrers), staticmethod(gc.get_stats)
 
         @staticmethod
         def collect() -> int:
@@ -199,6 +200,37 @@ class TestCollection:
 
         event = released(world, load)
         assert (False, True, ["collect"]) == (event.alive, event.collected, collections)
+
+    def test_waits_for_the_collection_of_another_thread(self, world: World, collections: list[str]) -> None:
+        """Beside one Python begins no other, and that one may have passed the model while it was in use."""
+        begun, go_on = threading.Event(), threading.Event()
+
+        class Late:
+            def __init__(self) -> None:
+                self.me = self
+
+            def __del__(self) -> None:
+                begun.set()
+                go_on.wait(TIMEOUT)
+
+        def sleep(_seconds: float) -> None:
+            go_on.set()
+            other.join(TIMEOUT)
+
+        def load() -> Model:
+            model = world.loader()
+            model.key = model
+            return model
+
+        guard = world.guard(load, runtime=replace(world.runtime, sleep=sleep))
+        guard.load()
+        Late()
+        other = threading.Thread(target=gc.collect)
+        other.start()
+        assert begun.wait(TIMEOUT)
+        guard.close()
+        assert world.last(GenerationReleased).alive is False
+        assert 2 == len(collections)
 
     def test_follows_memory_that_a_cycle_inside_the_model_holds(self, world: World, collections: list[str]) -> None:
         """If the model is gone and most of its memory is not, a cycle inside it holds that: it is collected."""

@@ -152,7 +152,6 @@ def test_a_callback_is_no_part_of_the_call_that_delivers_it(model: Gated) -> Non
 @pytest.mark.parametrize("by", ["a callback", "a hook"])
 def test_what_a_batch_thread_runs_beside_batches_must_not_wait_for_it(model: Gated, by: str, way: str) -> None:
     """It would wait for ever: the thread that computes batches waits for itself."""
-    model.gate.set()
     f = batched(max_size=1, deadline="10s")(model)
     found: list[Any] = []
 
@@ -166,7 +165,8 @@ def test_what_a_batch_thread_runs_beside_batches_must_not_wait_for_it(model: Gat
     try:
         future = f.submit(1)
         if by == "a callback":
-            future.add_done_callback(wait)
+            future.add_done_callback(wait)  # before there is an answer: else it runs here
+        model.gate.set()
         until(lambda: bool(found))
     finally:
         remove()
