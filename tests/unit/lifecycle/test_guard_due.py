@@ -186,7 +186,7 @@ class TestWordsOfYourOwn:
                 return (Reason("custom", 3),)  # type: ignore[arg-type]
 
         guard = world.guard(reload_on=Mine())
-        assert 1 == number(guard)
+        guard.load()
         guard.check()
         assert "TypeError" in world.last(CallbackErrored).error
 
