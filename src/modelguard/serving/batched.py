@@ -159,12 +159,12 @@ class _Kept:
         return _Kept, ()
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # reentrant: the collector may run a finalizer in here that uses another instance
 
 
 def _renew_lock() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 fork.at_fork(fork.Rank.LOCKS, in_child=_renew_lock)
