@@ -677,6 +677,9 @@ class Decorator(Protocol):
     ) -> BatchedMethod[S, Batched[X, Y]]: ...
 
 
+@_units.with_objects(
+    max_size="AutoSize", weight="Weight", fair_by="Fair", buffer="Buffer", execution="Execution", breaker="Breaker"
+)
 def batched(
     *others: Never,
     max_size: int | AutoSize,
