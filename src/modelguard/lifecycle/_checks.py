@@ -363,8 +363,8 @@ class Checks(Generic[M]):
             state.postpone(None)
             return None
         state.set_alarm(generation, math.inf)
-        action: Action = min(map(_asked_by, reasons.values()), key=_ACTIONS.index, default="load")
-        return Due(found, generation, action, reasons)
+        asked = {_asked_by(member) for member in reasons.values()} or {"load"}
+        return Due(found, generation, next(one for one in _ACTIONS if one in asked), reasons)
 
     def _due_retry(self) -> Due[M] | None:
         state = self._guard.state
