@@ -9,16 +9,18 @@ import re
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast, get_args
 
 from modelguard.errors import InvalidOption, UnhashableKey, shortened
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
 
 if TYPE_CHECKING:
     import inspect
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 T = TypeVar("T")
+F = TypeVar("F", bound="Callable[..., Any]")
 
 #: A duration as an argument: seconds, a timedelta, or text such as ``"1h30m"``.
 Duration: TypeAlias = float | timedelta | str
@@ -255,6 +257,33 @@ def called_as(what: str, value: object, argument: str, arguments: int | None, *,
         raise InvalidOption(argument, value, why=f"must be {what}, not {kind_of(value)}", fix=fix)
     if arguments is not None and (found := misfit(value, arguments)) is not None:
         raise InvalidOption(argument, value, why=f"is called as {what}: {found}", fix=fix)
+
+
+def with_objects(**kinds: str) -> Callable[[F], F]:
+    """Let the error for an option that belongs into an object name that: ``swap="Swap"`` has ``Swap(defer=...)``."""
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                unknown = re.search(r"^\w+\(\) got an unexpected keyword argument '(\w+)'", str(error))
+                fix = " or ".join(_objects_with(unknown[1], kinds)) if unknown else ""
+                if not fix:
+                    raise
+                raise TypeError(f"{error}. Write {fix}.") from None
+
+        return cast("F", call)
+
+    return decorate
+
+
+def _objects_with(option: str, kinds: dict[str, str]) -> Iterator[str]:
+    for argument, kind in kinds.items():
+        signature = signature_of(getattr(sys.modules["modelguard"], kind))
+        if signature is not None and option in signature.parameters:
+            yield f"{argument}={kind}({option}=...)"
 
 
 def signature_of(function: Any) -> inspect.Signature | None:

@@ -785,10 +785,14 @@ class TestSpawn:
             assert first + 1 == spawned.status().generation
             assert spawned()[1] not in pids
 
-    def test_a_load_that_fails_is_reported(self, switch: Callable[[str], None]) -> None:
-        """With the loader's own error, as from a mold."""
+    def test_a_load_that_fails_is_reported(
+        self, switch: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """With the loader's own error, as from a mold, and once: that ends the other workers that load."""
         switch("fail")
         with pytest.raises(LoadFailed, match="OSError: no weights"), functions.spawned:
             pass
+        wait_until(lambda: functions.spawned.status().failures > 1, "a second attempt")
         functions.spawned.close()
         wait_until(lambda: not molds(), "the end of all workers")
+        assert [] == [one for one in caplog.messages if "before it could take a call" in one]

@@ -87,6 +87,11 @@ def spawned(model, key="a"):
 @guard(dict, reload_on=None, loading=QUICK)
 def host(model, key="a"):
     return key
+
+@isolate(workers=1, scope="host")
+@guard(dict, reload_on=None, loading=QUICK)
+def stream(model):
+    yield from "ab"
 """
 
 
@@ -154,6 +159,32 @@ def test_no_descriptor_is_left_for_a_call(tmp_path: Path) -> None:
     small, large, after, again = run(tmp_path, program)  # type: ignore[misc]
     assert (2, 3, 10_000_000) == (small, after, again)
     assert large in ("TransferRefused", 10_000_000)
+
+
+def test_no_descriptor_is_left_to_ask_for_the_status(tmp_path: Path) -> None:
+    """While a call has the only connection to the broker of the host, ``status()`` says what that has said last."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    program = f"""
+        import json, os, resource, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from functions import stream
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        with stream:
+            part = stream()
+            next(part)
+            held = []
+            try:
+                while True:
+                    held.append(os.dup(0))
+            except OSError:
+                pass
+            seen = [stream.status().state]
+            for fd in held:
+                os.close(fd)
+            print(json.dumps([*seen, stream.status().state, *part]))
+    """
+    runtime_folder = {"MODELGUARD_RUNTIME_DIR": str(tmp_path / "runtime")}
+    assert ["ready", "ready", "b"] == run_python(program, 90, **runtime_folder)
 
 
 def test_a_warm_up_that_ends_its_process() -> None:

@@ -113,6 +113,10 @@ def test_a_program_that_fails_or_hangs_is_told(modelguard_env: Env) -> None:
         ({"program": "1", "preset": "torch-gpu"}, "is not a known preset"),
         ({"program": "1", "preset": 3}, "preset=3"),
         ({"program": "1", "timeout": "soon"}, "timeout='soon'"),
+        ({"program": "1", "environ": "A"}, "environ='A': must have names"),
+        ({"program": "1", "environ": {"A": 1}}, "environ={'A': 1}: must have names and values of text"),
+        ({"program": "1", "environ": {"A=B": "1"}}, "without '='"),
+        ({"program": "1", "environ": {"A": "\0"}}, "null characters"),
     ],
 )
 def test_impossible_programs_are_refused(modelguard_env: Env, options: dict[str, Any], why: str) -> None:

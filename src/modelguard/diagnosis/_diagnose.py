@@ -47,6 +47,17 @@ _DAY = 86_400
 _FRAMES = 4
 
 
+def _check_name(option: str, name: str) -> None:
+    file, _, function = name.partition(".py:")
+    if function:
+        path = Path(file)
+        module = path.name if path.is_absolute() else ".".join(path.parts).lstrip(".")
+        fix = f"Write {module}:{function}."
+        raise InvalidOption(option, name, why="names a file, and must be module:function", fix=fix)
+    if not _NAME.fullmatch(name):
+        raise InvalidOption(option, name, why="must be module:function", fix="Write for example app:predict.")
+
+
 def diagnose(
     target: str,
     *,
@@ -87,8 +98,8 @@ def diagnose(
         NotSupported: There is no ``/proc``.
     """
     for option, name in (("MODULE:FUNCTION", target), ("--generate", generate), ("--load", load)):
-        if name is not None and not _NAME.fullmatch(name):
-            raise InvalidOption(option, name, why="must be module:function", fix="Write for example app:predict.")
+        if name is not None:
+            _check_name(option, name)
     if inputs is not None and generate is not None:
         raise InvalidOption("--inputs", inputs, why="must be given alone", fix="Remove --generate.")
     within_a_day(seconds, "--time", least=1, example="30s")

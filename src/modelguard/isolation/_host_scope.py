@@ -549,9 +549,9 @@ class HostScope(Source):
         try:
             status: IsolationStatus = membership.ask("status", limit=ANSWER)
             return replace(status, queued=self.queued)
-        except BrokerGone:
-            return known
-        except BlockingIOError:  # what it has said last
+        except (BrokerGone, BlockingIOError):  # it has ended, or cannot be asked now: what it has said last
+            if membership.gone:
+                return known
             ready = membership.ready
             state = "ready" if ready else "loading"
             return replace(known, state=state, ready=ready, broker=membership.pid, version=membership.version)

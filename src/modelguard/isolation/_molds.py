@@ -192,9 +192,7 @@ class Mold(MoldOrders):
     # In the supervisor's thread
 
     def _end_load(self) -> None:
-        if not self._loaded.done():
-            self.workers.close()
-            self._fail(Unwanted())
+        self._fail(Unwanted())
 
     def _begin(self) -> None:
         if self._ending:
@@ -357,6 +355,7 @@ class Mold(MoldOrders):
     def _fail(self, error: BaseException) -> None:
         if not self._loaded.done():
             self._ending = True
+            self.workers.close()  # others may still load: their end is no news
             self._loaded.set_exception(error)
 
     def _kill_if_ending(self) -> None:

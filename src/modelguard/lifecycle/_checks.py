@@ -128,7 +128,8 @@ class Checks(Generic[M]):
     @property
     def needed(self) -> bool:
         """Whether anything can become due by itself, without calls."""
-        return self._guard.options.reload_on is not None
+        current = self._guard.state.current
+        return self._guard.options.reload_on is not None or bool(current is not None and current.demanded)
 
     @property
     def interval(self) -> float:
@@ -181,10 +182,9 @@ class Checks(Generic[M]):
         return False
 
     def demand(self, reasons: tuple[Reason, ...], over: Generation[M]) -> None:
-        """Replace a generation at the end of a call, for reasons that no policy has."""
-        due = Due(reasons, over)
-        if not _reload.active() and not self._postpones(due, over):
-            self._act(due, over, sample=False)
+        """Replace a generation for reasons that no policy has, as soon as that may be."""
+        over.demanded = reasons
+        self.ask(sample=False, insist=True)
 
     def _postpones(self, due: Due[M], over: Generation[M]) -> bool:
         """Whether it must wait: the guard is paused, or its model young. Each policy is reported once."""
@@ -358,11 +358,13 @@ class Checks(Generic[M]):
         if sample:
             self._check_gpu_cache(snapshot)
         self._set_alarm(generation, snapshot)
-        if not reasons:
+        found = (*generation.demanded, *reasons)
+        if not found:
             state.postpone(None)
             return None
         state.set_alarm(generation, math.inf)
-        return Due(tuple(reasons), generation, min(map(_asked_by, reasons.values()), key=_ACTIONS.index), reasons)
+        asked = {_asked_by(member) for member in reasons.values()} or {"load"}
+        return Due(found, generation, next(one for one in _ACTIONS if one in asked), reasons)
 
     def _due_retry(self) -> Due[M] | None:
         state = self._guard.state

@@ -349,6 +349,7 @@ class Engine(GuardContext[M], fork.Forkable):
         reasons = free(self, generation, error, retry=retry)
         if reasons and generation is self.state.current:
             self.checks.demand(reasons, generation)
+            self._wake_checks()  # it may have to wait
         return retry
 
     def _enter_instead_of(self, retired: Generation[M]) -> Generation[M]:
@@ -488,9 +489,13 @@ class Engine(GuardContext[M], fork.Forkable):
             self.shown_pause.show(paused=paused)
         if changed:
             telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=self.name))
-        if not paused and self.checks.needed and self.state.current is not None and self.runtime.ticks:
+        if not paused:
+            self._wake_checks()
+
+    def _wake_checks(self) -> None:
+        if self.checks.needed and self.state.current is not None and self.runtime.ticks:
             with suppress(RuntimeError):  # the system gives no thread; the next call tries again
-                TICKER.add(self)  # and wake it
+                TICKER.add(self)
 
     def stop_checks(self) -> None:
         """Ask the policies no longer as time passes: nobody can call any more."""

@@ -23,6 +23,9 @@ class _Required:
     def __repr__(self) -> str:
         return "<required>"
 
+    def __reduce__(self) -> str:  # one object, also for those that copy defaults, such as FastAPI
+        return "REQUIRED"
+
 
 #: The default of a required option: without one, Python's own message would come before that of :func:`check_keyword`.
 REQUIRED: Any = _Required()

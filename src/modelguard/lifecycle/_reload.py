@@ -481,8 +481,9 @@ class Reload(Generic[M]):
         failure = kind(self._guard.name, reason, attempt=attempt, retry_after=wait, current=current)
         failure.__cause__ = cause
         try:
+            again = None if state.closed else wait
             event = telemetry.LoadErrored(
-                guard=self._guard.name, attempt=attempt, error=failure.reason, retry_after=wait, current=current
+                guard=self._guard.name, attempt=attempt, error=failure.reason, retry_after=again, current=current
             )
             telemetry.emit(event)
         except BaseException:  # noqa: BLE001 - whatever becomes of the event, those who wait must not wait for ever

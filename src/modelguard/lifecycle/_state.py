@@ -62,6 +62,7 @@ class Generation(Generic[M]):
         gpu_allocated: Bytes that the process had allocated on all of them when it began to take calls, and its
             predecessor was gone; None if it used none.
         dropped: No call may run on it any more; its model is being released.
+        demanded: Why it is to be replaced, besides the policies.
     """
 
     number: int
@@ -85,6 +86,7 @@ class Generation(Generic[M]):
     alarm: float = field(init=False, default=math.inf)
     retired: bool = field(init=False, default=False)
     dropped: bool = field(init=False, default=False)
+    demanded: tuple[Reason, ...] = field(init=False, default=())
 
     def drop(self) -> M:
         model = self.model
@@ -605,8 +607,8 @@ class GuardState(Generic[M]):
             stale = discardable and self.requests > covers and self.current is not None
             if self.closed or job.cancelled or stale:
                 return None
-            first = self.unloaded or any(reason.kind == "first_use" for reason in job.reasons)  # after a close too
-            if generation.number > 1 and not first:
+            after_outage = generation.number > 1 and self.failure is not None and not self.unloaded
+            if job.replaces or after_outage:
                 self.reloads += 1
             over = [] if (outdated := self.take_previous()) is None else [outdated]
             old, self.current = self.current, generation
@@ -730,7 +732,7 @@ class GuardState(Generic[M]):
             self._retire(old)
             self.current, self.previous, self.pinned = back, None, True
             back.retired = False
-            back.errors = 0
+            back.errors, back.demanded = 0, ()
             self._forget_failures()
             waiting: list[Future[Outcome]] = []
             if self.job is not None and self.job.replaces:

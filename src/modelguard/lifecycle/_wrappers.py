@@ -316,6 +316,19 @@ class Guarded(ByReference):
     def __deepcopy__(self, memo: Any) -> Any:
         return self
 
+    if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return getattr(self.__wrapped__, name)
+            except AttributeError:
+                owner = self._self_guard
+                if name.startswith("_") or getattr(owner, "_what", "") != "guard" or not hasattr(type(owner), name):
+                    raise
+                function = getattr(self.__wrapped__, "__name__", "function")
+                said = f"{function}() has no attribute {name!r}, its guard has: write guard_of({function}).{name}"
+                raise AttributeError(said, name=name, obj=self) from None
+
 
 class _MethodFunction(_CallableProxy):
     """The function inside a bound method, as ``inspect.signature`` asks for it."""

@@ -32,6 +32,9 @@ def check_wait(wait: object) -> None:
     _units.instance(wait, "wait", bool, "True or False", fix="To bound the wait, give timeout='5s'.")
 
 
+_FIX = "A call lends no model: decorate a function, or write with guard.lease() as model, in a FastAPI dependency too."
+
+
 class Decorator(Generic[M]):
     """Decorates functions that take a model as their first parameter."""
 
@@ -43,7 +46,7 @@ class Decorator(Generic[M]):
     def __call__(self, function: Callable[Concatenate[M, P], R], /) -> Callable[P, R]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
-    def __call__(self, function: Any, /) -> Any:
+    def __call__(self, function: Any = _misuse.REQUIRED) -> Any:
         """Decorate a function that takes the model as its first parameter, after ``self`` or ``cls`` in a class.
 
         Callers leave the model out. Each call runs on one generation from start to end, and has a replica for itself
@@ -52,7 +55,9 @@ class Decorator(Generic[M]):
 
         Raises:
             InvalidOption: It is not a function, or has no parameter to take the model.
+            TypeError: It is missing.
         """
+        _misuse.check_keyword("function", function, (), fix=_FIX)
         in_use = _misuse.in_use(sys.getrefcount(function))
         decorated = self._decorate(function)
         if in_use:

@@ -136,7 +136,8 @@ def _key(item: Any, group: Hashable) -> Hashable:
     kind = type(item)
     if isinstance(item, str | bytes) and len(item) > _LONG:
         return kind, len(item), hash(item), group
-    hash(item)
+    if hash(item) in {id(item), object.__hash__(item)} and item is not None:
+        raise TypeError("no other item is equal to it: it would stay in memory, and not come again")
     return kind, item, group
 
 

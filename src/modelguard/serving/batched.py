@@ -159,12 +159,12 @@ class _Kept:
         return _Kept, ()
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # reentrant: the collector may run a finalizer in here that uses another instance
 
 
 def _renew_lock() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 fork.at_fork(fork.Rank.LOCKS, in_child=_renew_lock)
@@ -677,6 +677,9 @@ class Decorator(Protocol):
     ) -> BatchedMethod[S, Batched[X, Y]]: ...
 
 
+@_units.with_objects(
+    max_size="AutoSize", weight="Weight", fair_by="Fair", buffer="Buffer", execution="Execution", breaker="Breaker"
+)
 def batched(
     *others: Never,
     max_size: int | AutoSize,

@@ -272,7 +272,7 @@ class LoadStarted(Event):
     def _sentence(self) -> str:
         waited = self.deferred_seconds >= _WORTH_MENTIONING
         grown = f", in which memory grew by {_units.format_bytes(self.deferred_growth)}" if self.deferred_growth else ""
-        deferred = f", after waiting {self.deferred_seconds:.1f} s for a pause{grown}" if waited else ""
+        deferred = f", deferred by {self.deferred_seconds:.1f} s{grown}" if waited else ""
         return f"loading generation {self.generation}: {_listed(self.reasons)}{deferred}"
 
 
@@ -315,18 +315,18 @@ class LoadErrored(Event, level=logging.WARNING):
     Attributes:
         attempt: How many consecutive loads have failed.
         error: The error.
-        retry_after: Seconds until the next attempt.
+        retry_after: Seconds until the next attempt; None if the guard is closed, and there is none.
         current: Number of the generation that keeps taking calls; None if there is none.
     """
 
     attempt: int
     error: str
-    retry_after: float
+    retry_after: float | None
     current: int | None
 
     def _sentence(self) -> str:
         kept = "no model is loaded" if self.current is None else f"generation {self.current} stays in use"
-        again = f"next attempt in {self.retry_after:.1f} s"
+        again = "the guard is closed" if self.retry_after is None else f"next attempt in {self.retry_after:.1f} s"
         return f"load failed (attempt {self.attempt}): {self.error}; {kept}, {again}"
 
 

@@ -122,8 +122,8 @@ counter   unloads {event}              UnloadStarted                 Models rele
 counter   rollbacks {event}            RolledBack                    Rollbacks to the previous model.
 counter   replays {event}              ReplayFinished.outcome \
     New models compared with the current one on recorded calls.
-sum       idle {process}               UnloadStarted,WorkersReleased,LoadFinished=0,WorkerStarted=0,IdleEnded=0 \
-    Processes whose model, or its workers, is released until the next use.
+sum       idle {process}               UnloadStarted,WorkersReleased,LoadFinished=0,WorkerStarted=0,IdleEnded=0,\
+LoadErrored.not_idle Processes whose model, or its workers, is released until the next use.
 counter   recycles.asked {event}       RecycleAsked.by_reason \
     Due policies that led to a request for a new worker.
 counter   swaps.chosen {event}         SwapChosen.swap               How the next generation replaces the current one.
@@ -195,6 +195,7 @@ _COMPUTED: dict[str, Callable[[Any], Amount]] = {
     "by_reason": lambda event: Counter(reason.kind for reason in event.reasons),
     "freed_or_not": lambda event: {False: "gone", True: "alive", None: "unknown"}[event.alive],
     "hook_raised": lambda event: event.error is not None,
+    "not_idle": lambda event: None if event.current else 0,  # an isolated function may have a mold and no workers
     "refused": lambda event: {"full": event.full, "late": event.late, "circuit_open": event.open, "quota": event.quota},
     "serving": lambda event: event.current or 0,
     "unreachable": lambda event: not event.reachable,

@@ -218,7 +218,8 @@ class Env(OfTest):
             The finished program.
 
         Raises:
-            InvalidOption: The program is empty, there is no such preset, or the allocator is not available.
+            InvalidOption: The program is empty, there is no such preset, the allocator is not available, or a variable
+                is none.
             NotSupported: An allocator was named, but nothing can be preloaded here.
             AssertionError: The program failed or did not end; the message contains its output.
         """
@@ -226,7 +227,7 @@ class Env(OfTest):
         if not isinstance(program, str) or not program.strip():
             fix = "Give Python source, such as 'import os; print(os.environ)'."
             raise InvalidOption("program", program, why="must be Python source, and not empty", fix=fix)
-        wanted, own = _preset(preset), dict(environ or {})
+        wanted, own = _preset(preset), _variables(environ or {})
         replaced = () if wanted is None else {knob.name for knob in wanted.knobs}
         inherited = {name: value for name, value in _launcher.inherited().items() if name not in replaced}
         plan = _launcher.plan(
@@ -243,6 +244,17 @@ def _preset(preset: str | _presets.Preset | None) -> _presets.Preset | None:
         return reduce(or_, (_presets.get(name.strip()) for name in preset.split(",")))
     fix = "Give the name of a preset, or the result of presets.get()."
     return None if preset is None else _units.instance(preset, "preset", _presets.Preset, "a preset", fix=fix)
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(environ, Mapping) or not all(_is_variable(*one) for one in environ.items()):
+        why = "must have names and values of text, without '=' in a name and without null characters"
+        raise InvalidOption("environ", environ, why=why, fix="Write environ={'OMP_NUM_THREADS': '5'}.")
+    return dict(environ)
+
+
+def _is_variable(name: object, value: object) -> bool:
+    return isinstance(name, str) and isinstance(value, str) and "=" not in name and "\0" not in name + value
 
 
 def _finished(plan: _launcher.Plan, own: Mapping[str, str], timeout: float) -> Finished:

@@ -160,10 +160,13 @@ class TestReload:
         del other
         assert 1 == guard.status().generation
 
-    def test_a_paused_guard_waits(self, world: World, make: Make) -> None:
-        """What holds policies back holds this back too; the next such call asks again."""
-        guard = make()
-        guard.pause()
+    @pytest.mark.parametrize("cause", ["paused", "min_lifetime"])
+    @pytest.mark.parametrize("policy", [None, Errors(consecutive=9)], ids=["alone", "beside a policy"])
+    def test_it_waits_where_policies_do(self, world: World, make: Make, cause: str, policy: Any) -> None:
+        """What holds policies back holds this back too, and no longer: it is not forgotten meanwhile."""
+        guard = make(reload_on=policy, min_lifetime=60.0 if cause == "min_lifetime" else 0.0)
+        if cause == "paused":
+            guard.pause()
         kept = []
 
         def leaks(_model: object) -> None:
@@ -172,9 +175,14 @@ class TestReload:
 
         with pytest.raises(OutOfMemory):
             guard(leaks)()
+        assert not guard.check()
         world.join()
-        assert 1 == guard.status().generation
-        assert "paused" == world.last(ReloadPostponed).cause
+        assert (1, cause) == (guard.status().generation, world.last(ReloadPostponed).cause)
+        guard.resume()
+        world.tick(60.0)
+        assert guard.check()
+        world.join()
+        assert (2, 1) == (guard.status().generation, len(world.seen(ReloadDue)))
 
 
 class TestLoads:

@@ -12,7 +12,7 @@ from tests.unit.lifecycle.world import TIMEOUT, World, number, outcome, until
 from modelguard import Uses, replicas, telemetry
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle.runtime import use
-from modelguard.telemetry import GenerationAbandoned, GenerationReleased, LoadFinished
+from modelguard.telemetry import GenerationAbandoned, GenerationReleased, LoadErrored, LoadFinished
 
 
 @pytest.mark.parametrize("recycle", ["recycle_in_children", "recycle_here"])
@@ -147,6 +147,46 @@ def test_a_load_after_it_is_no_reload(world: World) -> None:
     with guard:
         guard.reload()
         assert (5, 1) == (guard.status().generation, guard.status().reloads)
+
+
+def test_nor_is_a_reload_with_which_it_begins_again(world: World) -> None:
+    """``reload()`` on a guard that was closed and is open again has nothing to replace."""
+    guard = world.guard()
+    for _ in range(2):
+        with guard:
+            pass
+    guard.engine.reopen()
+    guard.reload()
+    assert (3, 0) == (guard.status().generation, guard.status().reloads)
+
+
+@pytest.mark.parametrize("swap", ["load_first", "drain_first"])
+def test_a_reload_that_succeeds_at_last_is_one(world: World, swap: str) -> None:
+    """It has replaced the old model, although an attempt has failed, and by ``drain_first`` none was left."""
+    guard = world.guard(swap=swap)
+    guard.load()
+    world.loader.fails = True
+    with pytest.raises(LoadFailed):
+        guard.reload()
+    world.loader.fails = False
+    world.tick(60.0)
+    guard.reload()
+    assert (2, 1) == (guard.status().generation, guard.status().reloads)
+
+
+def test_a_load_that_fails_after_it_announces_no_other(world: World) -> None:
+    """The log says why it failed, and not when somebody would try again."""
+    world.loader.fails = True
+    world.loader.hold()
+    guard = world.guard()
+    loading = world.spawn(guard.load)
+    world.loader.reached()
+    guard.close()
+    world.loader.open.set()
+    assert GuardClosed is type(loading.exception(TIMEOUT))
+    world.join()
+    failed = world.last(LoadErrored)
+    assert (None, "OSError: no weights") == (failed.retry_after, failed.error)
 
 
 def test_a_second_attempt_is_given_up(world: World) -> None:

@@ -298,6 +298,21 @@ def test_a_required_option_that_is_missing_is_named(make: Callable[[], object], 
         make()
 
 
+@pytest.mark.filterwarnings("ignore:Default value")  # pydantic's, of a schema that nobody asks for here
+def test_a_guard_that_is_a_dependency_says_what_to_write() -> None:
+    """FastAPI takes it for a function, and calls it for each request: the log names the block that lends the model."""
+    from fastapi import Depends, FastAPI
+    from fastapi.testclient import TestClient
+
+    app, nlp = FastAPI(), guard(dict, reload_on=None)
+
+    @app.get("/")
+    def home(model: Any = Depends(nlp)) -> None: ...  # noqa: B008, FAST002 - as it is often written
+
+    with pytest.raises(TypeError, match=r"write with guard\.lease\(\) as model, in a FastAPI dependency too"):
+        TestClient(app).get("/")
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [

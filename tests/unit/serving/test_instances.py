@@ -132,6 +132,30 @@ def test_a_hung_instance_is_seen(model: Gated) -> None:
     until(lambda: "open" == one.f.status().state)
 
 
+def test_the_collector_may_use_another_instance_while_one_gets_its_queue() -> None:
+    """A finalizer that flushes what it has by a batched method finds no lock that its own thread holds."""
+    before, got = gc.get_threshold(), []
+
+    def collected(_phase: str, _info: object) -> None:
+        if len(got) < 100:  # some of them while the lock is held
+            got.append(Service().times)
+
+    def use() -> None:
+        gc.callbacks.append(collected)
+        gc.set_threshold(1)
+        try:
+            got.append(Service().times)
+        finally:
+            gc.callbacks.remove(collected)
+            gc.set_threshold(*before)
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+    assert 2 == got[-1](1)
+
+
 def test_closing_an_instance_s_queue_ends_it() -> None:
     """As for a function: what waits is computed, and nothing more is admitted."""
     one = Service()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
+from tests.unit.serving.gated import until
 
+from modelguard import batched
 from modelguard.errors import BatchFailed, Overloaded
 from modelguard.serving._execution import BatchFunction, Computed, Suspects, compute
 from modelguard.serving._requests import Batch, Failure, Request
@@ -204,6 +209,31 @@ def test_any_item_may_be_bad(item: Any) -> None:
     function = BatchFunction(run=run, name="f", isolate=True)
     for _ in range(3):
         assert [1] == failed(ran(function, [0, item, 2, 3]))
+
+
+def test_an_item_that_equals_no_other_does_not_stay_in_memory() -> None:
+    """A bad tensor or an object without ``__eq__`` is freed once its caller has the error."""
+
+    class Upload:
+        def __init__(self, content: str) -> None:
+            self.content = content
+
+    @batched(max_size=8)
+    def sizes(uploads: list[Upload]) -> list[int]:
+        if any(not one.content for one in uploads):
+            raise ValueError("empty")
+        return [len(one.content) for one in uploads]
+
+    async def serve() -> list[Any]:
+        calls = [sizes.aio(one) for one in uploads]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    uploads = [Upload("one"), Upload(""), Upload("three")]
+    assert [3, "empty", 5] == [one if isinstance(one, int) else str(one) for one in asyncio.run(serve())]
+    bad = weakref.ref(uploads[1])
+    uploads.clear()
+    until(lambda: gc.collect() >= 0 and bad() is None)  # once the thread of the batch has let it go too
+    assert not sizes.status().waiting
 
 
 def test_few_bad_items_are_remembered() -> None:

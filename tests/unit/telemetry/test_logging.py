@@ -165,7 +165,7 @@ LINES: list[tuple[Event, str, str]] = [
             host_lock="host",
         ),
         "INFO",
-        "loading generation 4: first use, after waiting 0.5 s for a pause, in which memory grew by 5 MB",
+        "loading generation 4: first use, deferred by 0.5 s, in which memory grew by 5 MB",
     ),
     (
         LoadStarted(
@@ -202,6 +202,11 @@ LINES: list[tuple[Event, str, str]] = [
         LoadErrored(guard="nlp", attempt=2, error="OSError: no weights", retry_after=1.5, current=None),
         "WARNING",
         "load failed (attempt 2): OSError: no weights; no model is loaded, next attempt in 1.5 s",
+    ),
+    (
+        LoadErrored(guard="nlp", attempt=1, error="OSError: no weights", retry_after=None, current=None),
+        "WARNING",
+        "load failed (attempt 1): OSError: no weights; no model is loaded, the guard is closed",
     ),
     (
         ReloadPostponed(guard="nlp", generation=3, reasons=(FIRST_USE,), cause="paused", seconds=None),

@@ -120,15 +120,24 @@ def test_what_grew_meanwhile_is_no_negative_count(registry: Any) -> None:
     assert 0 == registry.get_sample_value("modelguard_trim_freed_bytes_total", GUARD)
 
 
-def test_an_idle_guard_shows_until_it_has_loaded_or_is_closed(registry: Any) -> None:
-    """The gauge is one while the model is released until its next use, and zero before and after."""
+def test_an_idle_guard_shows_until_its_next_load_or_close(registry: Any) -> None:
+    """The gauge is one while the model is released until its next use, and zero before and after, if that fails too."""
     hook = prometheus(registry)
     seen = []
-    unloaded = telemetry.UnloadStarted(guard="nlp", generation=1, reasons=())
-    for event in (EVERY[1], unloaded, EVERY[1], unloaded, telemetry.IdleEnded(guard="nlp")):
+    unloaded, closed = telemetry.UnloadStarted(guard="nlp", generation=1, reasons=()), telemetry.IdleEnded(guard="nlp")
+    failed = telemetry.LoadErrored(guard="nlp", attempt=1, error="no", retry_after=1.0, current=None)
+    for event in (EVERY[1], unloaded, EVERY[1], unloaded, closed, unloaded, failed):
         hook(event)
         seen.append(registry.get_sample_value("modelguard_idle", GUARD))
-    assert [0, 1, 0, 1, 0] == seen
+    assert [0, 1, 0, 1, 0, 1, 0] == seen
+
+
+def test_workers_that_are_released_stay_idle_when_another_model_fails(registry: Any) -> None:
+    """An isolated function whose mold keeps the old model starts its workers from that at the next call."""
+    hook = prometheus(registry)
+    hook(next(event for event in EVERY if isinstance(event, telemetry.WorkersReleased)))
+    hook(telemetry.LoadErrored(guard="nlp", attempt=1, error="no", retry_after=1.0, current=1))
+    assert 1 == registry.get_sample_value("modelguard_idle", GUARD)
 
 
 def test_an_allocator_without_figures_has_no_gauge(registry: Any) -> None:
