@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
@@ -42,6 +43,18 @@ def _printable(value: object) -> object:
 logger = logging.getLogger("modelguard")
 logger.addHandler(logging.NullHandler())
 logger.addFilter(_in_one_line)
+
+
+def _handle(record: logging.LogRecord) -> None:
+    """Keep errors of the application's handlers and filters from whoever logs: a model would not be loaded then."""
+    try:
+        logging.Logger.handle(logger, record)
+    except Exception:  # noqa: BLE001 - of their own code
+        if logging.raiseExceptions:  # what logging's own handlers do with theirs
+            traceback.print_exc()
+
+
+logger.handle = _handle  # type: ignore[method-assign] # loggers are made by logging, and once for a name
 
 
 def level_of(event: Event) -> int:
