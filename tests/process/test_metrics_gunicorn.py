@@ -87,13 +87,13 @@ def asked(server: Gunicorn, path: str, times: int) -> set[int]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, policy: str) -> Iterator[Gunicorn]:
+def serving(folder: Path, policy: str, app: str = APP) -> Iterator[Gunicorn]:
     """Two workers; configuration and endpoint are those of the documentation."""
     metrics = folder / "metrics"
     metrics.mkdir()
     (folder / "gunicorn.conf.py").write_text(snippet("child_exit"))
     (folder / "endpoint.py").write_text(snippet("metrics"))
-    options: dict[str, Any] = {"app": APP, "policy": policy, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+    options: dict[str, Any] = {"app": app, "policy": policy, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
     with running(folder, "-c", "gunicorn.conf.py", "-w", "2", **options) as server:
         yield server
 
@@ -183,3 +183,36 @@ def test_files_do_not_grow_with_every_worker(tmp_path: Path) -> None:
         wait_until(lambda: len(list((tmp_path / "metrics").glob("counter_*.db"))) <= 4, what="files are taken over")
         histograms = list((tmp_path / "metrics").glob("histogram_*.db"))
         assert len(histograms) <= 4
+
+
+COUNTING = """
+    from prometheus_client import Counter, Gauge
+    from modelguard import TTL
+
+    LOADED = Counter("loaded", "Loads.")
+    SERVING = Gauge("serving", "Models.", multiprocess_mode="livesum")
+
+    def load():
+        LOADED.inc()
+        SERVING.set(1)
+        return {}
+""" + APP.replace("guard(dict,", "guard(load,").replace(
+    "predict(path)", "predict(path) if path != '/reload' else nlp.reload(wait=False)"
+)
+
+
+def test_what_a_loader_counts_stays_and_its_gauges_go(tmp_path: Path) -> None:
+    """A mold has ended with its model: one serves, and three were loaded."""
+    with serving(tmp_path, 'TTL("1d")', COUNTING) as server:
+        for loads in (2, 3):
+            server.ask("/reload")
+            wait_until(lambda loads=loads: value(server, "generation", guard="nlp") == loads, what="it is replaced")
+
+        def told(name: str) -> float | None:
+            with contextlib.suppress(RemoteDisconnected):  # a scrape may fail, as above
+                if server.ask("/metrics").status == 200:
+                    return samples(server).get((name, frozenset()))
+            return None
+
+        wait_until(lambda: told("serving") == 1, what="the gauges of molds that have ended are gone")
+        wait_until(lambda: told("loaded_total") == 3, what="all loads are counted")

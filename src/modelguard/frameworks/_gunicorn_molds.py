@@ -174,6 +174,7 @@ class Molds:
                 self._begin_mold(ours, Channel(theirs))
         self._made = _Mold(pid, Channel(ours), self._server.cfg, asked)
         self._molds.append(self._made)
+        self._metric_files.worker_started(pid)  # a loader may count, and set gauges
 
     def _hear(self) -> None:
         """Give a mold that has loaded to those who have asked for it, or its error."""
@@ -220,8 +221,11 @@ class Molds:
         for mold in self._molds[:]:
             mold.workers.intersection_update(self._server.WORKERS)
             if not (mold.shares or mold.workers or mold is self._current or mold is self._made):
-                self._molds.remove(mold)
-                mold.close()
+                mold.control.close()
+                if child_processes.await_end(mold.pidfd, 0):
+                    self._molds.remove(mold)
+                    mold.close()
+                    self._metric_files.worker_ended(mold.pid)
 
     def _revive(self) -> None:
         """Have a new mold made if the current one has ended, or gunicorn has read its configuration again."""
