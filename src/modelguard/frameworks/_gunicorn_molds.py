@@ -174,7 +174,7 @@ class Molds:
                 self._begin_mold(ours, Channel(theirs))
         self._made = _Mold(pid, Channel(ours), self._server.cfg, asked)
         self._molds.append(self._made)
-        self._metric_files.worker_started(pid)  # a loader may count, and set gauges
+        self._metric_files.worker_started(pid)  # a loader may count
 
     def _hear(self) -> None:
         """Give a mold that has loaded to those who have asked for it, or its error."""
@@ -352,6 +352,7 @@ class Molds:
             held.close()
         server.LISTENERS = []
         server.WORKERS.clear()
+        self._metric_files.take_over()
         # A status other than 0 would be in gunicorn's log. Of several guards, the LoadFailed says which it was.
         only, name = len(self._guards) == 1, self._guards[0].name
         with (
