@@ -216,7 +216,7 @@ def test_what_a_loader_counts_stays_and_its_gauges_go(tmp_path: Path) -> None:
             wait_until(
                 lambda loads=loads: told(server, "modelguard_generation", guard="nlp") == loads, what="it is replaced"
             )
-        wait_until(lambda: told(server, "serving") == 1, what="the gauges of molds that have ended are gone")
+            wait_until(lambda: told(server, "serving") == 1, what="the gauge of the mold before has gone with it")
         wait_until(lambda: told(server, "loaded_total") == 6, what="all loads are counted")
         wait_until(
             lambda: len(list((tmp_path / "metrics").glob("counter_*.db"))) <= 6,
