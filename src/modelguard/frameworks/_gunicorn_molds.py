@@ -161,20 +161,26 @@ class Molds:
             if self._made is not None or not self._asked:
                 return
             asked, self._asked = self._asked, []
+        try:
+            self._made = self._forked(asked)
+        except OSError as error:
+            _refuse(asked, error)
+            return
+        self._molds.append(self._made)
+        self._metric_files.worker_started(self._made.pid)  # a loader may count
+
+    def _forked(self, asked: _Asked) -> _Mold:
         ours, theirs = pair()
         flush_output()
         with theirs:
             try:
                 pid = os.fork()
-            except OSError as error:
-                ours.close()
-                _refuse(asked, error)
-                return
-            if pid == 0:
-                self._begin_mold(ours, Channel(theirs))
-        self._made = _Mold(pid, Channel(ours), self._server.cfg, asked)
-        self._molds.append(self._made)
-        self._metric_files.worker_started(pid)  # a loader may count
+                if pid == 0:
+                    self._begin_mold(ours, Channel(theirs))
+                return _Mold(pid, Channel(ours), self._server.cfg, asked)
+            except OSError:
+                ours.close()  # a mold that was forked ends when it has loaded
+                raise
 
     def _hear(self) -> None:
         """Give a mold that has loaded to those who have asked for it, or its error."""
