@@ -121,10 +121,10 @@ def add_hook(hook: Hook, *, level: int | str = logging.DEBUG) -> Callable[[], No
         global _hooks
         nonlocal added
         with _lock:
-            left = list(_current())
-            if added and hook in left:
-                left.remove(hook)  # only once: it may have been added elsewhere too
-                _hooks = tuple(left)
+            now = _current()
+            found = next((number for number, each in enumerate(now) if each is hook), None)  # it may not be comparable
+            if added and found is not None:  # only once: it may have been added elsewhere too
+                _hooks = (*now[:found], *now[found + 1 :])
             added = False
 
     return remove
@@ -197,10 +197,11 @@ def listening() -> bool:
 
 
 def _check(hook: Hook) -> None:
-    _units.function(hook, "hook", "one event", fix="Pass the function itself, without calling it: add_hook(note).")
     if getattr(hook, "__module__", None) in _FACTORIES and isinstance(hook, FunctionType):
         name = hook.__name__
         raise InvalidOption("hook", hook, why="makes a hook and is not one", fix=f"Call it: add_hook({name}()).")
+    fix = "Pass the function itself, without calling it: add_hook(note)."
+    _units.function(hook, "hook", "one event", fix=fix, arguments=1)
 
 
 def _current() -> tuple[Hook, ...]:
