@@ -95,6 +95,12 @@ def test_the_check_of_expressions_finds_mistakes(wrong: str) -> None:
     assert 1 == len(wrongs(wrong))
 
 
+def test_the_gauges_that_are_added_up_are_named() -> None:
+    """Of every other gauge a scrape of several workers has the highest value."""
+    (sentence,) = re.findall(r"The gauges ([^;]*?) are sums over live workers;", PAGE)
+    assert {one.prometheus_name for one in METRICS.values() if one.mode == "livesum"} == set(NAME.findall(sentence))
+
+
 def test_the_dashboard_shows_every_metric() -> None:
     """Every metric of the hook is on the dashboard, except a few figures that only explain others."""
     shown = {OF[name].name for title, text in EXPRESSIONS.items() for name in NAME.findall(text) if " " in title}

@@ -312,7 +312,7 @@ def test_a_cancelled_call_is_not_computed(model: Gated) -> None:
     assert [["first"]] == model.batches
 
 
-@pytest.mark.parametrize("fair_by", ["X-Tenant", lambda context: context.peer()])
+@pytest.mark.parametrize("fair_by", ["X-Tenant", "tenant_id", lambda context: context.peer()])
 def test_callers_share_by_metadata_or_a_function(model: Gated, fair_by: Any) -> None:
     """A caller above its quota gets RESOURCE_EXHAUSTED."""
     f = batched(max_size=1, fair_by=Fair(quota=1))(model)
@@ -324,7 +324,7 @@ def test_callers_share_by_metadata_or_a_function(model: Gated, fair_by: Any) -> 
         return str(f.submit("is too many"))
 
     with serving(function, fair_by=fair_by) as method, pytest.raises(grpc.RpcError) as failed:
-        method("x", timeout=TIMEOUT, metadata=(("x-tenant", "seven"),))
+        method("x", timeout=TIMEOUT, metadata=(("x-tenant", "seven"), ("tenant_id", "seven")))
     assert grpc.StatusCode.RESOURCE_EXHAUSTED == failed.value.code()
 
 
@@ -333,6 +333,14 @@ def test_an_invalid_option_is_rejected(make: Any) -> None:
     """Where the interceptor is made."""
     with pytest.raises(InvalidOption, match="deadline"):
         make(deadline="soon")
+
+
+@pytest.mark.parametrize("make", [frameworks_grpc.interceptor, frameworks_grpc.aio_interceptor])
+@pytest.mark.parametrize("option", ["livez", "guards", "admin", "timeout_header"])
+def test_an_option_of_the_middlewares_is_rejected(make: Any, option: str) -> None:
+    """There are no probes and no headers, so it would do nothing; the error lists those that there are."""
+    with pytest.raises(InvalidOption, match=rf"^{option}=.* Its options are deadline, detail, fair_by, priority\."):
+        make(**{option: None})
 
 
 @pytest.fixture

@@ -120,6 +120,35 @@ def test_a_failed_load_keeps_mold_and_workers(tmp_path: Path) -> None:
         assert ["1", "True", "True"] == server.words()[1:]
 
 
+#: Descriptors run out in the master while there is a file "full".
+FULL = """
+    import errno, os
+    import modelguard.frameworks._gunicorn_molds as molds
+
+    def short_of(function):
+        def give(*args):
+            if os.path.exists("full"):
+                raise OSError(errno.EMFILE, "Too many open files")
+            return function(*args)
+        return give
+
+    {0} = short_of({0})
+"""
+
+
+@pytest.mark.parametrize("call", ["molds.pair", "os.pidfd_open"])
+def test_a_master_without_descriptors_keeps_workers_and_tries_again(call: str, tmp_path: Path) -> None:
+    """The renewal fails as any load does, and the server goes on; gunicorn would end at an error in its main loop."""
+    with running(tmp_path, "-w", "2", app=FULL.format(call) + APP, policy=POLICY) as server:
+        wait_for_version(server, "1")
+        (tmp_path / "full").touch()
+        server.replace_file("weights", "2")
+        wait_until(lambda: "Too many open files; generation 1 stays in use" in server.log, what="the load fails")
+        assert "1" == server.words()[1]
+        (tmp_path / "full").unlink()
+        wait_for_version(server, "2")
+
+
 def test_a_mold_that_is_killed_harms_no_request(tmp_path: Path) -> None:
     """The workers serve on; another mold is made, replaces them, and can fork."""
     with running(tmp_path, "-w", "2", policy="TTL('1h')") as server:

@@ -67,18 +67,30 @@ def snippet(word: str) -> str:
     return found
 
 
-def samples(server: Gunicorn) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """One scrape, through whichever worker answers it."""
-    families = text_string_to_metric_families(server.ask("/metrics").text)
+def read(scrape: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in families
+        for family in text_string_to_metric_families(scrape)
         for sample in family.samples
     }
 
 
+def samples(server: Gunicorn) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """One scrape, through whichever worker answers it."""
+    return read(server.ask("/metrics").text)
+
+
 def value(server: Gunicorn, name: str, **labels: str) -> float | None:
     return samples(server).get((f"modelguard_{name}", frozenset(labels.items())))
+
+
+def told(server: Gunicorn, name: str, **labels: str) -> float:
+    """What a scrape says; -1 if it failed: a file has been renamed since the folder was listed."""
+    with contextlib.suppress(RemoteDisconnected):  # what gunicorn does after an OSError
+        answer = server.ask("/metrics")
+        if answer.status == 200:
+            return read(answer.text).get((name, frozenset(labels.items())), 0.0)
+    return -1.0
 
 
 def asked(server: Gunicorn, path: str, times: int) -> set[int]:
@@ -87,13 +99,13 @@ def asked(server: Gunicorn, path: str, times: int) -> set[int]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, policy: str) -> Iterator[Gunicorn]:
+def serving(folder: Path, policy: str, app: str = APP) -> Iterator[Gunicorn]:
     """Two workers; configuration and endpoint are those of the documentation."""
     metrics = folder / "metrics"
     metrics.mkdir()
     (folder / "gunicorn.conf.py").write_text(snippet("child_exit"))
     (folder / "endpoint.py").write_text(snippet("metrics"))
-    options: dict[str, Any] = {"app": APP, "policy": policy, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+    options: dict[str, Any] = {"app": app, "policy": policy, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
     with running(folder, "-c", "gunicorn.conf.py", "-w", "2", **options) as server:
         yield server
 
@@ -161,14 +173,6 @@ def test_files_do_not_grow_with_every_worker(tmp_path: Path) -> None:
     """After six replacements there are those of the master, two workers and one more; no count is lost."""
     with serving(tmp_path, "Errors(2)") as server:
         counted = 0.0
-
-        def total() -> float:
-            # A scrape fails if a file has been renamed since the folder was listed; after an OSError gunicorn hangs up.
-            with contextlib.suppress(RemoteDisconnected):
-                if server.ask("/metrics").status == 200:
-                    return value(server, "batch_size_sum", function="predict") or 0.0
-            return -1.0
-
         for replaced in range(1, 7):
             asked(server, "/", 10)
             counted += 10
@@ -179,7 +183,42 @@ def test_files_do_not_grow_with_every_worker(tmp_path: Path) -> None:
 
             wait_until(recycled, what="a worker is replaced")
             wait_until(lambda: len(server.children()) == 2, what="the old one is gone")
-        wait_until(lambda: total() >= counted, what="all counts are there")
+        wait_until(
+            lambda: told(server, "modelguard_batch_size_sum", function="predict") >= counted,
+            what="all counts are there",
+        )
         wait_until(lambda: len(list((tmp_path / "metrics").glob("counter_*.db"))) <= 4, what="files are taken over")
         histograms = list((tmp_path / "metrics").glob("histogram_*.db"))
         assert len(histograms) <= 4
+
+
+COUNTING = """
+    from prometheus_client import Counter, Gauge
+    from modelguard import TTL
+
+    LOADED = Counter("loaded", "Loads.")
+    SERVING = Gauge("serving", "Models.", multiprocess_mode="livesum")
+
+    def load():
+        LOADED.inc()
+        SERVING.set(1)
+        return {}
+""" + APP.replace("guard(dict,", "guard(load,").replace(
+    "predict(path)", "predict(path) if path != '/reload' else nlp.reload(wait=False)"
+)
+
+
+def test_what_a_loader_counts_stays_and_its_gauges_go(tmp_path: Path) -> None:
+    """A mold has ended with its model: one serves, and six were loaded; files do not grow with every mold."""
+    with serving(tmp_path, 'TTL("1d")', COUNTING) as server:
+        for loads in range(2, 7):
+            server.ask("/reload")
+            wait_until(
+                lambda loads=loads: told(server, "modelguard_generation", guard="nlp") == loads, what="it is replaced"
+            )
+            wait_until(lambda: told(server, "serving") == 1, what="the gauge of the mold before has gone with it")
+        wait_until(lambda: told(server, "loaded_total") == 6, what="all loads are counted")
+        wait_until(
+            lambda: len(list((tmp_path / "metrics").glob("counter_*.db"))) <= 6,
+            what="there are the files of the master, two molds, two workers and one more",
+        )

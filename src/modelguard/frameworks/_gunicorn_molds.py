@@ -161,19 +161,26 @@ class Molds:
             if self._made is not None or not self._asked:
                 return
             asked, self._asked = self._asked, []
+        try:
+            self._made = self._forked(asked)
+        except OSError as error:
+            _refuse(asked, error)
+            return
+        self._molds.append(self._made)
+        self._metric_files.worker_started(self._made.pid)  # a loader may count
+
+    def _forked(self, asked: _Asked) -> _Mold:
         ours, theirs = pair()
         flush_output()
         with theirs:
             try:
                 pid = os.fork()
-            except OSError as error:
-                ours.close()
-                _refuse(asked, error)
-                return
-            if pid == 0:
-                self._begin_mold(ours, Channel(theirs))
-        self._made = _Mold(pid, Channel(ours), self._server.cfg, asked)
-        self._molds.append(self._made)
+                if pid == 0:
+                    self._begin_mold(ours, Channel(theirs))
+                return _Mold(pid, Channel(ours), self._server.cfg, asked)
+            except OSError:
+                ours.close()  # a mold that was forked ends when it has loaded
+                raise
 
     def _hear(self) -> None:
         """Give a mold that has loaded to those who have asked for it, or its error."""
@@ -220,8 +227,11 @@ class Molds:
         for mold in self._molds[:]:
             mold.workers.intersection_update(self._server.WORKERS)
             if not (mold.shares or mold.workers or mold is self._current or mold is self._made):
-                self._molds.remove(mold)
-                mold.close()
+                mold.control.close()
+                if child_processes.await_end(mold.pidfd, 0):
+                    self._molds.remove(mold)
+                    mold.close()
+                    self._metric_files.worker_ended(mold.pid)
 
     def _revive(self) -> None:
         """Have a new mold made if the current one has ended, or gunicorn has read its configuration again."""
@@ -348,6 +358,7 @@ class Molds:
             held.close()
         server.LISTENERS = []
         server.WORKERS.clear()
+        self._metric_files.take_over()
         # A status other than 0 would be in gunicorn's log. Of several guards, the LoadFailed says which it was.
         only, name = len(self._guards) == 1, self._guards[0].name
         with (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,7 +80,11 @@ class Web:
 
     @classmethod
     def read(
-        cls, options: Mapping[str, Any], misplaced: Iterable[object] = (), owner: str = "ModelGuardMiddleware"
+        cls,
+        options: Mapping[str, Any],
+        misplaced: Iterable[object] = (),
+        owner: str = "ModelGuardMiddleware",
+        kinds: type[CallOptions] = Options,
     ) -> Self:
         """Check the options that were given to ``owner``, and what was given by position instead.
 
@@ -89,18 +94,11 @@ class Web:
         for value in misplaced:
             why = "takes its options by keyword only"
             raise InvalidOption(owner, value, why=why, fix="Write for example deadline='2s'.")
+        known = [name for name in cls.__dataclass_fields__ if name in kinds.__annotations__]
         for name, value in options.items():
-            if name not in cls.__dataclass_fields__:
-                raise InvalidOption(name, value, why=f"is not an option of {owner}", fix=cls._meant(name))
+            if name not in known:
+                raise InvalidOption(name, value, why=f"is not an option of {owner}", fix=_meant(name, known))
         return cls(**options)
-
-    @classmethod
-    def _meant(cls, name: str) -> str:
-        import difflib
-
-        known = f"its options are {', '.join(cls.__dataclass_fields__)}."
-        similar = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1, cutoff=0.8)
-        return f"Write {similar[0]}=...; {known}" if similar else known.capitalize()
 
     def __post_init__(self) -> None:
         self.limit = None if self.deadline is None else _units.seconds(self.deadline, "deadline")
@@ -217,8 +215,16 @@ class Web:
         return answer
 
 
+def _meant(name: str, known: list[str]) -> str:
+    import difflib
+
+    listed = f"its options are {', '.join(known)}."
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"Write {similar[0]}=...; {listed}" if similar else listed.capitalize()
+
+
 def _is_header(name: object) -> bool:
-    return isinstance(name, str) and name.isascii() and name.replace("-", "").isalnum()
+    return isinstance(name, str) and re.fullmatch(r"[\w.-]+", name, re.ASCII) is not None
 
 
 def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:

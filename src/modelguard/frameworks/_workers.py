@@ -328,7 +328,7 @@ class MetricFiles:
         self.ended: list[int] = []
 
     def worker_ended(self, pid: int) -> None:
-        """In the parent: a worker has ended. Its live gauges are removed, its counts go to a worker to come."""
+        """In the parent: a worker or mold has ended. Its live gauges are removed, its counts go to a worker to come."""
         if self._folder is None or "prometheus_client" not in sys.modules:
             return
         importlib.import_module("prometheus_client.multiprocess").mark_process_dead(pid, str(self._folder))

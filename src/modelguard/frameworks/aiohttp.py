@@ -68,7 +68,7 @@ class _Middleware:
 
     async def __call__(self, request: Any, handler: Any) -> Any:
         header = _headers_of(request)
-        step = await self._web.areceive(request.method, request.path, request.query_string, header)
+        step = await self._web.areceive(request.method, request.path, request.rel_url.raw_query_string, header)
         if isinstance(step, Answer):
             return self._respond(request, step)
         outer = _begun.get()

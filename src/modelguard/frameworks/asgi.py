@@ -293,6 +293,9 @@ async def _respond(send: Send, kind: str, answer: Answer, body: bytes) -> None:
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+#: What needs a handler where a framework answers errors itself; a group comes from tasks, and may have others too.
+_HANDLED = (*ANSWERED, ExceptionGroup)
+
 #: How many callers up a framework is looked for that makes its middleware at the first connection.
 _NEAR = 6
 
@@ -356,6 +359,7 @@ class ModelGuardMiddleware:
         InvalidOption: An option is invalid, or there is no such option.
     """
 
+    below = ""  #: The path of which all of the application's are parts, and its probes too.
     invalid: InvalidOption | None = None  #: What is wrong with its options, if it was made at the first connection.
 
     def __init__(self, app: App, *misplaced: Never, **options: Unpack[Options]) -> None:
@@ -381,7 +385,7 @@ class ModelGuardMiddleware:
             await self.app(scope, receive, send)
 
     async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path") or "")
+        path = scope["path"].removeprefix(scope.get("root_path") or "").removeprefix(self.below)
         query = scope.get("query_string", b"").decode("latin-1")
         step = await self._web.areceive(scope["method"], path, query, partial(_header, scope))
         if isinstance(step, Answer):
@@ -423,7 +427,7 @@ def _answer_inside_sanic(app: Any, web: Web) -> None:
         answer = web.answer(error)
         return None if answer is None else respond(answer.body, answer.status, dict(answer.headers))
 
-    for kind in (*ANSWERED, ExceptionGroup):
+    for kind in _HANDLED:
         if (kind, None) not in app.error_handler.cached_handlers:  # else the application has a handler of its own
             app.error_handler.add(kind, handle)
 
@@ -451,7 +455,7 @@ def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callabl
         await WebsocketEnd(connection.scope, connection.send, accepted=accepted).refuse(answer)
         return None
 
-    return dict.fromkeys(ANSWERED, handle)
+    return dict.fromkeys(_HANDLED, handle)
 
 
 async def _stop_start(error: InvalidOption, scope: Scope, receive: Receive, send: Send) -> None:

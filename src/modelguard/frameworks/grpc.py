@@ -88,7 +88,7 @@ def aio_interceptor(**options: Unpack[CallOptions]) -> Any:
 
 
 def _made(maker: str, kind: type[_Wrapping], module: str, options: CallOptions) -> Any:
-    web = Web.read(options, owner=f"{maker}()")
+    web = Web.read(options, owner=f"{maker}()", kinds=CallOptions)
     grpc = _extras.load("grpc", "modelguard.frameworks.grpc")
     base = importlib.import_module(module).ServerInterceptor
     return type("ModelGuardInterceptor", (kind, base), {})(grpc, web)

@@ -354,6 +354,9 @@ class RollingReplacement:
         finally:
             # This also runs in the worker when it ends, without any effect.
             self.spawning = False
+        if not new:  # a mold gave none, and the log has why
+            self._give_up("no process could be started")
+            return
         self._old, self._new, self._started, self._signalled = old, new, self._clock(), -math.inf
 
     def _continue(self) -> None:

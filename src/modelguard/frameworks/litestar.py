@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 from modelguard import _extras
 from modelguard.errors import ModelGuardError
-from modelguard.frameworks._answers import ANSWERED
+from modelguard.frameworks._answers import ANSWERED, answer_of
 from modelguard.frameworks._web import Options, Web
 from modelguard.frameworks.asgi import ModelGuardMiddleware, Receive, Scope, Send
 
@@ -28,7 +28,8 @@ class ModelGuardPlugin:
     """Adds :class:`modelguard.frameworks.asgi.ModelGuardMiddleware` to a Litestar application, as its outermost one.
 
     The application's own exception handlers come first: a handler for ``ModelGuardError``, or for ``Overloaded``,
-    replaces the plugin's. On a websocket modelguard's errors close the connection with code 1013 or 1009.
+    replaces the plugin's. On a websocket modelguard's errors close the connection with code 1013 or 1009. Of an
+    application with a ``path`` the probes are below it, as its routes are.
 
     Args:
         options: Those of :class:`modelguard.frameworks.asgi.ModelGuardMiddleware`.
@@ -46,14 +47,19 @@ class ModelGuardPlugin:
 
     def on_app_init(self, app_config: Any) -> Any:
         """Called by Litestar."""
-        app_config.middleware.insert(0, functools.partial(ModelGuardMiddleware, **self._options))
+        app_config.middleware.insert(0, functools.partial(self._middleware, app_config.path))
         app_config.route_handlers.extend(self._routes())
-        app_config.after_exception.append(_reraise_on_websocket)
+        app_config.after_exception.append(_reraise)
         if ModelGuardError not in app_config.exception_handlers:
             handle = _handler(self._web)
             for kind in ANSWERED:
                 app_config.exception_handlers.setdefault(kind, handle)
         return app_config
+
+    def _middleware(self, below: str, app: Any) -> ModelGuardMiddleware:
+        middleware = ModelGuardMiddleware(app, **self._options)
+        middleware.below = f"/{below.strip('/')}".rstrip("/")
+        return middleware
 
     def _routes(self) -> list[Any]:
         """Routes for the paths that the middleware answers."""
@@ -83,13 +89,13 @@ def _handler(web: Web) -> Any:
     return handle
 
 
-async def _reraise_on_websocket(error: Exception, scope: Scope) -> None:
-    """Let the middleware close the connection: Litestar has no handlers for errors there.
+async def _reraise(error: Exception, scope: Scope) -> None:
+    """Let the middleware answer what Litestar has no handler for: errors on a websocket, and groups of errors.
 
     Raises:
-        ModelGuardError: The error.
+        Exception: The error, if it is one for clients.
     """
-    if scope["type"] == "websocket" and isinstance(error, ANSWERED):
+    if (scope["type"] == "websocket" or isinstance(error, ExceptionGroup)) and answer_of(error, detail=False):
         raise error
 
 

@@ -149,6 +149,8 @@ def _is_ready(result: Any, environ: dict[str, Any]) -> bool:
 def install(app: Any, **options: Unpack[Options]) -> None:
     """Wrap a Flask application in the middleware, and register handlers for modelguard's errors.
 
+    The application's own handlers come first: one for ``ModelGuardError``, or for ``Overloaded``, replaces these.
+
     Args:
         app: A ``flask.Flask``.
         options: Those of :class:`ModelGuardMiddleware`.
@@ -171,8 +173,10 @@ def install(app: Any, **options: Unpack[Options]) -> None:
         return answer.body, answer.status, list(answer.headers)
 
     app.wsgi_app = middleware
+    own = app.error_handler_spec[None][None]
     for kind in ANSWERED:
-        app.register_error_handler(kind, handle)
+        if not own.keys() & {kind, ModelGuardError}:
+            app.register_error_handler(kind, handle)
 
 
 def _respond(answer: Answer, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

@@ -81,11 +81,11 @@ def send_kill(pidfd: int) -> None:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
-def await_end(pidfd: int, seconds: float) -> None:
-    """Wait until a process has ended, or is a zombie, at most so many seconds."""
+def await_end(pidfd: int, seconds: float) -> bool:
+    """Wait until a process has ended, or is a zombie, at most so many seconds; whether it has."""
     poll = select.poll()  # select.select fails with more than 1,024 open files
     poll.register(pidfd, select.POLLIN)
-    poll.poll(max(0.0, seconds) * 1000)
+    return bool(poll.poll(max(0.0, seconds) * 1000))
 
 
 def kill_group(group: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
@@ -42,6 +43,18 @@ def _printable(value: object) -> object:
 logger = logging.getLogger("modelguard")
 logger.addHandler(logging.NullHandler())
 logger.addFilter(_in_one_line)
+
+
+def _handle(record: logging.LogRecord) -> None:
+    """Keep errors of the application's handlers and filters from whoever logs: a model would not be loaded then."""
+    try:
+        logging.Logger.handle(logger, record)
+    except Exception:  # noqa: BLE001 - of their own code
+        if logging.raiseExceptions:  # what logging's own handlers do with theirs
+            traceback.print_exc()
+
+
+logger.handle = _handle  # type: ignore[method-assign] # loggers are made by logging, and once for a name
 
 
 def level_of(event: Event) -> int:
@@ -108,10 +121,10 @@ def add_hook(hook: Hook, *, level: int | str = logging.DEBUG) -> Callable[[], No
         global _hooks
         nonlocal added
         with _lock:
-            left = list(_current())
-            if added and hook in left:
-                left.remove(hook)  # only once: it may have been added elsewhere too
-                _hooks = tuple(left)
+            now = _current()
+            found = next((number for number, each in enumerate(now) if each is hook), None)  # it may not be comparable
+            if added and found is not None:  # only once: it may have been added elsewhere too
+                _hooks = (*now[:found], *now[found + 1 :])
             added = False
 
     return remove
@@ -184,10 +197,11 @@ def listening() -> bool:
 
 
 def _check(hook: Hook) -> None:
-    _units.function(hook, "hook", "one event", fix="Pass the function itself, without calling it: add_hook(note).")
     if getattr(hook, "__module__", None) in _FACTORIES and isinstance(hook, FunctionType):
         name = hook.__name__
         raise InvalidOption("hook", hook, why="makes a hook and is not one", fix=f"Call it: add_hook({name}()).")
+    fix = "Pass the function itself, without calling it: add_hook(note)."
+    _units.function(hook, "hook", "one event", fix=fix, arguments=1)
 
 
 def _current() -> tuple[Hook, ...]:

@@ -24,6 +24,7 @@ pytest.importorskip("aiohttp", reason="needs aiohttp")
 
 from aiohttp import ClientPayloadError, web
 from aiohttp.test_utils import TestClient, TestServer
+from yarl import URL
 
 SECRET = "0123456789abcdef"
 
@@ -36,7 +37,7 @@ def application(handler: Any, **options: Any) -> Any:
     return app
 
 
-def ask(app: Any, *requests: tuple[str, str], **request: Any) -> list[Any]:
+def ask(app: Any, *requests: tuple[str, str | URL], **request: Any) -> list[Any]:
     """The answers to some requests, with their bodies as text."""
 
     async def main() -> list[Any]:
@@ -125,6 +126,14 @@ def test_the_admin_route(nobody: None) -> None:
     headers = {"Authorization": f"Bearer {SECRET}"}
     (reloaded,) = ask(application(fine, **options), ("POST", "/ops/reload?name=nlp"), headers=headers)
     assert (200, 2) == (reloaded.status, nlp.status().generation)
+
+
+def test_the_admin_route_decodes_a_name_once(nobody: None) -> None:
+    """A name may have a percent sign."""
+    nlp = guard(dict, reload_on=None, name="50%25")
+    path = URL("/modelguard/status?name=50%2525", encoded=True)
+    headers = {"Authorization": f"Bearer {SECRET}"}
+    assert 200 == ask(application(fine, admin=Admin(SECRET)), ("GET", path), headers=headers)[0].status, nlp.name
 
 
 @pytest.mark.parametrize("mounted", [False, True])

@@ -218,6 +218,20 @@ def test_the_handlers_know_every_error_that_has_an_answer(error: Exception) -> N
     assert str(error) == open_.json()["detail"]
 
 
+def test_the_handlers_know_refusals_of_tasks() -> None:
+    """Those of a handler that waits for several calls at once; a group with another error stays what it is."""
+    full = Overloaded("full")
+
+    def status(*errors: Exception) -> int:
+        async def fail(request: Request) -> PlainTextResponse:
+            raise ExceptionGroup("tasks", errors)
+
+        app = Starlette(routes=[Route("/", fail)], exception_handlers=exception_handlers())
+        return int(TestClient(app, raise_server_exceptions=False).get("/").status_code)
+
+    assert (503, 500) == (status(full, full), status(full, ValueError("mine")))
+
+
 def test_a_handler_registered_for_another_error_does_not_swallow_it() -> None:
     """It raises the error again."""
     handle = exception_handlers()[Overloaded]

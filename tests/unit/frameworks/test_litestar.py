@@ -136,6 +136,24 @@ def test_probes_need_no_routes_of_the_application(nobody: None) -> None:
         assert [404, 404, 200] == [asked.get(path).status_code for path in ("/livez", "/readyz", "/ready")]
 
 
+@pytest.mark.parametrize("path", ["/api", "api/", "/api/v1/", "/"])
+def test_probes_are_below_the_path_of_the_application(nobody: None, path: str) -> None:
+    """As its routes are, and so is the admin route: nothing else of the application can be reached."""
+    below = f"/{path.strip('/')}".rstrip("/")
+    with client(plugin=ModelGuardPlugin(admin=Admin(SECRET)), path=path) as asked:
+        assert [200, 200] == [asked.get(f"{below}{probe}").status_code for probe in ("/livez", "/readyz")]
+        assert 401 == asked.get(f"{below}/modelguard/status").status_code
+
+
+def test_refusals_of_tasks_are_answered_like_one() -> None:
+    """Those of a handler that waits for several calls at once; a group with another error is Litestar's own 500."""
+    full = Overloaded("full")
+    with client(refusing(ExceptionGroup("tasks", [full, full]))) as asked:
+        assert 503 == asked.get("/").status_code
+    with client(refusing(ExceptionGroup("tasks", [full, ValueError("mine")]))) as asked:
+        assert (500, "Internal Server Error") == ((answer := asked.get("/")).status_code, answer.json()["detail"])
+
+
 def test_the_admin_route_is_there(nobody: None) -> None:
     """With its secret, and without it 401."""
     nlp = guard(dict, reload_on=None, name="nlp")

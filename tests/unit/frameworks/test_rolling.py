@@ -175,6 +175,22 @@ def test_a_system_without_processes_harms_nobody(
     assert "no more processes" in caplog.text
 
 
+def test_a_mold_that_gives_no_worker_is_told_as_such(
+    master: Master, rolling: RollingReplacement, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names no worker 0; the old one serves, and the next attempt comes later."""
+    rolling.request(1, "Uses(5)")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(master, "spawn_worker", lambda: 0)
+        rolling.step()
+        rolling.step()
+    told = "modelguard: no process could be started; the old worker stays, next attempt in 60 s"
+    assert ([told], False) == (caplog.messages, rolling.surplus)
+    clock.now += RETRY_AFTER
+    rolling.step()
+    assert [1, 2, 3] == list(master.WORKERS)
+
+
 def test_a_lost_signal_to_end_is_sent_again(master: Master, rolling: RollingReplacement, clock: Clock) -> None:
     """A worker that is still starting loses the signal."""
     rolling.request(1, "new weights")

@@ -11,7 +11,7 @@ from tests.unit.frameworks.refusals import NAME
 from tests.unit.frameworks.wsgi_by_hand import ERRORS, IDS, fine
 
 from modelguard import batched, guard
-from modelguard.errors import InvalidOption, Overloaded, QueueFull
+from modelguard.errors import InvalidOption, ModelGuardError, Overloaded, QueueFull
 from modelguard.frameworks import wsgi
 from modelguard.frameworks.wsgi import ModelGuardMiddleware
 from modelguard.serving.deadlines import left
@@ -154,6 +154,20 @@ def test_flask_keeps_its_own_errors(mode: str) -> None:
     wsgi.install(app)
     with app.test_client() as client:
         assert (418, 503) == (client.get("/fail").status_code, client.get("/left?refuse=1").status_code)
+
+
+@pytest.mark.parametrize("kind", [Overloaded, ModelGuardError])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_applications_own_handler_comes_first(kind: type[Exception], first: bool) -> None:  # noqa: FBT001
+    """For one of the errors, or for all of them if it is there already."""
+    app = service()
+    if first:
+        app.register_error_handler(kind, lambda error: ("its own", 418))
+    wsgi.install(app)
+    if not first:
+        app.register_error_handler(Overloaded, lambda error: ("its own", 418))
+    with app.test_client() as client:
+        assert 418 == client.get("/left?refuse=1").status_code
 
 
 def test_flask_shows_the_error_in_development() -> None:

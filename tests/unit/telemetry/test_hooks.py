@@ -80,6 +80,25 @@ def test_a_hook_added_twice_is_removed_once() -> None:
     assert [EVENT] == seen
 
 
+def test_a_hook_that_cannot_be_compared_can_be_removed() -> None:
+    """And so can those that stand behind it."""
+
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise ValueError("not comparable")
+
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, event: Event) -> None: ...
+
+    seen: list[Event] = []
+    removes = [add_hook(Odd()), add_hook(seen.append)]
+    for remove in reversed(removes):
+        remove()
+    emit(EVENT)
+    assert [] == seen
+
+
 def test_all_hooks_can_be_replaced(caplog: pytest.LogCaptureFixture) -> None:
     """``set_hooks`` replaces all of them, ``[]`` silences modelguard, None brings the logging hook back."""
     seen: list[Event] = []
@@ -178,6 +197,17 @@ class TestWrongHooks:
             add_hook(hook)
         with pytest.raises(InvalidOption, match=r"hook=.*must be a function of one event"):
             set_hooks([hook])
+
+    def test_what_would_fail_at_every_event_is_rejected(self) -> None:
+        """A coroutine function would do nothing, and one of two arguments would raise."""
+
+        async def awaited(event: Event) -> None: ...
+
+        for hook in (awaited, lambda: None, lambda event, more: None):
+            with pytest.raises(InvalidOption, match=r"^hook=.* Pass the function itself"):
+                add_hook(hook)  # type: ignore[arg-type]
+            with pytest.raises(InvalidOption, match=r"^hook=.* Pass the function itself"):
+                set_hooks([hook])  # type: ignore[list-item]
 
     @pytest.mark.parametrize("module", ["prometheus", "opentelemetry"])
     def test_a_function_that_makes_a_hook_has_to_be_called(self, module: str) -> None:

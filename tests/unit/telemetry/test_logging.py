@@ -507,3 +507,20 @@ class TestWhatIsNotPrintable:
         """What can be read is not changed, and nothing is escaped twice."""
         logger.warning("%s", LoadFailed("nlp", LoadFailed("nlp", text).reason).reason)
         assert [text.replace("\t", "\\t")] == caplog.messages
+
+
+def test_a_handler_that_raises_stops_no_load(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model is loaded, replaced and closed whatever the application's handlers and filters do; stderr has why."""
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> Never:
+            raise OSError("no log server")
+
+    monkeypatch.setattr(logger, "handlers", [Broken()])
+    monkeypatch.setattr(logger, "propagate", False)
+    with caplog.at_level(logging.INFO, "modelguard"), guard(object, reload_on=None) as model:
+        model.reload()
+        assert 2 == model.status().generation
+    assert "no log server" in capsys.readouterr().err
