@@ -320,9 +320,12 @@ def read_child(
         if pid == 0:
             os.close(reader)
             run(writer, mask)
+    except OSError:  # too many processes
+        os.close(reader)
+        raise
     finally:
         restore_mask(mask)
-    os.close(writer)
+        os.close(writer)
     child = ForkedChild(pid)
     try:
         output, ended = child.read(reader, deadline)

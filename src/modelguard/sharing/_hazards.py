@@ -103,13 +103,17 @@ def restarts(owner: Owner) -> bool:
 
 
 def origin(thread: threading.Thread) -> str:
-    """The name of what a thread runs: a function, a method with the class of its object, or the thread's own class."""
+    """The name of what a thread runs: a function, a method with the class of its object, or the object's own class."""
     target = getattr(thread, "_target", None)
+    while isinstance(target, functools.partial):
+        target = target.func
     if target is None:
         return _class_of(thread)
     if isinstance(target, types.MethodType) and not isinstance(target.__self__, type):
         return f"{_class_of(target.__self__)}.{target.__name__}"
-    return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', repr(target))}"
+    name = getattr(target, "__qualname__", None)
+    # Never its text, which may hold a secret or a whole table.
+    return _class_of(target) if name is None else f"{getattr(target, '__module__', '?')}.{name}"
 
 
 def _class_of(value: object) -> str:

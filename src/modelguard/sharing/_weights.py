@@ -391,7 +391,7 @@ class WeightsStore:
             raise self._failed(error) from error
 
     def _check_free(self) -> None:
-        """Refuse to replace a file that is not ours, such as the checkpoint itself: ours have their data beside them."""
+        """Refuse to replace a file that is not ours, such as a checkpoint: ours have their data beside them."""
         try:
             self.current()
         except WeightsMissing:

@@ -8,8 +8,9 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,6 +123,25 @@ def test_our_own_threads_are_not_hazards() -> None:
 def test_native_threads_without_openmp_are_not_hazards() -> None:
     """OpenBLAS ends its threads before a fork by itself; only pools of OpenMP are known to hang."""
     assert () == find_hazards(Process(native=["python", "python"]))
+
+
+class Poller:
+    """Runs as a thread, and has a text that nobody should see."""
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+    def __call__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("target", "owner"),
+    [(partial(partial(Poller.__call__, Poller()), "a secret"), "Poller.__call__"), (Poller(), "Poller")],
+    ids=["partial", "an object"],
+)
+def test_what_a_thread_runs_is_named_without_its_arguments(target: Callable[[], None], owner: str) -> None:
+    """A warning shows the function or the class, and no value that is bound to it: it may be a secret."""
+    assert f"{__name__}.{owner}" == _hazards.origin(threading.Thread(target=target))
 
 
 class TestWhatLibrariesLeaveBehind:
