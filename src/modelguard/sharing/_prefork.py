@@ -370,7 +370,7 @@ def _check_order(generations: Mapping[ModelGuard[Any], int]) -> Mapping[ModelGua
     if _current.pid != os.getpid():
         why = "this is a child of the process that was prepared"
         raise ForkOrder("prepare", why=why, fix="Prepare in the parent; workers call in_child().")
-    if generations.items() <= _current.generations.items():
+    if generations == _current.generations:
         why = "this process is already prepared, and no model has been replaced since"
         raise ForkOrder("prepare", why=why, fix="Call it once, or again after a reload.")
     return _current.generations
