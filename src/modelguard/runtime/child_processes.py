@@ -299,7 +299,7 @@ def _set(number: int, action: bytes) -> None:
 
 
 #: The signal that asks a child for its stacks, this many seconds before it is killed. Blocked until it can answer.
-_ASK = getattr(signal, "SIGRTMIN", 0) + 9
+_ASK = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGUSR2", 0)
 _ASKED_BEFORE_KILL = 0.5
 
 

@@ -298,7 +298,7 @@ def prepare_chosen(
     """
     started = time.monotonic()
     process = _hazards.ThisProcess()
-    if process.runs_event_loop():
+    if process.event_loop() is not None:
         # Not the warnings: the loop's own connections and event queue would be among them.
         raise ForkUnsafe(hazard for hazard in _hazards.find_hazards(process) if hazard.severity == "fatal")
     if immortalize is True and (why := _immortal.immortalize_unsupported()) is not None:

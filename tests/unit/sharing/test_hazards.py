@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ class Process(ThisProcess):
     jemalloc: bool = False
     on_gpu: bool = False
     with_grpc: bool = False
-    in_loop: bool = False
+    in_loop: str | None = None
     loops: list[str] = field(default_factory=list)
     caller: str | None = None
     peers: list[str] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Process(ThisProcess):
     def has_unsafe_grpc(self) -> bool:
         return self.with_grpc
 
-    def runs_event_loop(self) -> bool:
+    def event_loop(self) -> str | None:
         return self.in_loop
 
     def event_loops_elsewhere(self) -> Iterable[str]:
@@ -92,7 +93,7 @@ def test_a_quiet_process_has_none() -> None:
         (Process(jemalloc=True), "allocator threads", "jemalloc", "fixed"),
         (Process(on_gpu=True), "cuda", "torch", "fatal"),
         (Process(with_grpc=True), "grpc", "grpcio", "warning"),
-        (Process(in_loop=True), "event loop", "asyncio", "fatal"),
+        (Process(in_loop="asyncio"), "event loop", "asyncio", "fatal"),
         (Process(loops=["MainThread"]), "event loop", "asyncio", "warning"),
         (Process(caller="worker-1"), "python thread", "thread 'worker-1'", "warning"),
         (Process(peers=["10.0.0.5:5432"]), "connection", "10.0.0.5:5432", "warning"),
@@ -262,11 +263,20 @@ class TestThisProcess:
     def test_recognises_a_running_loop(self) -> None:
         """A coroutine runs in an event loop; a plain function does not."""
 
-        async def inside() -> bool:
-            return ThisProcess().runs_event_loop()
+        async def inside() -> str | None:
+            return ThisProcess().event_loop()
 
-        assert asyncio.run(inside())
-        assert not ThisProcess().runs_event_loop()
+        assert "asyncio" == asyncio.run(inside())
+        assert ThisProcess().event_loop() is None
+
+    def test_recognises_a_loop_of_trio(self) -> None:
+        """Preparing inside one is refused as inside one of asyncio."""
+        trio: Any = pytest.importorskip("trio", reason="needs trio")
+
+        async def inside() -> list[tuple[str, str]]:
+            return [(hazard.owner, hazard.severity) for hazard in find_hazards() if hazard.kind == "event loop"]
+
+        assert ("trio", "fatal") in trio.run(inside)
 
     def test_recognises_a_loop_that_runs_in_another_thread(self) -> None:
         """Work that a loop hands to a thread may prepare there: the loop is named by its thread."""
