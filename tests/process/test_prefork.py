@@ -177,6 +177,7 @@ def test_a_warm_up_that_hangs_in_a_child_is_told_with_its_stack() -> None:
         ("prefork.prepare(nlp, freeze='no')", "InvalidOption", "freeze='no': must be True or False"),
         ("prefork.prepare(nlp, on_hazard='ignore')", "InvalidOption", "on_hazard='ignore'"),
         ("prefork.prepare(nlp, immortalize='yes')", "InvalidOption", "immortalize='yes'"),
+        ("prefork.prepare(nlp, immortalize=0)", "InvalidOption", "immortalize=0: must be True, False or 'auto'"),
         ("prefork.prepare(nlp, warm_timeout=0)", "InvalidOption", "warm_timeout"),
         ("(prefork.prepare(nlp), prefork.prepare(nlp))", "ForkOrder", "this process is already prepared"),
         ("(prefork.prepare(nlp), prefork.in_child())", "ForkOrder", "this is the parent"),
@@ -216,6 +217,44 @@ def test_preparing_in_a_child_is_refused() -> None:
         print(json.dumps(in_child(lambda: prefork.prepare(nlp))))
         """
     ).startswith("ForkOrder: prefork.prepare() cannot be called here: this is a child")
+
+
+@pytest.mark.timeout(90)
+def test_preparing_another_guard_keeps_the_first_one_prepared() -> None:
+    """Each part of a program may prepare its own guards: children warm up all of them."""
+    assert ["one", "two"] == told(
+        """
+        for name in ("one", "two"):
+            prefork.prepare(guard(load, reload_on=None, warmup=lambda _, name=name: warmed.append(name), name=name))
+        warmed.clear()
+        print(json.dumps(in_child(lambda: warmed)))
+        """
+    )
+
+
+@pytest.mark.timeout(90)
+def test_what_could_not_be_tried_can_be_prepared_later() -> None:
+    """Where no child can be started, the process stays as it was, without an open pipe, and the next attempt counts."""
+    assert ["OSError", True, ["nlp"]] == told(
+        """
+        import errno
+        nlp = guard(load, reload_on=None, warmup=warm, name="nlp")
+        nlp.load()
+        before, fork = os.listdir("/proc/self/fd"), os.fork
+
+        def no_fork():
+            raise OSError(errno.EAGAIN, "no more processes")
+
+        os.fork = no_fork
+        try:
+            prefork.prepare(nlp)
+        except OSError as error:
+            kind = type(error).__name__.replace("BlockingIOError", "OSError")
+        os.fork = fork
+        same = before == os.listdir("/proc/self/fd")
+        print(json.dumps([kind, same, list(prefork.prepare(nlp).tried)]))
+        """
+    )
 
 
 @pytest.mark.timeout(90)

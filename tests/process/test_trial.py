@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import os
 import signal
 import subprocess
@@ -51,6 +53,29 @@ def test_work_that_hangs_is_told_with_its_stack_and_ended() -> None:
     assert "_wait_for_ever" in verdict.report
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)  # nobody is left behind
+
+
+def test_a_child_that_holds_the_interpreter_s_lock_shows_its_stack() -> None:
+    """Native code that hangs and lets no thread of Python run is found with the line that called it."""
+
+    def deadlock() -> None:
+        lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+        lock(mutex)
+        lock(mutex)
+
+    verdict = run_trial(deadlock, timeout=1.0)
+    assert (False, True) == (verdict.ok, verdict.hung)
+    assert "in deadlock" in verdict.report
+
+
+def test_a_parent_that_watches_itself_is_tried_as_any_other() -> None:
+    """``faulthandler.dump_traceback_later`` in the parent, as pytest's timeout sets it, makes no child hang."""
+    faulthandler.dump_traceback_later(50)
+    try:
+        assert run_trial(lambda: None, timeout=10).ok
+        assert "_wait_for_ever" in run_trial(_wait_for_ever, timeout=1.0).report
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def test_work_that_kills_its_process_is_told() -> None:

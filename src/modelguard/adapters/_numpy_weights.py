@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -32,7 +33,8 @@ def write(source: Any, create: Create) -> Mapping[str, Any]:
 def load(build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:
     names = _names(folder, details)
     files = [folder / _file(number) for number in range(1 if names is None else len(names))]
-    arrays = [np.load(file, mmap_mode="r", allow_pickle=False) for file in files]
+    # However long a header is: its hash was checked.
+    arrays = [np.load(file, mmap_mode="r", allow_pickle=False, max_header_size=sys.maxsize) for file in files]
     labels = ["the array"] if names is None else names
     starts = [array.__array_interface__["data"][0] for array in arrays]
     blocks = map(_weights_formats.Block, labels, starts, (array.nbytes for array in arrays))
@@ -59,12 +61,23 @@ def _names(folder: Path, details: Mapping[str, Any]) -> list[str] | None:
 
 
 def _check(name: object, array: Any) -> None:
-    why = None
+    why, fix = None, "Give plain arrays of numbers or of fixed-length text."
     if name is not None and not isinstance(name, str):
         why = f"must have strings as names, and {name!r} is a {type(name).__name__}"
     elif array.dtype.hasobject:
         why = f"must not contain Python objects, which cannot be mapped: see {name or 'the array'}"
     elif type(array) not in (np.ndarray, np.memmap):
         why = f"must be plain arrays, and {name or 'the array'} is a {type(array).__name__}"
+    elif not _is_kept(array.dtype):
+        why = f"must have types that a file of numpy's keeps, and {name or 'the array'} has {array.dtype}"
+        fix = "Publish the bytes, as array.view('u1') or 'u2', and view them as that type again in build()."
     if why is not None:
-        raise InvalidOption("source", "arrays", why=why, fix="Give plain arrays of numbers or of fixed-length text.")
+        raise InvalidOption("source", "arrays", why=why, fix=fix)
+
+
+def _is_kept(dtype: np.dtype[Any]) -> bool:
+    """Whether a file has a name for the type. It has none for bfloat16, for one, which would come back as raw bytes."""
+    try:
+        return bool(np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(dtype)) == dtype)
+    except ValueError:  # fields that overlap
+        return False

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from modelguard import _units
 from modelguard.errors import InvalidOption, WeightsMismatch
 from modelguard.sharing import _weights_formats
 
@@ -68,6 +69,9 @@ def load(build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) ->
 
 
 def _checked(name: object, value: object) -> torch.Tensor:
+    if not isinstance(name, str):
+        why = f"must have text as names, and {name!r} is {_units.kind_of(name)}"
+        raise InvalidOption("source", "state dict", why=why, fix="Publish the state dict of a module.")
     what = f"is a {type(value).__name__}"
     if isinstance(value, torch.Tensor):
         if torch.nn.parameter.is_lazy(value):
@@ -205,7 +209,8 @@ def _check_types(folder: Path, module: torch.nn.Module, state: Mapping[str, Any]
 
 def _blocks(module: torch.nn.Module) -> Iterator[_weights_formats.Block]:
     for name, tensor in module.state_dict().items():
-        if isinstance(tensor, torch.Tensor):
+        # What a module makes of its extra state is no weight: a tensor that is new at each call.
+        if isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state"):
             storage = tensor.untyped_storage()
             yield _weights_formats.Block(name, storage.data_ptr(), storage.nbytes())
 

@@ -285,7 +285,7 @@ class ZoneContext:
 
     Attributes:
         zone: The lock of the zone.
-        outer: The context that it is nested in, of any zone.
+        outer: The context that it began inside of, of any zone.
         inside: Whether it has begun and not ended.
         epoch: The lock's epoch in which it began.
     """
@@ -331,6 +331,7 @@ class ZoneContext:
         self.inside = False
         with suppress(ValueError):  # it may end in another contextvars context than it began in (dependency injection)
             _current.reset(self._token)
+        del self._token  # it refers to the context before
         if self.epoch == self.zone.epoch:
             self.zone.leave()
 
@@ -354,7 +355,7 @@ class ZoneContext:
 
     def _begin(self) -> None:
         del self._language  # a contextvars context that is copied inside keeps this object, but not the pipeline
-        self.outer = _current.get()
+        self.outer = next(_entered(), None)  # not one that has ended: a task may start its successor inside, for ever
         self.epoch = self.zone.epoch
         self.inside = True
         self._token: contextvars.Token[ZoneContext | None] = _current.set(self)

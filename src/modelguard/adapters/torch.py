@@ -296,7 +296,8 @@ class _Cutter:
         needed = where.values() if isinstance(where, Mapping) else () if where is None else (where,)
         if not any(isinstance(each, int) for each in needed):
             return True
-        known = ((place, size // long) for place, pairs in self.seen.items() for long, size in pairs)
+        # A copy: other threads may note what their calls have shown.
+        known = ((place, size // long) for place, pairs in self.seen.copy().items() for long, size in pairs)
         return any(self._proved(place, ratio, length) for place, ratio in known)
 
     def __call__(self, result: Any, length: int, padded: int) -> Any:
@@ -375,7 +376,8 @@ class _Cut:
             fix = f"By it they are {expected}, cut to {kept}. Give how the result's length follows from the input's."
             raise InvalidOption("cut", where, why=why, fix=fix)
         # Contiguous, like the model's own result, and without keeping the padding in memory.
-        return result.narrow(dim, 0, kept).contiguous()
+        part = result.narrow(dim, 0, kept)
+        return part.contiguous() if kept == size else part.clone(memory_format=torch.contiguous_format)
 
     def entries(self, result: Any, where: Mapping[str | int, _Where]) -> Any:
         if isinstance(result, torch.Tensor) or not hasattr(result, "__getitem__"):
@@ -458,9 +460,9 @@ class _Bucketing:
         """
         given = _Arguments(wrapped, args, kwargs)
         tensors = {name: given.get(name) for name in self.inputs if given.get(name) is not None}
-        length = self._length(tensors)
-        if not length:
+        if not tensors:
             return given, 0, 0
+        length = self._length(tensors)
         padded = self.up(length) if padding and self.cut.may_pad(length) else length
         first = next(iter(tensors.values()))
         for name, tensor in tensors.items():
@@ -481,7 +483,7 @@ class _Bucketing:
             why = "must have the same length in one call"
             fix = "Pad inputs of other lengths with pad_to_bucket() inside the function."
             raise InvalidOption("inputs", lengths, why=why, fix=fix)
-        return next(iter(lengths.values()), 0)
+        return next(iter(lengths.values()))
 
 
 class _Arguments:
@@ -544,13 +546,14 @@ def _check(function: Any, bucketing: _Bucketing) -> None:
         raise InvalidOption("function", plain, why=why, fix="Use pad_to_bucket() inside, and cut each piece.")
     # A guard's decorator defines a signature without the model.
     signature = getattr(function, "__signature__", None) or inspect.signature(plain)
-    parameters = signature.parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    if inspect.Parameter.VAR_KEYWORD in kinds.values():
         return
+    parameters = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_POSITIONAL]
     named = [("inputs", name) for name in bucketing.inputs] + [("mask", bucketing.mask), ("lengths", bucketing.lengths)]
     for option, name in named:
         if name and name not in parameters:
-            why = f"is not a parameter of {plain.__name__}()"
+            why = f"is not a parameter of {getattr(plain, '__name__', type(plain).__name__)}()"
             raise InvalidOption(option, name, why=why, fix=f"It has: {', '.join(parameters) or 'none'}.")
 
 
@@ -558,14 +561,17 @@ class TorchAdapter(PlainAdapter):
     """Measures a model by its parameters and buffers."""
 
     def size(self, model: Any) -> int | None:
-        """Bytes of all parameters and buffers; storage that tied weights share is counted once."""
+        """Bytes of all parameters and buffers; storage that tied weights share is counted once.
+
+        What has no storage does not count: sparse tensors, those of oneDNN, lazy ones.
+        """
         if not isinstance(model, torch.nn.Module):
             return None
         storages = {}
         for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta:
+            with suppress(RuntimeError, ValueError):
                 storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                storages[storage.data_ptr()] = 0 if tensor.is_meta else storage.nbytes()
         return sum(storages.values())
 
 

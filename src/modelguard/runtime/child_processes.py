@@ -182,10 +182,10 @@ class ForkedChild:
             Its wait status; None if something else in this process has taken it.
         """
         try:
-            if self._handle is None or self._send(0):
+            if self._handle is None or self.send(0):
                 if group:
                     kill_group(self._pid)
-                self._send(signal.SIGKILL)
+                self.send(signal.SIGKILL)
             return os.waitpid(self._pid, 0)[1]
         except ChildProcessError:
             return None
@@ -193,7 +193,7 @@ class ForkedChild:
             if self._handle is not None:
                 os.close(self._handle)
 
-    def _send(self, number: int) -> bool:
+    def send(self, number: int) -> bool:
         """Send a signal; False if the child's number is no longer its own: it has ended, and somebody waited for it."""
         try:
             if self._handle is None:
@@ -256,9 +256,9 @@ _ACTION_SIZE = 512
 _DEFAULT, _IGNORE = 0, 1  # SIG_DFL and SIG_IGN; the structure begins with them or with a function's address
 
 
-def block() -> set[int]:
-    """Keep the signals of :data:`ENDING` pending in this thread; returns the mask to restore."""
-    return set(signal.pthread_sigmask(signal.SIG_BLOCK, ENDING))
+def block(also: Iterable[int] = ()) -> set[int]:
+    """Keep the signals of :data:`ENDING`, and others, pending in this thread; returns the mask to restore."""
+    return set(signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, *also}))
 
 
 def restore_mask(mask: set[int]) -> None:
@@ -298,8 +298,13 @@ def _set(number: int, action: bytes) -> None:
 # A trial child that does what every worker will do, to detect a hang before the first worker starts.
 
 
+#: The signal that asks a child for its stacks, this many seconds before it is killed. Blocked until it can answer.
+_ASK = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGUSR2", 0)
+_ASKED_BEFORE_KILL = 0.5
+
+
 def read_child(
-    run: Callable[[int, set[int]], NoReturn], timeout: float, *, group: bool
+    run: Callable[[int, set[int]], NoReturn], timeout: float, *, group: bool, ask: bool = False
 ) -> tuple[bytes, bool, int | None]:
     """Fork, and read what the child writes until it ends or the time is over; then it is killed.
 
@@ -307,6 +312,7 @@ def read_child(
         run: What the child does, with the descriptor to write to and the signal mask that it is to restore.
         timeout: Seconds.
         group: Whether the child makes a process group of its own, which is killed with it.
+        ask: Whether it writes its stacks when it gets :data:`_ASK`.
 
     Returns:
         What it has written, whether it ended in time, and its wait status as of :meth:`ForkedChild.end`.
@@ -314,26 +320,30 @@ def read_child(
     deadline = time.monotonic() + timeout
     reader, writer = os.pipe()
     flush_output()  # otherwise the content of the buffers is written twice
-    mask = block()
+    mask, asked = block({_ASK} if ask else ()), min(_ASKED_BEFORE_KILL, timeout / 2) if ask else 0.0
     try:
         pid = os.fork()
         if pid == 0:
             os.close(reader)
             run(writer, mask)
+    except OSError:  # too many processes
+        os.close(reader)
+        raise
     finally:
         restore_mask(mask)
-    os.close(writer)
+        os.close(writer)
     child = ForkedChild(pid)
     try:
-        output, ended = child.read(reader, deadline)
+        output, ended = child.read(reader, deadline - asked)
+        if asked and not ended:
+            child.send(_ASK)
+            stacks, ended = child.read(reader, deadline)
+            output += stacks
     finally:
         os.close(reader)
         status = child.end(group=group)
     return output, ended, status
 
-
-#: The child writes its stacks this many seconds before it is killed.
-_STACKS_BEFORE_KILL = 0.5
 
 _DONE = b"done"
 
@@ -368,7 +378,7 @@ def run_trial(work: Callable[[], None], timeout: float) -> TrialResult:
         The result.
     """
     started, parent = time.monotonic(), os.getpid()
-    output, ended, status = read_child(partial(_try, work, timeout, parent), timeout, group=True)
+    output, ended, status = read_child(partial(_try, work, parent), timeout, group=True, ask=True)
     seconds = time.monotonic() - started
     ok = output == _DONE
     if not (ok or output):
@@ -376,22 +386,23 @@ def run_trial(work: Callable[[], None], timeout: float) -> TrialResult:
     return TrialResult(ok, not ended, "" if ok else output.decode(errors="replace"), seconds)
 
 
-def _try(work: Callable[[], None], timeout: float, parent: int, writer: int, mask: set[int]) -> NoReturn:
+def _try(work: Callable[[], None], parent: int, writer: int, mask: set[int]) -> NoReturn:
     me, group = os.getpid(), os.getpgrp()
     try:
         with default_actions():
+            # It needs neither the GIL nor a lock, so it answers even if the main thread hangs in C. Faulthandler's own
+            # timer is no choice: where the parent uses it, the child would wait for a thread that it does not have.
+            faulthandler.register(_ASK, file=writer, all_threads=True)
             restore_mask(mask)
             end_with_parent(parent, signal.SIGKILL)  # a child that hangs must not outlive a server that is killed
             os.setpgid(0, 0)  # so that the processes that it starts can be killed with it
-            # This thread needs neither the GIL nor a lock, so it writes even if the main thread hangs in C.
-            faulthandler.dump_traceback_later(max(timeout - _STACKS_BEFORE_KILL, timeout / 2), file=writer)
             work()
             if os.getpid() == me:  # not a process that the work has forked and that returned here
-                faulthandler.cancel_dump_traceback_later()
+                signal.signal(_ASK, signal.SIG_IGN)
                 os.write(writer, _DONE)
     except BaseException:  # noqa: BLE001 - the parent reports it
         if os.getpid() == me:
-            faulthandler.cancel_dump_traceback_later()
+            signal.signal(_ASK, signal.SIG_IGN)
             os.write(writer, traceback.format_exc().encode(errors="replace"))
     finally:
         if os.getpid() == me:

@@ -103,13 +103,17 @@ def restarts(owner: Owner) -> bool:
 
 
 def origin(thread: threading.Thread) -> str:
-    """The name of what a thread runs: a function, a method with the class of its object, or the thread's own class."""
+    """The name of what a thread runs: a function, a method with the class of its object, or the object's own class."""
     target = getattr(thread, "_target", None)
+    while isinstance(target, functools.partial):
+        target = target.func
     if target is None:
         return _class_of(thread)
     if isinstance(target, types.MethodType) and not isinstance(target.__self__, type):
         return f"{_class_of(target.__self__)}.{target.__name__}"
-    return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', repr(target))}"
+    name = getattr(target, "__qualname__", None)
+    # Never its text, which may hold a secret or a whole table.
+    return _class_of(target) if name is None else f"{getattr(target, '__module__', '?')}.{name}"
 
 
 def _class_of(value: object) -> str:
@@ -195,8 +199,9 @@ class ThisProcess:
         """Whether gRPC was imported without fork support: it reads its variable then, and never again."""
         return _effect.ThisProcess().grpc_forks() is False
 
-    def runs_event_loop(self) -> bool:
-        return waiting.on_event_loop()
+    def event_loop(self) -> str | None:
+        """The library whose event loop runs in this thread."""
+        return "asyncio" if waiting.on_event_loop() else "trio" if waiting.on_any_loop() else None
 
     def event_loops_elsewhere(self) -> Iterable[str]:
         """Every other thread with a frame of asyncio's on its stack."""
@@ -263,10 +268,10 @@ def _fatal(process: ThisProcess) -> Iterable[Hazard]:
             "processes by spawn: isolate(start='spawn')."
         )
         yield Hazard("cuda", "torch", seen, fix, "fatal")
-    if process.runs_event_loop():
+    if (library := process.event_loop()) is not None:
         seen = "an event loop runs in this thread; a child would inherit its sockets and wake-ups"
         fix = "Prepare before the loop starts, outside of any coroutine."
-        yield Hazard("event loop", "asyncio", seen, fix, "fatal")
+        yield Hazard("event loop", library, seen, fix, "fatal")
 
 
 def _python_threads(process: ThisProcess) -> Iterable[Hazard]:
@@ -339,7 +344,7 @@ def _descriptors(process: ThisProcess) -> Iterable[Hazard]:
         seen = "a connection is open; all workers would read and write the same one, and mix up their messages"
         fix = f"Open it in each worker, after the fork.{perhaps}"
         yield Hazard("connection", peer, seen, fix, "warning")
-    has_loop = process.runs_event_loop() or any(process.event_loops_elsewhere())
+    has_loop = process.event_loop() is not None or any(process.event_loops_elsewhere())
     queues = 0 if has_loop else process.event_queues()  # the queue of a loop that is named already says nothing new
     if queues:
         seen = f"{queues} open; what a child adds to one or removes from it, it changes for its parent too"

@@ -106,9 +106,10 @@ def _use_of(cls: type) -> Use | None:
             return functools.partial(_hash, base)
         if name in _DATED:
             return functools.partial(_hash_dated, base)
-    if cls.__module__.partition(".")[0] == "pathlib":  # a path needs its text for its hash, and its parts for that
+    own = _graph.type_name(cls)  # a class may have anything as its module
+    if own.startswith("pathlib."):  # a path needs its text for its hash, and its parts for that
         return functools.partial(_hash, cls)
-    return _CACHED.get(f"{cls.__module__}.{cls.__qualname__}")
+    return _CACHED.get(own)
 
 
 def _getter_of_dict(cls: type) -> Use | None:

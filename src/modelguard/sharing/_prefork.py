@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -71,8 +71,7 @@ class Prepared:
     """What a process has prepared, the hazards that its children repair, and whether a child has repaired itself."""
 
     pid: int
-    guards: tuple[ModelGuard[Any], ...]
-    generations: tuple[int, ...]
+    generations: Mapping[ModelGuard[Any], int]  # of each guard
     hazards: tuple[Hazard, ...]
     ready_pid: int = 0
     failure: BaseException | None = None
@@ -170,7 +169,7 @@ def _repair(prepared: Prepared) -> None:
     prepared.ready_pid = os.getpid()
     try:
         _hazards.restore(prepared.hazards)
-        for guard in prepared.guards:
+        for guard in prepared.generations:
             guard.engine.warm_up()
     except BaseException as error:  # noqa: BLE001 - a fork hook cannot raise; in_child() does
         prepared.failure = error
@@ -299,7 +298,7 @@ def prepare_chosen(
     """
     started = time.monotonic()
     process = _hazards.ThisProcess()
-    if process.runs_event_loop():
+    if process.event_loop() is not None:
         # Not the warnings: the loop's own connections and event queue would be among them.
         raise ForkUnsafe(hazard for hazard in _hazards.find_hazards(process) if hazard.severity == "fatal")
     if immortalize is True and (why := _immortal.immortalize_unsupported()) is not None:
@@ -310,18 +309,19 @@ def prepare_chosen(
     if (late := wait_for_loads(warm_timeout)) is not None:
         seen = f"a load or a release did not end within {warm_timeout:g} s"
         raise ForkUnsafe((Hazard("python thread", f"guard {late!r}", seen, "Prepare after it has ended.", "fatal"),))
-    generations = tuple(guard.status().generation for guard in chosen)
-    again = _check_order(chosen, generations)
+    generations = {guard: guard.status().generation for guard in chosen}
+    before = _check_order(generations)
     THREADS.end_idle()
     ended = _hazards.end_threads() if on_hazard == "fix" else ()
     copied = _copies(chosen, renewed_here=renewed_here) if immortalize == "auto" else ()
     found = (*_hazards.find_hazards(process), *copied, *ended)
     _enforce(on_hazard, found)
-    state = Prepared(os.getpid(), chosen, generations, () if on_hazard == "warn" else found)
+    state = Prepared(os.getpid(), {**(before or {}), **generations}, () if on_hazard == "warn" else found)
     _compile_for_children(state)
-    tried, failed = _try_and_install(state, warm_timeout, on_hazard)
-    collected, frozen = _freeze(again=again) if freeze else (0, 0)
-    made, why = _immortalize(chosen, immortalize, renewed_here=renewed_here)
+    with _installed(state):
+        tried, failed = _try(chosen, warm_timeout, on_hazard)
+        collected, frozen = _freeze(again=before is not None) if freeze else (0, 0)
+        made, why = _immortalize(chosen, immortalize, renewed_here=renewed_here)
     return ForkReport(
         guards=tuple(guard.name for guard in chosen),
         hazards=(*failed, *found),
@@ -338,7 +338,7 @@ def prepare_chosen(
 def _check_options(freeze: object, immortalize: object, on_hazard: object) -> None:
     _units.flag(freeze, "freeze")
     _units.one_of(on_hazard, "on_hazard", get_args(OnHazard), what="choice")
-    if immortalize not in (True, False, "auto"):
+    if not isinstance(immortalize, bool) and not (isinstance(immortalize, str) and immortalize == "auto"):
         why = "must be True, False or 'auto'"
         raise InvalidOption("immortalize", immortalize, why=why, fix="'auto' is the right choice for most services.")
 
@@ -363,18 +363,17 @@ def _fix_for(given: object) -> str:
     return "Give what modelguard.guard() returned."
 
 
-def _check_order(chosen: tuple[ModelGuard[Any], ...], generations: tuple[int, ...]) -> bool:
-    """Whether this process was already prepared, for models that have been replaced since."""
-    before = _current
-    if before is None:
-        return False
-    if before.pid != os.getpid():
+def _check_order(generations: Mapping[ModelGuard[Any], int]) -> Mapping[ModelGuard[Any], int] | None:
+    """What this process is prepared for, if it is: some of these models have been replaced since, or are new."""
+    if _current is None:
+        return None
+    if _current.pid != os.getpid():
         why = "this is a child of the process that was prepared"
         raise ForkOrder("prepare", why=why, fix="Prepare in the parent; workers call in_child().")
-    if (before.guards, before.generations) == (chosen, generations):
+    if generations == _current.generations:
         why = "this process is already prepared, and no model has been replaced since"
         raise ForkOrder("prepare", why=why, fix="Call it once, or again after a reload.")
-    return True
+    return _current.generations
 
 
 def _enforce(on_hazard: OnHazard, found: tuple[Hazard, ...]) -> None:
@@ -394,21 +393,33 @@ def _compile_for_children(state: Prepared) -> None:
     if not _models.compilers():
         return
     with _hazards.with_childrens_threads(state.hazards) as differ:
-        for guard in state.guards if differ else ():
+        for guard in state.generations if differ else ():
             with suppress(Exception):  # the trial reports it
                 guard.engine.warm_up()
 
 
-def _try_and_install(state: Prepared, timeout: float, on_hazard: OnHazard) -> tuple[dict[str, float], list[Hazard]]:
-    """Have children repair themselves from now on, if the trials succeed: each guard's warm-up is run in a child.
+@contextmanager
+def _installed(state: Prepared) -> Iterator[None]:
+    """Have children repair themselves from now on, unless the block fails: then all is as it was."""
+    before = _current
+    install(state)
+    try:
+        yield
+    except BaseException:
+        install(before)
+        raise
+
+
+def _try(
+    chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnHazard
+) -> tuple[dict[str, float], list[Hazard]]:
+    """Run each guard's warm-up in a child.
 
     Returns:
         How long each took, and, if hazards only warn, which failed.
     """
-    before = _current
-    install(state)
     tried, failed = {}, []
-    for guard in state.guards:
+    for guard in chosen:
         if guard.engine.options.warmup is None:
             continue
         with forking("trial"):
@@ -416,7 +427,6 @@ def _try_and_install(state: Prepared, timeout: float, on_hazard: OnHazard) -> tu
         if not result.ok:
             bad = _failed_trial(guard, result, timeout)
             if on_hazard != "warn":
-                install(before)  # a process that was prepared earlier continues as before
                 raise ForkUnsafe((bad,))
             warnings.warn(str(bad), ForkHazard, stacklevel=4)  # the line that called prepare()
             failed.append(bad)

@@ -387,7 +387,7 @@ def _pids(tree: int | Iterable[int]) -> tuple[int, ...]:
     pids: tuple[Any, ...] = tuple(tree) if isinstance(tree, Iterable) and not isinstance(tree, str) else (tree,)
     if not pids:
         raise InvalidOption("tree", tree, why="must not be empty", fix="Give a process id, or several.")
-    return tuple(_units.process_id(pid, "tree") for pid in pids)
+    return tuple(dict.fromkeys(_units.process_id(pid, "tree") for pid in pids))
 
 
 def _no_process(pid: int, why: str) -> ProcessLookupError:

@@ -217,8 +217,8 @@ def _unreadable(path: Path, error: OSError) -> WeightsRefused:
 #     000002-9bc0.../
 #     new/                  a version that is being written, or left behind by a publisher that was killed
 
-# Record locks belong to the process, so its threads must share one lock object.
-_locks: dict[Path, HostLock] = {}
+# Record locks belong to the process, so its threads must share one lock object, however they write the path.
+_locks: dict[str, HostLock] = {}
 fork.at_fork(fork.Rank.LOCKS, in_child=_locks.clear)
 
 
@@ -290,7 +290,7 @@ class WeightsStore:
             PublishFailed: The data folder cannot be used, or the other publisher took too long.
         """
         self._make_data()
-        lock = _locks.setdefault(self.data, HostLock(lambda: self.data))
+        lock = _locks.setdefault(os.path.realpath(self.data), HostLock(lambda: self.data))
         deadline = self._clock() + timeout
         while True:
             with lock.held(sleep=self._sleep, clock=self._clock, cancelled=lambda: self._clock() >= deadline) as how:
@@ -381,12 +381,24 @@ class WeightsStore:
 
     def _make_data(self) -> None:
         try:
+            if not self.data.exists():
+                self._check_free()
             self.data.mkdir(mode=0o700, exist_ok=True)
             check_trust(self.data, self.data.lstat(), stat.S_ISDIR)
             if self.data.stat().st_mode & 0o077:
                 self.data.chmod(0o700)
         except OSError as error:
             raise self._failed(error) from error
+
+    def _check_free(self) -> None:
+        """Refuse to replace a file that is not ours, such as a checkpoint: ours have their data beside them."""
+        try:
+            self.current()
+        except WeightsMissing:
+            return
+        except WeightsRefused as error:
+            why = "another file is there, and would be lost"
+            raise WeightsRefused(self.path, why=why, fix="Give the weights a path of their own.") from error
 
     def _failed(self, error: OSError) -> PublishFailed:
         fix = "Free some disk space, or publish elsewhere."
@@ -468,13 +480,13 @@ def publish(
         InvalidOption: ``source`` cannot be mapped, or is a function without a ``key``.
         PublishFailed: The disk is full, permission is missing, or another publisher took too long. The previous version
             is still current.
-        WeightsRefused: ``PATH.d`` belongs to another user, or other users may write to it.
+        WeightsRefused: ``PATH.d`` belongs to another user, or other users may write to it; or ``PATH`` is another file.
         NotSupported: This is Windows, or the library of the format (torch, numpy, joblib) is not installed.
     """
     store = WeightsStore(_path(path))
     timeout = _units.seconds(wait_timeout, "wait_timeout", zero=True)
     _check_key(key)
-    form = _weights_formats.format_of(source, allow_pickle=allow_pickle and not callable(source))
+    form = _weights_formats.format_of(source, allow_pickle=allow_pickle and not _may_make(source, key))
     if form is None:
         _check_function(source, key)
         if found := store.intact(key):  # reading needs no write permission
@@ -532,10 +544,15 @@ def load(build: Callable[..., M], path: str | os.PathLike[str], *, allow_pickle:
             return model
 
 
+def _may_make(source: Any, key: str | None) -> bool:
+    """Whether it may be meant to make the weights. Without a key, an object that can be called is the model itself."""
+    is_function = inspect.isroutine(source) or isinstance(source, type | functools.partial)
+    return is_function or (callable(source) and key is not None)
+
+
 def _check_function(source: Any, key: str | None) -> None:
     """Reject what cannot be published itself, and is no function with a key that makes it."""
-    is_model = not (inspect.isroutine(source) or isinstance(source, type | functools.partial))
-    if not callable(source) or (key is None and is_model):
+    if not _may_make(source, key):
         raise _weights_formats.unknown_source(source)
     if key is None:
         why = "without a key, it is unknown whether the published weights are those that this function makes"

@@ -116,11 +116,7 @@ def _copied(model: Any, read: Reader) -> int:
 
 
 def _in_child(work: Callable[[], tuple[int, str]], timeout: float, *, leads: bool = True) -> tuple[int, str]:
-    """Fork, and read a number and a text from the child.
-
-    This does not use ``run_trial``, because its watchdog would make the trials of ``prefork.prepare`` in this child
-    hang.
-    """
+    """Fork, and read a number and a text from the child."""
     with warnings.catch_warnings():
         # The child uses none of its threads.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)

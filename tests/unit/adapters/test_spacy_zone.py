@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import string
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ import pytest
 spacy = pytest.importorskip("spacy")
 
 from modelguard import ModelGuard, guard  # noqa: E402 - after the check above
-from modelguard.adapters.spacy import Zoned, ZoneLock, _zone_of, zoned  # noqa: E402
+from modelguard.adapters.spacy import ZoneContext, Zoned, ZoneLock, _current, _zone_of, zoned  # noqa: E402
 from modelguard.errors import NotSupported, Overloaded  # noqa: E402
 from modelguard.lifecycle.runtime import Runtime  # noqa: E402
 
@@ -297,6 +299,31 @@ def test_a_task_that_outlives_its_call_queues_like_any_other(nlp: Guard) -> None
                 await started[0]
 
     asyncio.run(main())
+
+
+def test_a_call_that_schedules_the_next_leaves_nothing_behind(nlp: Guard) -> None:
+    """A call whose zone starts its successor, as one that polls does, keeps nothing of the calls before it."""
+
+    async def poll() -> int:
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        contexts: list[weakref.ref[ZoneContext]] = []
+
+        @zoned(nlp)
+        def call(_: Any) -> None:
+            inside = _current.get()
+            assert inside is not None
+            contexts.append(weakref.ref(inside))
+            if len(contexts) < 20:
+                asyncio.get_running_loop().call_soon(call)
+            else:
+                del inside
+                gc.collect()
+                done.set_result(sum(context() is not None for context in contexts))
+
+        call()
+        return await done
+
+    assert asyncio.run(poll()) <= 2  # its own, and that of the call that scheduled it
 
 
 def test_two_pipelines_have_their_own_zones(nlp: Guard, runtime: Runtime) -> None:

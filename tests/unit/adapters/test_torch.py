@@ -30,6 +30,13 @@ def a_view() -> Any:
     return layer
 
 
+def beside(tensor: Any) -> Any:
+    """A layer, and a buffer that has no storage of its own."""
+    layer = torch.nn.Linear(10, 10)
+    layer.register_buffer("other", tensor)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("make", "size"),
     [
@@ -40,8 +47,11 @@ def a_view() -> Any:
         (a_view, 3 * MATRIX),
         (torch.nn.ReLU, 0),
         (lambda: torch.nn.Linear(10, 10, device="meta"), 0),
+        (lambda: beside(torch.eye(10).to_sparse()), MATRIX + VECTOR),
+        (lambda: beside(torch.eye(10).to_mkldnn()), MATRIX + VECTOR),
+        (lambda: torch.nn.LazyLinear(10), 0),
     ],
-    ids=["parameters", "half", "buffers", "tied", "view", "empty", "meta"],
+    ids=["parameters", "half", "buffers", "tied", "view", "empty", "meta", "sparse", "mkldnn", "lazy"],
 )
 def test_a_model_is_as_large_as_its_storages(make: Any, size: int) -> None:
     """Parameters and buffers count, each storage once however many tensors share it, and what is not there not."""
@@ -58,6 +68,15 @@ def test_modules_find_their_adapter() -> None:
     model = tied()
     assert _models.find(model) is ADAPTER
     assert {} == dict(ADAPTER.gauges(model))
+
+
+def test_a_guard_loads_a_model_with_sparse_tensors() -> None:
+    """A layer with a sparse matrix, such as a graph's, is served like any other."""
+    with (
+        guard(lambda: beside(torch.eye(10).to_sparse()), reload_on=None, name="sparse") as graph,
+        graph.lease() as model,
+    ):
+        assert model.other.is_sparse
 
 
 def test_a_guard_tells_the_size_of_a_small_model() -> None:

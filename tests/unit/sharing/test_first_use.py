@@ -188,6 +188,13 @@ def test_what_has_no_hash_or_no_utf_8_is_made_immortal_as_it_is() -> None:
     assert all(map(is_immortal, model))
 
 
+@pytest.mark.parametrize("module", [None, property(id)], ids=["None", "a property"])
+def test_a_class_may_have_anything_as_its_module(module: object) -> None:
+    """Its objects become immortal as those of any class."""
+    cls = type("Generated", (), {"__module__": module})
+    assert immortalize([cls()]).complete
+
+
 def test_deep_tuples_are_no_danger() -> None:
     """A chain of tuples without end is walked, not hashed: a hash would need as much stack."""
     deep: tuple[Any, ...] = (text(4),)

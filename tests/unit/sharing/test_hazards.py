@@ -8,10 +8,12 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -34,7 +36,7 @@ class Process(ThisProcess):
     jemalloc: bool = False
     on_gpu: bool = False
     with_grpc: bool = False
-    in_loop: bool = False
+    in_loop: str | None = None
     loops: list[str] = field(default_factory=list)
     caller: str | None = None
     peers: list[str] = field(default_factory=list)
@@ -61,7 +63,7 @@ class Process(ThisProcess):
     def has_unsafe_grpc(self) -> bool:
         return self.with_grpc
 
-    def runs_event_loop(self) -> bool:
+    def event_loop(self) -> str | None:
         return self.in_loop
 
     def event_loops_elsewhere(self) -> Iterable[str]:
@@ -91,7 +93,7 @@ def test_a_quiet_process_has_none() -> None:
         (Process(jemalloc=True), "allocator threads", "jemalloc", "fixed"),
         (Process(on_gpu=True), "cuda", "torch", "fatal"),
         (Process(with_grpc=True), "grpc", "grpcio", "warning"),
-        (Process(in_loop=True), "event loop", "asyncio", "fatal"),
+        (Process(in_loop="asyncio"), "event loop", "asyncio", "fatal"),
         (Process(loops=["MainThread"]), "event loop", "asyncio", "warning"),
         (Process(caller="worker-1"), "python thread", "thread 'worker-1'", "warning"),
         (Process(peers=["10.0.0.5:5432"]), "connection", "10.0.0.5:5432", "warning"),
@@ -122,6 +124,25 @@ def test_our_own_threads_are_not_hazards() -> None:
 def test_native_threads_without_openmp_are_not_hazards() -> None:
     """OpenBLAS ends its threads before a fork by itself; only pools of OpenMP are known to hang."""
     assert () == find_hazards(Process(native=["python", "python"]))
+
+
+class Poller:
+    """Runs as a thread, and has a text that nobody should see."""
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+    def __call__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("target", "owner"),
+    [(partial(partial(Poller.__call__, Poller()), "a secret"), "Poller.__call__"), (Poller(), "Poller")],
+    ids=["partial", "an object"],
+)
+def test_what_a_thread_runs_is_named_without_its_arguments(target: Callable[[], None], owner: str) -> None:
+    """A warning shows the function or the class, and no value that is bound to it: it may be a secret."""
+    assert f"{__name__}.{owner}" == _hazards.origin(threading.Thread(target=target))
 
 
 class TestWhatLibrariesLeaveBehind:
@@ -242,11 +263,20 @@ class TestThisProcess:
     def test_recognises_a_running_loop(self) -> None:
         """A coroutine runs in an event loop; a plain function does not."""
 
-        async def inside() -> bool:
-            return ThisProcess().runs_event_loop()
+        async def inside() -> str | None:
+            return ThisProcess().event_loop()
 
-        assert asyncio.run(inside())
-        assert not ThisProcess().runs_event_loop()
+        assert "asyncio" == asyncio.run(inside())
+        assert ThisProcess().event_loop() is None
+
+    def test_recognises_a_loop_of_trio(self) -> None:
+        """Preparing inside one is refused as inside one of asyncio."""
+        trio: Any = pytest.importorskip("trio", reason="needs trio")
+
+        async def inside() -> list[tuple[str, str]]:
+            return [(hazard.owner, hazard.severity) for hazard in find_hazards() if hazard.kind == "event loop"]
+
+        assert ("trio", "fatal") in trio.run(inside)
 
     def test_recognises_a_loop_that_runs_in_another_thread(self) -> None:
         """Work that a loop hands to a thread may prepare there: the loop is named by its thread."""

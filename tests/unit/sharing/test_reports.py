@@ -132,6 +132,12 @@ def test_processes_can_be_named_one_by_one(machine: Machine) -> None:
     assert [99, 12] == [process.pid for process in report([99, 12], root=machine.root).processes]
 
 
+def test_a_process_that_is_named_twice_counts_once(machine: Machine) -> None:
+    """The totals of a list with a repeated process are those of the processes."""
+    once = report([12], root=machine.root)
+    assert once.pss == report([12, 12], root=machine.root).pss
+
+
 def test_totals(machine: Machine) -> None:
     """The totals of PSS, USS and RSS are the sums over the processes."""
     for pid in (10, 11, 12):

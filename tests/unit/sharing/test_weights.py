@@ -74,14 +74,30 @@ class TestArrays:
             {"a": np.ones(3), "b": np.array([None])},
             {1: np.ones(3)},
             np.ma.masked_array([1, 2], [True, False]),
+            np.zeros(3, {"names": ["whole", "half"], "formats": ["i4", "i2"], "offsets": [0, 2]}),
         ],
-        ids=["objects", "objects in a mapping", "names that are not text", "masked"],
+        ids=["objects", "objects in a mapping", "names that are not text", "masked", "overlapping fields"],
     )
     def test_that_a_file_cannot_hold_are_rejected(self, path: Path, source: Any) -> None:
         """Arrays that would need a pickle, or would lose something, are rejected before anything is written."""
         with pytest.raises(InvalidOption, match="source"):
             weights.publish(source, path)
         assert not path.exists()
+
+    def test_of_a_type_that_a_file_does_not_keep_are_rejected(self, path: Path) -> None:
+        """A bfloat16 would come back as two raw bytes; as integers it can be published, and viewed as itself again."""
+        bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+        array = np.arange(3).astype(bfloat16)
+        with pytest.raises(InvalidOption, match=r"a has bfloat16.*array\.view"):
+            weights.publish({"a": array}, path)
+        weights.publish({"a": array.view("u2")}, path)
+        assert np.array_equal(array, weights.load(lambda arrays: arrays["a"].view(bfloat16), path))
+
+    def test_of_hundreds_of_fields_come_back(self, path: Path) -> None:
+        """However long the description of their type is."""
+        table = np.ones(3, [(f"a feature with number {number}", "f4") for number in range(500)])
+        weights.publish(table, path)
+        assert np.array_equal(table, weights.load(same, path))
 
 
 class TestPublish:
@@ -284,6 +300,13 @@ class TestPickles:
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(WeightsRefused, match="content has changed"):
             weights.load(same, path, allow_pickle=True)
+
+    def test_may_be_objects_that_can_be_called(self, path: Path) -> None:
+        """Without a key such an object is the model itself, and no function that makes one."""
+        model = Makes(np.arange(50_000.0))
+        weights.publish(model, path, allow_pickle=True)
+        assert np.array_equal(model.model, weights.load(same, path, allow_pickle=True).model)
+        assert 0 == model.calls
 
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc shows what is mapped")
     def test_without_arrays_are_refused(self, path: Path) -> None:

@@ -204,6 +204,26 @@ class TestPublishingThatFails:
             publish(store, b"one")
         assert [] == below(tmp_path / "trap")
 
+    @pytest.mark.parametrize("kind", ["file", "empty", "link"])
+    def test_the_file_of_somebody_else_is_not_replaced(self, store: WeightsStore, kind: str) -> None:
+        """A checkpoint at the path, or a link to one, stays as it is: only what was published gives way to the next."""
+        checkpoint = store.path.with_name("checkpoint") if kind == "link" else store.path
+        checkpoint.write_bytes(b"" if kind == "empty" else b"PK\3\4 weights")
+        checkpoint.chmod(0o600)
+        if kind == "link":
+            store.path.symlink_to(checkpoint)
+        before = checkpoint.read_bytes(), below(store.path.parent)
+        with pytest.raises(WeightsRefused, match="another file is there, and would be lost"):
+            publish(store, b"weights")
+        assert before == (checkpoint.read_bytes(), below(store.path.parent))
+
+    def test_what_was_published_gives_way_without_its_data_too(self, store: WeightsStore) -> None:
+        """Where only the path was copied, or the data was removed, publishing again makes both."""
+        publish(store, b"weights")
+        shutil.rmtree(store.data)
+        publish(store, b"weights")
+        assert b"weights" == data_of(store).read_bytes()
+
     def test_another_users_folder_is_not_used(self, store: WeightsStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """A data folder that belongs to another user is rejected."""
         store.data.mkdir(mode=0o700)
@@ -242,6 +262,14 @@ class TestTurns:
         with second.locked(1):
             second.write(Raw(), b"two", key=None)
         assert b"two" == data_of(store).read_bytes()
+
+    def test_one_place_has_one_turn_however_its_path_is_written(self, store: WeightsStore, tmp_path: Path) -> None:
+        """Publishers that come by a link to the folder, or through it and back, wait for each other too."""
+        (tmp_path / "link").symlink_to(tmp_path)
+        for path in (tmp_path / "link" / "net", tmp_path / "link" / ".." / tmp_path.name / "net"):
+            second = WeightsStore(path)
+            with store.locked(0), pytest.raises(PublishFailed, match="another process"), second.locked(0):
+                pass
 
     def test_other_paths_do_not_wait(self, store: WeightsStore, tmp_path: Path) -> None:
         """Each path has its own lock."""

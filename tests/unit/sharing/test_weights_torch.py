@@ -121,6 +121,23 @@ class TestAMappedModule:
         mapped = weights.load(lambda: nn.Linear(4, 4).to(torch.bfloat16), path)
         assert torch.bfloat16 == mapped.weight.dtype
 
+    def test_may_have_extra_state(self, path: Path) -> None:
+        """What a module makes of its own state, for the file, need not be in the mapping."""
+
+        class Counted(nn.Linear):
+            calls = 0
+
+            def get_extra_state(self) -> Any:
+                return torch.tensor(self.calls)
+
+            def set_extra_state(self, state: Any) -> None:
+                self.calls = int(state)
+
+        model = Counted(4, 4)
+        model.calls = 7
+        weights.publish(model, path)
+        assert 7 == weights.load(lambda: Counted(4, 4), path).calls
+
     def test_of_a_state_dict_is_the_same(self, path: Path) -> None:
         """A state dict is as good as the module; the first of two tied names is enough."""
         model = made()
@@ -255,8 +272,9 @@ class TestWhatDoesNotFit:
             {"a": torch.eye(3).to_sparse()},
             {"a": nn.UninitializedParameter()},
             {"a": torch.ones(2), "version": 3},
+            {1: torch.ones(2)},
         ],
-        ids=["nested", "meta", "sparse", "lazy", "numbers"],
+        ids=["nested", "meta", "sparse", "lazy", "numbers", "names that are not text"],
     )
     def test_what_cannot_be_mapped_is_not_published(self, path: Path, source: Any) -> None:
         """A state dict with anything but plain tensors is rejected before anything is written."""
