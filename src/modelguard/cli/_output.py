@@ -10,9 +10,10 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from modelguard import _units
 from modelguard.errors import CannotRun, InvalidOption, ModelGuardError, printable
 
 #: The exit status of a command that could not run.
@@ -103,7 +104,7 @@ def refuse(options: argparse.Namespace, names: Iterable[str], why: str, fix: str
     """Raise an error if one of these options is given."""
     for name in names:
         if getattr(options, name) is not None:
-            raise InvalidOption(f"--{name}", getattr(options, name), why=why, fix=fix)
+            raise InvalidOption(f"--{name.replace('_', '-')}", getattr(options, name), why=why, fix=fix)
 
 
 def add_options(parser: argparse.ArgumentParser, *options: tuple[str, str]) -> None:
@@ -130,6 +131,14 @@ def whole_number(option: str, text: str, example: int, fix: str = "") -> int:
         why = "must be a process id" if option == "PID" else "must be a whole number of at least 1"
         raise InvalidOption(option, text, why=why, fix=fix or f"Write {option} {example}.")
     return int(text)
+
+
+def duration(option: str, text: str, *, zero: bool = False) -> float:
+    """Read a duration; a number alone is one of seconds."""
+    amount: float | str = text
+    with suppress(ValueError):  # then it has a unit
+        amount = float(text)
+    return _units.seconds(amount, option, zero=zero)
 
 
 def process_id(text: str) -> int:
