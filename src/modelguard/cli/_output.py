@@ -94,10 +94,18 @@ def refused(options: argparse.Namespace, error: BaseException) -> int:
         traceback.print_exception(error)
         return USAGE
     if options.words[0] in ("doctor", "diagnose"):  # what they look at may have told a secret
-        from modelguard.diagnosis import _redact
-
-        text = _redact.redact(text, os.environ)
+        text = _redacted(text, [getattr(options, name, None) for name in ("target", "generate", "load")])
     return fail(options.words[0], text, error.status if isinstance(error, CannotRun) else USAGE)
+
+
+def _redacted(text: str, functions: Iterable[str | None]) -> str:
+    """Text without secrets. The functions that were named are none, though tokenizer:encode looks like one."""
+    from modelguard.diagnosis import _redact
+
+    named = "|".join(map(re.escape, filter(None, functions)))
+    parts = re.split(f"({named})", text) if named else [text]
+    parts[::2] = [_redact.redact(part, os.environ) for part in parts[::2]]
+    return "".join(parts)
 
 
 def refuse(options: argparse.Namespace, names: Iterable[str], why: str, fix: str) -> None:
