@@ -245,6 +245,14 @@ class TestOneProcess:
             assert ("b''\n", "") == (done.stdout, done.stderr)
             assert "False" == service.do("print(nlp.status().paused, flush=True)")
 
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+    def test_root_commands_the_services_of_others(self) -> None:
+        """A service that is started as another user takes root's commands, and shows root what it does."""
+        prepared = "nlp.status(); control.listen(); control.stop()"  # nobody may not read every Python
+        with program(f"{prepared}; os.setuid(65534); control.listen()") as service:
+            assert 0 == ctl(service.pid, "pause")[0]
+            assert statuses(service.pid)[service.pid]["paused"]
+
     def test_a_name_that_another_process_has_taken(self) -> None:
         """The client asks the kernel who listens, and sends it nothing."""
         with program("pass") as service, socket.socket(socket.AF_UNIX) as other:

@@ -190,7 +190,7 @@ def _connect(pid: int, patience: float = _PATIENCE) -> socket.socket:
     except BaseException:
         connected.close()
         raise
-    if found != pid or user not in {os.geteuid(), 0}:
+    if found != pid or (user not in {own := os.geteuid(), 0} and own != 0):  # root may ask anybody's
         connected.close()
         raise Unreachable(f"the socket of process {pid} belongs to process {found} of user {user}")
     return connected
