@@ -320,10 +320,9 @@ class _Listener:
         pid, user = peer(connected)
         if user not in {os.geteuid(), 0}:
             logger.warning("modelguard: refused a command of process %s of user %s", pid, user)
-            connected.close()
+            _refuse(connected, f"takes commands of its own user and of root, and not of user {user}")
         elif not self._slots.acquire(blocking=False):
-            with connected, contextlib.suppress(OSError):
-                _client.send(connected, {"error": f"{_MOST} other commands are under way; try again later"})
+            _refuse(connected, f"{_MOST} other commands are under way; try again later")
         else:
             try:
                 start_thread(partial(self._serve, connected), "modelguard-command")
@@ -345,6 +344,11 @@ class _Listener:
                 self._slots.release()
             connected.settimeout(_PATIENCE)
             _client.send(connected, {"pid": os.getpid(), **answer})
+
+
+def _refuse(connected: socket.socket, why: str) -> None:
+    with connected, contextlib.suppress(OSError):
+        _client.send(connected, {"error": why})
 
 
 def _inspected(connected: socket.socket) -> None:
