@@ -350,12 +350,12 @@ def plain(text: str) -> str:
     return str.__str__(text)
 
 
-def text_of_key(key: object) -> str:
-    """The ``repr`` of a pool's key, which is code of the user's and may raise."""
+def text_of_own(value: object) -> str:
+    """The ``repr`` of a pool's key or of a policy, which is code of the user's and may raise."""
     try:
-        return repr(key)
+        return repr(value)
     except Exception:  # noqa: BLE001 - whatever it raises
-        return shortened(key)
+        return shortened(value)
 
 
 def check_pool_key(key: object) -> None:
@@ -388,7 +388,7 @@ class KeyedName(str):
 
     def __new__(cls, pool: str, key: object, text: str | None = None) -> Self:
         if text is None:
-            text = f"{pool}[{text_of_key(key)}]"
+            text = f"{pool}[{text_of_own(key)}]"
         made = super().__new__(cls, printable(text))
         made.pool = printable(pool)
         return made

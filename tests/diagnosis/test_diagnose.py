@@ -315,6 +315,14 @@ def test_a_generator_that_ends(folder: Path) -> None:
         diagnose("app:raises", generate="app:three", seconds=4, cwd=folder)
 
 
+def test_a_function_whose_name_looks_like_a_secret(folder: Path) -> None:
+    """An error shows it, and what is wrong: ``tokenizer:`` is no password."""
+    (folder / "tokenizer.py").write_text("")
+    said = command(folder, "tokenizer:encode", "--time", "1s").stderr
+    assert "'tokenizer:encode': could not be driven: AttributeError" in said
+    assert "--load='tokenizer:': must be" in command(folder, "tokenizer:encode", "--load", "tokenizer:").stderr
+
+
 def test_errors_of_the_command(folder: Path) -> None:
     """One line, and status 2."""
     for words in (

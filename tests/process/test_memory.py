@@ -148,3 +148,45 @@ def test_a_load_without_memory_says_what_it_had_and_what_limits_it() -> None:
     assert (took := re.search(r"MemoryError: the load had taken ([0-9.]+) MB; this process has", said)), said
     assert 300 < float(took[1]) < 1000
     assert said.endswith("is free; 1 GB is the most that ulimit -v allows it to map\n"), said
+
+
+NO_DESCRIPTORS = """
+import os, resource, threading
+from modelguard import guard, memory, telemetry
+
+class Model:
+    pass
+
+releases, released = [], threading.Event()
+
+def note(event):
+    if isinstance(event, telemetry.GenerationReleased):
+        releases.append(event.bytes_before)
+        released.set()
+
+telemetry.add_hook(note)
+models = guard(Model, reload_on=None)
+models.load()
+models.status()  # imports what it needs
+with models.lease():  # the old model is released when there are no descriptors any more
+    reload = threading.Thread(target=models.reload)
+    reload.start()
+    reload.join()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        pass
+assert released.wait(30)
+models.reload()
+status = models.status()
+assert all(releases) and memory.private() > 0, releases
+print(status.generation, status.failures)
+"""
+
+
+def test_a_guard_goes_on_without_descriptors() -> None:
+    """Models are loaded and released where no descriptor is left for a reading: the last one counts."""
+    assert "3 0" == run(NO_DESCRIPTORS).strip()

@@ -250,6 +250,17 @@ def test_a_second_allocator_is_not_added() -> None:
     assert "preloaded already" in done.stderr
 
 
+def test_a_preload_that_is_missing_decides_nothing() -> None:
+    """The variables are those for the allocator that really serves, and what is said names it."""
+    missing = CLEAN | {"LD_PRELOAD": "/nonexistent/libjemalloc.so.2"}
+    done = run("--preset", "low-memory", "--", sys.executable, "-c", TELL, env=missing)
+    told = json.loads(done.stdout)
+    if "glibc" != told["kind"]:
+        pytest.skip("the C library is not glibc")
+    assert (True, False) == tuple(name in told["environ"] for name in ("MALLOC_ARENA_MAX", "MALLOC_CONF"))
+    assert "malloc is served by the C library" in done.stderr
+
+
 def test_glibc_is_set_to_give_memory_back() -> None:
     """The variables of glibc are set, and glibc serves malloc."""
     told = tell("--allocator", "glibc")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from modelguard.cli._output import USAGE, add_options, behind, fail, refuse, whole_number
+from modelguard.cli._output import USAGE, add_options, behind, duration, fail, refuse, whole_number
 from modelguard.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -191,31 +191,30 @@ def _diagnose(options: argparse.Namespace) -> int:
 
 
 def _of_process(options: argparse.Namespace, progress: Progress) -> GrowthReport:
-    from modelguard import _units, diagnosis
+    from modelguard import diagnosis
 
     if options.target is not None:
         why = "must be given alone: a running process gets its own requests"
         raise InvalidOption("--pid", options.pid, why=why, fix=f"Remove {options.target}.")
     why = "is for a function that is called, and a running process gets its own requests"
     refuse(options, ("inputs", "generate", "calls", "load"), why, "Remove it.")
-    seconds = PROCESS_SECONDS if options.time is None else _units.seconds(options.time, "--time")
+    seconds = PROCESS_SECONDS if options.time is None else duration("--time", options.time)
     return diagnosis.diagnose_process(options.pid, seconds=seconds, progress=progress)
 
 
 def _of_function(options: argparse.Namespace, progress: Progress) -> GrowthReport:
-    from modelguard import _units, diagnosis
+    from modelguard import diagnosis
 
     if options.target is None:
         why = "must be given, unless --pid is"
         raise InvalidOption("MODULE:FUNCTION", "", why=why, fix="Write for example app:predict.")
-    trial = getattr(options, "try")
     return diagnosis.diagnose(
         options.target,
         inputs=options.inputs,
         generate=options.generate,
-        seconds=SECONDS if options.time is None else _units.seconds(options.time, "--time"),
+        seconds=SECONDS if options.time is None else duration("--time", options.time),
         calls=None if options.calls is None else whole_number("--calls", options.calls, 1000),
-        trial_seconds=_units.seconds(0 if trial == "0" else trial, "--try", zero=True),
+        trial_seconds=duration("--try", getattr(options, "try"), zero=True),
         bucketed=options.bucketed,
         load=options.load,
         progress=progress,

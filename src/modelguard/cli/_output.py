@@ -10,9 +10,10 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from modelguard import _units
 from modelguard.errors import CannotRun, InvalidOption, ModelGuardError, printable
 
 #: The exit status of a command that could not run.
@@ -93,17 +94,25 @@ def refused(options: argparse.Namespace, error: BaseException) -> int:
         traceback.print_exception(error)
         return USAGE
     if options.words[0] in ("doctor", "diagnose"):  # what they look at may have told a secret
-        from modelguard.diagnosis import _redact
-
-        text = _redact.redact(text, os.environ)
+        text = _redacted(text, [getattr(options, name, None) for name in ("target", "generate", "load")])
     return fail(options.words[0], text, error.status if isinstance(error, CannotRun) else USAGE)
+
+
+def _redacted(text: str, functions: Iterable[str | None]) -> str:
+    """Text without secrets. The functions that were named are none, though tokenizer:encode looks like one."""
+    from modelguard.diagnosis import _redact
+
+    named = "|".join(map(re.escape, filter(None, functions)))
+    parts = re.split(f"({named})", text) if named else [text]
+    parts[::2] = [_redact.redact(part, os.environ) for part in parts[::2]]
+    return "".join(parts)
 
 
 def refuse(options: argparse.Namespace, names: Iterable[str], why: str, fix: str) -> None:
     """Raise an error if one of these options is given."""
     for name in names:
         if getattr(options, name) is not None:
-            raise InvalidOption(f"--{name}", getattr(options, name), why=why, fix=fix)
+            raise InvalidOption(f"--{name.replace('_', '-')}", getattr(options, name), why=why, fix=fix)
 
 
 def add_options(parser: argparse.ArgumentParser, *options: tuple[str, str]) -> None:
@@ -130,6 +139,14 @@ def whole_number(option: str, text: str, example: int, fix: str = "") -> int:
         why = "must be a process id" if option == "PID" else "must be a whole number of at least 1"
         raise InvalidOption(option, text, why=why, fix=fix or f"Write {option} {example}.")
     return int(text)
+
+
+def duration(option: str, text: str, *, zero: bool = False) -> float:
+    """Read a duration; a number alone is one of seconds."""
+    amount: float | str = text
+    with suppress(ValueError):  # then it has a unit
+        amount = float(text)
+    return _units.seconds(amount, option, zero=zero)
 
 
 def process_id(text: str) -> int:

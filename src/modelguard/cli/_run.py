@@ -121,7 +121,8 @@ def _show_presets(options: argparse.Namespace) -> int:
         preset = _combined(options.names, options)
         text = f"{preset.explain()}\n" if options.format is None else preset.render(options.format)
     else:
-        _output.refuse(options, ["format"], "requires the name of a preset", "Add one, such as torch-cpu.")
+        needs = ("format", "workers", "distinct_shapes", "cpus")
+        _output.refuse(options, needs, "requires the name of a preset", "Add one, such as torch-cpu.")
         width = max(map(len, _presets.names()))
         lines = [f"{name:{width}}  {_presets.describe(name)}" for name in _presets.names()]
         text = "\n".join([*lines, "", "modelguard presets NAME... explains what they set.\n"])
@@ -163,7 +164,7 @@ def add_ctl(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _ctl(options: argparse.Namespace) -> int:
     from modelguard.control import _client
 
-    timeout = TIMEOUT if options.timeout is None else _units.seconds(options.timeout, "--timeout", zero=True)
+    timeout = TIMEOUT if options.timeout is None else _output.duration("--timeout", options.timeout, zero=True)
     pid = process_id(options.pid)
     waits = options.command in {"reload", "unload"}
     request = _client.Request(options.command, options.name, not options.no_wait, timeout if waits else 0.0)

@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import math
 import os
 import re
 import sys
@@ -106,11 +105,8 @@ def _show_json(trees: Sequence[TreeReport]) -> None:
 def _interval(text: str | None) -> float:
     if text is None:
         return INTERVAL
-    try:
-        interval = float(text)
-    except ValueError:
-        interval = _units.seconds(text, "--interval", zero=True)
-    if not SHORTEST <= interval < math.inf:
+    interval = _output.duration("--interval", text, zero=True)
+    if interval < SHORTEST:
         why = f"must be at least {SHORTEST:g} s, because a reading takes longer than that"
         raise InvalidOption("--interval", text, why=why, fix=f"Write --interval {INTERVAL:g}.")
     return interval

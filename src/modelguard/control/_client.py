@@ -154,13 +154,14 @@ def inspect(pid: int) -> socket.socket:
         The connection for questions and answers, one line each.
 
     Raises:
-        Unreachable: The process takes no commands, or has another modelguard.
+        Unreachable: The process takes no commands, or none now, or has another modelguard.
     """
     connected, said = _exchanged(pid, {"command": INSPECT}, _PATIENCE)
-    theirs = said.get("version", "older")
+    theirs = said.get("version")
     if theirs != version():  # what is asked and answered may differ
         connected.close()
-        raise Unreachable(f"its modelguard is {theirs}, and this is {version()}")
+        refusal = said.get("error") or f"its modelguard is {theirs}, and this is {version()}"
+        raise Unreachable(f"process {pid}: {refusal}")
     return connected
 
 
@@ -168,7 +169,8 @@ def _exchanged(pid: int, content: object, seconds: float) -> tuple[socket.socket
     """Send something, and return the answer with the connection, which is still open."""
     connected = _connect(pid)
     try:
-        send(connected, content)
+        with suppress(ConnectionError):  # one that refuses to read has said why, and hung up
+            send(connected, content)
         return connected, receive(connected, LONGEST_ANSWER, seconds)
     except (OSError, Malformed) as error:
         connected.close()
@@ -190,7 +192,7 @@ def _connect(pid: int, patience: float = _PATIENCE) -> socket.socket:
     except BaseException:
         connected.close()
         raise
-    if found != pid or user not in {os.geteuid(), 0}:
+    if found != pid or (user not in {own := os.geteuid(), 0} and own != 0):  # root may ask anybody's
         connected.close()
         raise Unreachable(f"the socket of process {pid} belongs to process {found} of user {user}")
     return connected

@@ -93,15 +93,15 @@ def figures(target: Target) -> dict[str, Any]:
     status: Any = target.status()
     if isinstance(target, ModelPool):
         # Keys are what the application says, and no JSON.
-        models = {_short(_units.text_of_key(key)): size for key, size in status.models.items()}
-        kept = {"models": models, "idle": [_short(_units.text_of_key(key)) for key in status.idle]}
+        models = {_short(_units.text_of_own(key)): size for key, size in status.models.items()}
+        kept = {"models": models, "idle": [_short(_units.text_of_own(key)) for key in status.idle]}
         return _told(status, _OF_POOL) | {"state": state_of(target), "ready": not target.closed} | kept
     found = _told(status, _OF_BOTH) | {"ready": target.ready, "postponed": None}
     if (waits := status.postponed) is not None:
         reasons = [str(reason) for reason in waits.reasons]
         found["postponed"] = {"reasons": reasons, "cause": waits.cause, "seconds": waits.seconds}
     if isinstance(target, ModelGuard):
-        reload_on = None if target.reload_on is None else repr(target.reload_on)
+        reload_on = None if target.reload_on is None else _short(_units.text_of_own(target.reload_on))
         return found | _told(status, _OF_GUARD) | {"reload_on": reload_on}
     workers = [asdict(worker) for worker in status.workers]
     return found | _told(status, _OF_ISOLATED) | {"workers": workers, "clients": list(status.clients)}
@@ -320,10 +320,9 @@ class _Listener:
         pid, user = peer(connected)
         if user not in {os.geteuid(), 0}:
             logger.warning("modelguard: refused a command of process %s of user %s", pid, user)
-            connected.close()
+            _refuse(connected, f"takes commands of its own user and of root, and not of user {user}")
         elif not self._slots.acquire(blocking=False):
-            with connected, contextlib.suppress(OSError):
-                _client.send(connected, {"error": f"{_MOST} other commands are under way; try again later"})
+            _refuse(connected, f"{_MOST} other commands are under way; try again later")
         else:
             try:
                 start_thread(partial(self._serve, connected), "modelguard-command")
@@ -345,6 +344,11 @@ class _Listener:
                 self._slots.release()
             connected.settimeout(_PATIENCE)
             _client.send(connected, {"pid": os.getpid(), **answer})
+
+
+def _refuse(connected: socket.socket, why: str) -> None:
+    with connected, contextlib.suppress(OSError):
+        _client.send(connected, {"error": why})
 
 
 def _inspected(connected: socket.socket) -> None:
@@ -375,7 +379,7 @@ def _answer(request: Any) -> dict[str, Any]:
         results = run(command, name, wait=wait, timeout=timeout, brokers=brokers)
     except InvalidOption as error:
         return {"error": str(error)}
-    except Exception as error:  # noqa: BLE001 - the repr of a policy or of a pool's key may raise
+    except Exception as error:  # noqa: BLE001 - the client must learn it, and the next command must be heard
         logger.exception("modelguard: %s, asked by a client, failed", command)
         return {"error": f"{command} failed with {type(error).__name__}; its log says where"}
     return {"guards": [result.as_dict() for result in results]}
@@ -388,7 +392,7 @@ def _reload_all() -> None:
         for result in run("reload", None, wait=False, timeout=None):
             if result.error is not None:
                 logger.warning("modelguard: SIGHUP could not reload %s: %s", result.name, result.error)
-    except Exception:  # noqa: BLE001 - the repr of a policy may raise, and the next command must be heard
+    except Exception:  # noqa: BLE001 - the next command must be heard
         logger.exception("modelguard could not reload after SIGHUP")
 
 

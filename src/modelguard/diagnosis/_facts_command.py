@@ -209,10 +209,14 @@ class Driven:
 
 
 def check_url(url: str) -> None:
-    parts = urllib.parse.urlsplit(url)
-    if url.startswith("/") or (parts.scheme == "http" and parts.hostname):
-        return
     fix = "Write a path such as /predict?text=x, or http://127.0.0.1:8000/predict."
+    if url and not re.fullmatch(r"[!-~]+", url):  # no request can have them
+        fix = f"Write it as {urllib.parse.quote(url, '/:?#[]@!$&()*+,;=%', errors='surrogateescape')}."
+        raise InvalidOption("--request", url, why="must have no spaces, and letters of ASCII only", fix=fix)
+    with suppress(ValueError):  # of a host such as "[::1"
+        parts = urllib.parse.urlsplit(url)
+        if url.startswith("/") or (parts.scheme == "http" and parts.hostname and parts.port != 0):
+            return
     raise InvalidOption("--request", url, why="must be a path or an http:// address", fix=fix)
 
 

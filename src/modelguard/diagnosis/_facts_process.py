@@ -354,7 +354,7 @@ class Connection:
             line = self._answers.readline()
         if not line:
             alive = _proc.stat(self.pid) is not None
-            why = f"has not answered for {_ANSWER:g} seconds" if alive else "has ended meanwhile"
+            why = "no longer answers" if alive else "has ended meanwhile"
             raise _refused(self.pid, why, "Try again, or look from outside.")
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -370,8 +370,8 @@ def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]
         connection = _client.inspect(pid)
     except _client.Busy:
         raise
-    except _client.Unreachable:
-        require_attachable(pid, interpreter)
+    except _client.Unreachable as error:
+        require_attachable(pid, interpreter, str(error))
         with attached(pid) as inside:
             yield inside
     else:
@@ -379,14 +379,11 @@ def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]
             yield inside
 
 
-def require_attachable(pid: int, interpreter: Interpreter | None, *, root: Path = _proc.ROOT) -> None:
+def require_attachable(pid: int, interpreter: Interpreter | None, unreachable: str, *, root: Path = _proc.ROOT) -> None:
     text = ".".join(map(str, _THIS))
     owner, reason = _proc.if_readable(_proc.owner, pid, root), ""
     if _THIS < _FIRST:
-        reason = (
-            f"process {pid} has not called modelguard.control.listen(), and without that it requires Python 3.14 "
-            f"(this is {text})"
-        )
+        reason = f"{unreachable}; otherwise it requires Python 3.14 (this is {text})"
     elif owner is None:
         raise _refused(pid, "does not exist")
     elif os.geteuid() not in (0, owner):

@@ -7,8 +7,9 @@ after its reader has read it silently has no effect.
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
+from modelguard import _units
 from modelguard.errors import InvalidOption
 
 # How libraries read the values of their variables, and which they do not understand.
@@ -156,7 +157,7 @@ class Knob:
 
     Raises:
         InvalidOption: The name is not valid for a variable, the value cannot be written in every preset format, or its
-            reader crashes on it.
+            reader crashes on it; ``read_at`` is not known, or another attribute is not text.
     """
 
     name: str
@@ -168,6 +169,9 @@ class Knob:
     source: str
 
     def __post_init__(self) -> None:
+        for attribute in ("name", "value", "reader", "does", "costs", "source"):
+            _units.instance(getattr(self, attribute), attribute, str, "text", fix="Put it into quotes.")
+        _units.one_of(self.read_at, "read_at", get_args(When), what="moment")
         if not (self.name.isascii() and self.name.isidentifier()):
             why = "is not a valid name for a variable"
             raise InvalidOption("name", self.name, why=why, fix="Use letters, digits and underscores, no digit first.")

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 from modelguard import _units
 from modelguard.environment import _allocator, _allocator_files, _knobs
 from modelguard.environment._allocator_files import PACKAGES, RUNNING, Kind, is_static, kind_of
-from modelguard.environment._allocator_problems import preload_entries
+from modelguard.environment._allocator_problems import entries
 from modelguard.errors import CannotRun, InvalidOption, NotSupported
 from modelguard.facts import _proc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from modelguard.environment._allocator import AllocatorInfo
     from modelguard.environment._allocator_files import AllocatorFile
     from modelguard.environment._presets import Preset
 
@@ -158,8 +159,7 @@ def choose_preload(
         obstacle = ignores_preload(program, starts_others=bool(arguments))
     if obstacle:
         return _without(wanted, obstacle)
-    current = _allocator.detect()
-    if current.how == "preloaded":
+    if (current := _preloaded()) is not None:
         return {}, [f"{current.path} is preloaded already and serves malloc; it stays, and nothing is added"]
     file = binary(program)
     static = f"{file} is statically linked, so the allocator changes only in the programs that it starts"
@@ -194,8 +194,8 @@ def _preload(
             rejections.append(rejection)
             continue
         keeps = library.kind == "mimalloc" and not any(name in environ for name in _RETURNING)
-        entries = environ.get(PRELOAD)  # the caller's own come first
-        variables = {PRELOAD: f"{entries}:{library.path}" if entries else library.path}
+        own = environ.get(PRELOAD)  # the caller's own come first
+        variables = {PRELOAD: f"{own}:{library.path}" if own else library.path}
         return variables, [*map(str, rejections), *([_KEEPS] if keeps else ())]
     if wanted == "auto":
         return _glibc(environ), [*map(str, rejections), _NONE_USABLE]
@@ -233,7 +233,7 @@ class Plan:
     @property
     def in_force(self) -> str:
         settings = [f"{name}={value}" for name, value in self.added.items()]
-        allocator = "the C library" if self.kind == "glibc" else self.kind
+        allocator = {"glibc": "the C library", "unknown": "the library that is preloaded"}.get(self.kind, self.kind)
         return f"in force: {' '.join(settings) or 'nothing added'}; malloc is served by {allocator}"
 
     def __str__(self) -> str:
@@ -256,7 +256,7 @@ def plan(
     _knobs.require_usable(_knobs.IDEEP, before.get(_knobs.IDEEP, "1"))
     settings = preset.environment(before) if preset else {}
     preloading, notes = choose(allocator, program, before | settings, arguments=command[1:])
-    kind = _kind({**before, **settings, **preloading})
+    kind = _kind(preloading)
     knobs = preset.knobs if preset else ()
     unread = {knob.name for knob in knobs if _ALLOCATORS.get(knob.reader, kind) != kind}
     added = {name: value for name, value in settings.items() if name not in unread} | preloading
@@ -297,10 +297,18 @@ def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROO
     return kept | ({"LC_CTYPE": initial["LC_CTYPE"]} if "LC_CTYPE" in initial else {})
 
 
-def _kind(environ: Mapping[str, str]) -> Kind:
-    """The allocator that serves ``malloc``: the first that is preloaded, otherwise the C library's."""
-    kinds: list[Kind] = [kind for entry in preload_entries(environ) if (kind := kind_of(entry)) is not None]
-    return kinds[0] if kinds else "glibc"
+def _preloaded() -> AllocatorInfo | None:
+    """The allocator that is preloaded into this process, and so into the program, which gets the same entries."""
+    current = _allocator.detect() if sys.platform.startswith("linux") else None
+    return current if current is not None and current.how == "preloaded" else None
+
+
+def _kind(preloading: Mapping[str, str]) -> Kind:
+    """The allocator that will serve ``malloc``: not any that an entry only names, as that may be missing."""
+    if (current := _preloaded()) is not None:
+        return current.kind
+    added = entries(preloading.get(PRELOAD, ""))[-1:]  # behind the caller's own
+    return (kind_of(added[0]) if added else None) or "glibc"
 
 
 def _reset_signals() -> dict[int, signal._HANDLER]:

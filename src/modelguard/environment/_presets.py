@@ -142,7 +142,7 @@ class Preset:
 
     Raises:
         InvalidOption: The name is empty or has a line break or another control character: files of configuration begin
-            with it.
+            with it. Or the knobs are not a tuple of knobs, or set a variable twice.
     """
 
     name: str
@@ -150,9 +150,15 @@ class Preset:
     knobs: tuple[Knob, ...]
 
     def __post_init__(self) -> None:
+        _units.instance(self.name, "name", str, "text", fix="Give a short name.")
         if not self.name or not self.name.isprintable():
             why = "must be printable text in one line"
             raise InvalidOption("name", self.name, why=why, fix="Use a short name without line breaks.")
+        for knob in _units.instance(self.knobs, "knobs", tuple, "a tuple", fix="Write knobs=(Knob(...),)."):
+            _units.instance(knob, "knobs", Knob, "a Knob", fix="Write knobs=(Knob(...),).")
+        variables = [knob.name for knob in self.knobs]
+        if len(set(variables)) < len(variables):
+            raise InvalidOption("knobs", variables, why="must set no variable twice", fix="Remove one of the two.")
 
     def __or__(self, other: Preset) -> Preset:
         """Combine two presets; if both set a variable, the value on the right wins, as with ``dict``.
@@ -220,14 +226,14 @@ class Preset:
         style = _STYLES[format]
         lines = [f"# modelguard preset {self.name}", *style.head]
         for knob in self.knobs:
-            does = f"{style.indent}# {knob.reader}: {' '.join(knob.does.split())}"
-            lines += [does, f"{style.indent}{style.line(knob)}"]
+            does = " ".join(f"# {knob.reader}: {knob.does}".split())  # in one line, whatever they contain
+            lines += [f"{style.indent}{does}", f"{style.indent}{style.line(knob)}"]
         return "\n".join([*lines, *style.tail]) + "\n"
 
 
 def _require_preset(given: object) -> None:
     if not isinstance(given, Preset):
-        fix = f"Write presets.get({given!r})." if given in _PRESETS else "Write for example presets.get('low-memory')."
+        fix = f"Write presets.get({given!r})." if given in names() else "Write for example presets.get('low-memory')."
         raise InvalidOption(
             "preset", given, why=f"must be a preset, because | joins two presets, not {_units.kind_of(given)}", fix=fix
         )

@@ -447,6 +447,7 @@ class GuardState(Generic[M]):
             if self.current is None or (if_unused and self.current.leases):
                 return None
             self.unloaded, self.pinned = True, False
+            self._forget_failures()  # a retry would load before the next use
             return self.retire_current()
 
     def take_previous(self) -> Generation[M] | None:

@@ -94,16 +94,19 @@ T = TypeVar("T")
 
 
 def known(read: Callable[[], T]) -> T | None:
-    """A figure, None where the platform gives none."""
+    """A figure, None where the platform gives none, or no descriptor is left to read it with."""
     try:
         return read()
-    except NotSupported:
+    except (NotSupported, OSError):
         return None
 
 
 def private() -> int:
-    """Private memory in bytes; 0 where the platform gives no figure, so that policies on time and use still work."""
-    return known(lambda: _memory.private(fresh=True)) or 0
+    """Private memory in bytes: the last reading where none can be taken, 0 where the platform gives no figure.
+
+    So loads, releases, and policies on time and use go on without one.
+    """
+    return known(lambda: _memory.private(fresh=True)) or known(_memory.private) or 0
 
 
 def headroom() -> int | None:
@@ -117,7 +120,7 @@ def trim() -> str:
     Raises:
         NotSupported: It cannot be done here.
     """
-    _allocator.trim()
+    _allocator.trim(private=lambda: 0)  # how much came back, the caller reads
     return _allocator.in_force().kind
 
 

@@ -71,6 +71,13 @@ def test_a_command_goes_to_one_process(processes: Processes) -> None:
     assert [(10, once), (10, paused), (11, paused)] == processes.asked
 
 
+def test_a_number_alone_is_one_of_seconds(processes: Processes) -> None:
+    """So ``--timeout`` may have a unit, and need not."""
+    for timeout in ("90", "1m30s", "0"):
+        cli.main(["ctl", "10", "reload", "--timeout", timeout])
+    assert [90.0, 90.0, 0.0] == [request.timeout for _, request in processes.asked]
+
+
 def test_a_server_that_takes_no_commands_itself(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
     """The message lists its workers that do; ``--all`` asks them."""
     assert 2 == cli.main(["ctl", "9", "reload"])
@@ -171,6 +178,7 @@ def test_json(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
         (["zero", "status"], "PID='zero': must be a process id"),
         (["-1", "status"], "-1"),
         (["10", "reload", "--timeout", "soon"], "--timeout='soon'"),
+        (["10", "reload", "--timeout", "-1.5"], "must not be negative"),
         (["10", "restart"], "invalid choice"),
         (["10"], "required"),
     ],

@@ -121,6 +121,9 @@ def test_a_closed_pipe_and_a_full_disk(found: list[object]) -> None:
         (["--request", "/"], 2, "requires a command"),
         (["--count", "many", "--", "true"], 2, "whole number"),
         (["--request", "x", "--", "true"], 2, "must be a path"),
+        (["--request", "http://[::1", "--", "true"], 2, "must be a path"),
+        (["--request", "http://127.0.0.1:port/", "--", "true"], 2, "must be a path"),
+        (["--request", "/find?text=zwei W\u00f6rter", "--", "true"], 2, "Write it as /find?text=zwei%20W%C3%B6rter."),
         (["--ignore", "MG999"], 2, "must be the number of a check"),
     ],
 )

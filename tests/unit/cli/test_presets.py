@@ -53,6 +53,9 @@ def test_a_format_is_written_and_nothing_else(capsys: pytest.CaptureFixture[str]
         (["torch-cpu", "--distinct-shapes", "0"], "--distinct-shapes='0': must be a whole number of at least 1"),
         (["torch-cpu", "--format", "toml"], "Write one of 'shell', 'env', 'gunicorn', 'dockerfile',"),
         (["--format", "shell"], "--format='shell': requires the name of a preset. Add one"),
+        (["--workers", "2"], "--workers='2': requires the name of a preset. Add one"),
+        (["--distinct-shapes", "2"], "--distinct-shapes='2': requires the name of a preset. Add one"),
+        (["--cpus", "2"], "--cpus='2': requires the name of a preset. Add one"),
     ],
 )
 def test_errors(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,18 +67,23 @@ class TestCommands:
             (key,) = _listener.figures(keyed)["models"]
         assert 1000 == len(key)
 
-    def test_what_raises_when_it_is_shown_is_an_error(self, pair: Pair) -> None:
-        """A policy's own code may; the client learns that, and the next command is heard."""
+    def test_a_policy_that_cannot_be_written_stands_in_the_way_of_nothing(self, pair: Pair) -> None:
+        """Its own code may raise: it is shown by its type, and the guards behind it are reloaded all the same."""
 
         class Mine(TTL):
             def __repr__(self) -> str:
                 raise RuntimeError("mine")
 
-        kept = guard(dict, reload_on=Mine("1h"), name="kept")
-        assert {"error": "status failed with RuntimeError; its log says where"} == _listener._answer(
-            {"command": "status"}
-        )
-        kept.close()
+        with guard(dict, reload_on=Mine("1h"), name="mine") as mine:
+            assert "Mine" in _listener.figures(mine)["reload_on"]
+            assert {"asr": None, "mine": None, "nlp": None} == ask("reload")
+        assert 2 == pair[0].status().generation
+
+    def test_what_raises_is_an_error(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The client learns that it did, and the next command is heard."""
+        monkeypatch.setattr(_listener, "figures", lambda _: 1 / 0)
+        said = "status failed with ZeroDivisionError; its log says where"
+        assert {"error": said} == _listener._answer({"command": "status"})
 
     def test_unload_pause_and_resume(self, pair: Pair) -> None:
         """Each does what the method of the guard does."""

@@ -9,13 +9,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from modelguard import guard
+from modelguard.control import _client
 from modelguard.diagnosis import _facts_process
 from modelguard.diagnosis._facts import Interpreter
-from modelguard.diagnosis._facts_process import Connection, attached, require_attachable
+from modelguard.diagnosis._facts_process import Connection, attached, inside_of, require_attachable
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
@@ -42,7 +44,7 @@ def root(tmp_path: Path) -> Path:
             (3, 13),
             None,
             NotSupported,
-            "has not called modelguard.control.listen(), and without that it requires Python 3.14 (this is 3.13)",
+            "process 1 did not answer in 10 s; otherwise it requires Python 3.14 (this is 3.13)",
         ),
         (3, PYTHON, VERSION, None, InvalidOption, "does not exist"),
         (1, PYTHON, VERSION, os.geteuid() + 1, InvalidOption, "belongs to another user"),
@@ -77,16 +79,31 @@ def test_why_it_cannot_be_done(
     if user is not None:
         monkeypatch.setattr(os, "geteuid", lambda: user)
     with pytest.raises(kind) as caught:
-        require_attachable(pid, interpreter, root=root)
+        require_attachable(pid, interpreter, "process 1 did not answer in 10 s", root=root)
     assert says in str(caught.value)
 
 
 def test_a_process_of_ones_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is in the way; root may look at anybody's."""
     monkeypatch.setattr(_facts_process, "_THIS", VERSION)
-    require_attachable(1, PYTHON, root=root)
+    require_attachable(1, PYTHON, "", root=root)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    require_attachable(1, PYTHON, root=root)
+    require_attachable(1, PYTHON, "", root=root)
+
+
+def test_why_it_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that listens and does not answer, or has another modelguard, is not said to take no commands."""
+
+    def refuse(_: int) -> NoReturn:
+        raise _client.Unreachable("its modelguard is 0.1, and this is 0.2")
+
+    monkeypatch.setattr(_client, "inspect", refuse)
+    monkeypatch.setattr(_facts_process, "_THIS", (3, 13))
+    with (
+        pytest.raises(NotSupported, match=r"its modelguard is 0\.1, and this is 0\.2; otherwise"),
+        inside_of(1, PYTHON),
+    ):
+        pass
 
 
 def here(_: int, script: str) -> None:
@@ -167,5 +184,5 @@ def test_a_process_that_ends_meanwhile() -> None:
         assert "for line in stream:" in text
         exec(text.replace("for line in stream:", "for line in ():"), {"__name__": "script"})
 
-    with reached(hang_up) as inside, pytest.raises(InvalidOption, match="has not answered"):
+    with reached(hang_up) as inside, pytest.raises(InvalidOption, match="no longer answers"):
         inside.ask("look")

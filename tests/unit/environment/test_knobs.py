@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from modelguard.environment import _knobs
@@ -62,6 +64,22 @@ def test_a_value_that_some_format_would_change_is_rejected(value: str) -> None:
 def test_a_value_that_every_format_can_hold_is_accepted(value: str) -> None:
     """Inner spaces, quotes, special characters and letters of any alphabet are allowed."""
     assert value == make(value=value).value
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "why"),
+    [
+        ("name", None, "must be text, not None"),
+        ("value", 4, "must be text, not an int"),
+        ("reader", b"it", "must be text"),
+        ("does", None, "must be text"),
+        ("read_at", "at night", "is not a known moment"),
+    ],
+)
+def test_an_attribute_of_another_kind_is_rejected(attribute: str, value: object, why: str) -> None:
+    """The error names it at once, and not when the preset is written or explained."""
+    with pytest.raises(InvalidOption, match=rf"{attribute}=.*{why}"):
+        dataclasses.replace(make(), **{attribute: value})
 
 
 def make(name: str = "A", value: str = "1") -> Knob:

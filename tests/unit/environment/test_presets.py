@@ -248,7 +248,12 @@ def test_an_invalid_number_of_cpus(value: object) -> None:
 
 @pytest.mark.parametrize(
     ("other", "fix"),
-    [("low-memory", "presets.get('low-memory')"), (None, "Write for example presets.get"), (3, "presets.get")],
+    [
+        ("low-memory", "presets.get('low-memory')"),
+        (None, "Write for example presets.get"),
+        (3, "presets.get"),
+        ([], "presets.get"),
+    ],
 )
 def test_only_presets_are_composed(other: Any, fix: str) -> None:
     """A preset's name is not the preset: the error says how to get it, on either side of ``|``."""
@@ -285,3 +290,19 @@ def test_a_name_that_would_be_a_line_of_its_own(name: str) -> None:
     """A name is written into a comment, and must not end it."""
     with pytest.raises(InvalidOption, match="must be printable text in one line"):
         Preset(name, "Mine.", ())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "why"),
+    [
+        (None, "must be a tuple"),
+        (["A=1"], "must be a tuple, not a list"),
+        (("A=1",), "must be a Knob, not a str"),
+        ((presets.get("low-memory").knobs[0],) * 2, "must set no variable twice"),
+    ],
+    ids=["none", "list", "text", "twice"],
+)
+def test_knobs_that_are_none(knobs: Any, why: str) -> None:
+    """A preset has knobs, each for a variable of its own; anything else is rejected where it is made."""
+    with pytest.raises(InvalidOption, match=f"knobs=.*{why}"):
+        Preset("mine", "Mine.", knobs)

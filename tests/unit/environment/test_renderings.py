@@ -170,9 +170,9 @@ def test_every_preset_has_every_format(name: str, format: str) -> None:  # noqa:
 @pytest.mark.parametrize("format", _presets.formats())
 def test_a_comment_stays_a_comment(format: str) -> None:  # noqa: A002
     """A custom knob cannot break out of its comment with a newline."""
-    broken = Knob("A", "1", "any time", "it", "does\nB=2", "costs", "source")
+    broken = Knob("A", "1", "any time", "it\nC=3", "does\nB=2", "costs", "source")
     text = Preset("mine", "Mine.", (broken,)).render(format)  # type: ignore[arg-type]
-    assert "# it: does B=2\n" in text
+    assert "# it C=3: does B=2\n" in text
 
 
 @pytest.mark.parametrize("format", ["toml", "", "Shell"])

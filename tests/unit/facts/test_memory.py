@@ -408,7 +408,7 @@ def test_while_one_thread_reads_the_others_get_the_last_reading() -> None:
 
 
 def test_after_a_failed_reading_others_still_read() -> None:
-    """The lock around a reading is released however the reading ends."""
+    """The lock around a reading is released however the reading ends; meanwhile the last one counts."""
     readings = Readings(cost=0.0)
     fail = False
 
@@ -420,7 +420,8 @@ def test_after_a_failed_reading_others_still_read() -> None:
     meter = PrivateMeter(read, readings.clock)
     meter()
     fail = True
+    assert 1 == meter()
     with pytest.raises(OSError, match="error"):
-        meter()
+        meter(fresh=True)
     fail = False
     assert 2 == meter()

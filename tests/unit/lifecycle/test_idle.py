@@ -458,6 +458,19 @@ class TestUnload:
         guard.reload()
         assert 2 == len(errors)
 
+    def test_ends_the_retries_of_a_reload_that_has_failed(self, world: World) -> None:
+        """Nothing loads before the next use, and that waits for no retry."""
+        guard = world.guard()
+        number(guard)
+        world.loader.fails = True
+        with pytest.raises(LoadFailed):
+            guard.reload()
+        world.loader.fails = False
+        guard.unload()
+        idle_for(world, guard, 60)
+        assert ("idle", None, 2) == (guard.status().state, guard.status().last_error, world.loader.calls)
+        assert 3 == number(guard)
+
     def test_a_reload_wakes_it(self, world: World) -> None:
         """``reload()`` loads a model, used or not."""
         guard = world.guard()
