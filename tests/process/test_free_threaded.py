@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import importlib.util
 import os
@@ -12,6 +13,7 @@ import sys
 import sysconfig
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,28 @@ def test_one_batched_function_serves_eight_event_loops() -> None:
     status = double.status()
     assert (2 * LOOPS * CALLS, 0, 0) == (status.answered, status.waiting, status.running)
     assert 2 * LOOPS * CALLS == sum(sizes)
+
+
+def test_threads_that_a_call_starts_keep_nothing_of_its_context() -> None:
+    """What a request has in context variables goes with it, though threads of loads and deadlines stay."""
+    request: contextvars.ContextVar[Model] = contextvars.ContextVar("request")
+
+    @batched(max_size=4, deadline="1m")
+    @guard(Model, reload_on=None)
+    def double(model: Model, items: list[int]) -> list[int]:
+        return [model(item) for item in items]
+
+    def first_call() -> weakref.ref[Model]:
+        request.set(Model())
+        assert 4 == double(2)
+        return weakref.ref(request.get())
+
+    gone = contextvars.Context().run(first_call)
+    gc.collect()
+    assert gone() is None
+    assert {"modelguard-load", "modelguard-deadlines"} <= {
+        "-".join(thread.name.split("-")[:2]) for thread in threading.enumerate()
+    }
 
 
 @pytest.mark.parametrize(

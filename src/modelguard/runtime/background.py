@@ -31,9 +31,10 @@ def start_thread(work: Work, name: str) -> threading.Thread:
     Raises:
         RuntimeError: The system gives no thread, or the interpreter is shutting down.
     """
-    # Free-threaded interpreters give a thread the context of whoever starts it: it would count as part of a call.
-    thread = threading.Thread(target=partial(Context().run, work), name=name, daemon=True)
-    thread.start()
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    # Free-threaded interpreters give a thread the context of whoever starts it: it would count as part of a call, and
+    # keep alive what that has in its context.
+    Context().run(thread.start)
     return thread
 
 

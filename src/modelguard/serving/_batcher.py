@@ -396,10 +396,10 @@ class Batcher(fork.Forkable):
                 scope.web_request.add(request, partial(self.cancel, request, notify=True))
 
     def put_plain(self, request: Request) -> None:
-        """:meth:`put` for a coroutine's call with nothing but an item; mostly without the lock.
+        """:meth:`put` for a call with nothing but an item; mostly without the lock.
 
-        A lock costs as much as everything else here, and more while another thread holds it. Loops in several threads
-        may exceed ``max_queue`` together, by one call each.
+        A lock costs as much as everything else here, and more while another thread holds it. Threads may exceed
+        ``max_queue`` together, by one call each.
         """
         queue, now = self._queue, clock.now()
         if (

@@ -201,6 +201,22 @@ class Decorated(Entered):
             fix = "Call it in another thread; or f.submit(item), which does not block."
             raise WouldDeadlock(self.name, why=f"{why} its own thread, which runs this callback or hook", fix=fix)
 
+    def _put_one(
+        self,
+        request: Request,
+        timeout: _units.Duration | None,
+        priority: int,
+        extras: dict[str, Any],
+        others: tuple[object, ...] = (),
+    ) -> None:
+        """:meth:`_put` for a single request, by the shortest way."""
+        if extras or others or timeout is not None or priority or self._always_checked or type(request.item) is list:
+            self._put([request], timeout, priority, extras, others)
+            return
+        if self._weigh is not None:
+            request.weight = self._weigh(request.item)
+        self._batcher.put_plain(request)
+
     def _put(
         self,
         requests: Sequence[Request],
@@ -438,7 +454,7 @@ class Batched(Decorated, Generic[X, Y]):
             request = Request(item)
             request.answered = threading.Lock()
             request.answered.acquire()
-            self._put([request], timeout, priority, extras)
+            self._put_one(request, timeout, priority, extras)
             try:
                 return request.wait()
             except BaseException:
@@ -462,12 +478,7 @@ class Batched(Decorated, Generic[X, Y]):
         call: asyncio.Future[Y] = asyncio.Future(loop=loop)  # what loop.create_future() does, in half the time
         request: Request = _new(Request)  # its __init__ would take as long as everything else here
         request.item, request.future, request.loop = item, call, loop
-        if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
-            self._put([request], timeout, priority, extras, others)
-        else:
-            if self._weigh is not None:
-                request.weight = self._weigh(item)
-            self._batcher.put_plain(request)
+        self._put_one(request, timeout, priority, extras, others)
         try:
             return await call
         except (asyncio.CancelledError, GeneratorExit) as error:  # the task was cancelled, or the coroutine closed
@@ -486,7 +497,7 @@ class Batched(Decorated, Generic[X, Y]):
         future = CancellableFuture()
         request = Request(item, future)
         future.on_cancel = functools.partial(self._batcher.cancel, request, notify=True)
-        self._put([request], timeout, priority, extras, others)
+        self._put_one(request, timeout, priority, extras, others)
         return future
 
     def map(
@@ -637,7 +648,7 @@ class BatchedStream(Decorated, Generic[X, Y]):
         """
         request = StreamRequest(item, (self._options.buffer or Buffer()).parts)
         stream: Stream[Y] = Stream(self.name, request, self._batcher.cancel, self._batcher.drop)
-        self._put([request], timeout, priority, extras, others)
+        self._put_one(request, timeout, priority, extras, others)
         stream.opened()
         return stream
 

@@ -467,9 +467,10 @@ class StreamRun:
             verdict: Verdict = "succeeded" if self._succeeded else "inconclusive"
             whole = bool(self._succeeded or self._failed)  # else it was cut short, and its time says nothing
             return Computed([None] * len(live), self._failed, verdict, whole=whole, stalled=self._stalled)
-        left = sum(live)
-        outcomes = [Failure(error_for_caller(error, self._function.name, left)) if waits else None for waits in live]
-        failed, verdict = self._failed + left, verdict_of([error], self._function.ignore)
+        # The error may also be that of an item whose consumer has left, but of none that has ended.
+        name, count = self._function.name, len(live) - self._succeeded - self._failed
+        outcomes = [Failure(error_for_caller(error, name, count)) if waits else None for waits in live]
+        failed, verdict = self._failed + sum(live), verdict_of([error], self._function.ignore)
         return Computed(outcomes, failed, verdict, error, stalled=self._stalled)
 
 

@@ -1,4 +1,4 @@
-"""Calls of coroutines that need nothing but room are queued without the lock: they keep all promises."""
+"""Calls that need nothing but room are queued without the lock: they keep all promises."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import Gated, next_turn, until
+from tests.unit.serving.gated import Gated, ends_beside, next_turn, queued, until
 
 from modelguard import batched, deadline
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull
@@ -58,6 +58,19 @@ def test_the_order_is_that_of_the_calls(model: Gated) -> None:
 
     asyncio.run(run())
     assert [["first"], [0, 1], [2, 3], [4]] == model.batches
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": lambda item: 2}], ids=["plain", "weight"])
+def test_a_call_of_a_thread_waits_for_no_other_thread_to_be_queued(model: Gated, options: dict[str, Any]) -> None:
+    """Whoever holds the lock, it takes its place; and it gets its answer in its turn."""
+    f, futures = batched(max_size=2, **options)(model), list[Any]()
+    (second,) = queued(f, model, 2)
+    assert ends_beside(f, lambda: futures.append(f.submit(3)))
+    assert 2 == f.status().waiting
+    model.gate.set()
+    assert [2, 3] == [second.result(20), futures[0].result(20)]
+    assert [["first"], [2, 3]] == model.batches
+    assert 4 == f(4)
 
 
 def test_a_cancelled_call_is_not_computed(model: Gated) -> None:

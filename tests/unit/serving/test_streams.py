@@ -303,6 +303,25 @@ def test_a_slow_consumer_is_dropped() -> None:
         next(slow)
 
 
+def test_no_consumer_gets_the_error_of_one_that_has_left() -> None:
+    """A web service would tell it that its own input is bad."""
+    gone = threading.Event()
+
+    @batched(max_size=2, max_wait="20s")
+    def f(items: list[str]) -> Iterator[list[str]]:
+        yield items
+        assert gone.wait(TIMEOUT)
+        raise ValueError(f"cannot read {items[0]}")
+
+    bad, good = f.stream("bad"), f.stream("good")
+    assert "bad" == next(bad)
+    bad.close()
+    gone.set()
+    assert "good" == next(good)
+    with pytest.raises(BatchFailed, match="a batch of 2: ValueError: cannot read bad"):
+        next(good)
+
+
 # Closing and events
 
 
