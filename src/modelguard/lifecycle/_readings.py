@@ -188,7 +188,7 @@ class Probe:
             late = [call for call, since in self._running.items() if now - since >= self._policy.timeout]
             for call in late:
                 self._give_up(call)
-            ask = now >= self._next and not self._running and len(self._hanging) < MOST_HANGING
+            ask = now >= self._next and not self._running
             if ask:
                 self._next = now + self._pause(runtime)
         if late:
@@ -200,6 +200,9 @@ class Probe:
         """Ask now, in a thread; returns the number of the call, and what becomes its value, ``UNKNOWN`` if it fails."""
         future: Future[object] = Future()
         with self._lock:
+            if len(self._hanging) + len(self._running) >= MOST_HANGING:
+                future.set_result(UNKNOWN)
+                return 0, future
             self._asked += 1
             call = self._asked
             self._running[call] = runtime.clock()
