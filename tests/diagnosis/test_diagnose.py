@@ -156,7 +156,7 @@ def test_a_function_that_forks(folder: Path, target: str) -> None:
 
 @pytest.mark.parametrize("name", ["later", "streams"])
 def test_what_a_call_gives_is_awaited(folder: Path, name: str) -> None:
-    """Asynchronous generators, and coroutines of functions that are not ``async`` themselves: else nothing would run."""
+    """Asynchronous generators, and coroutines of functions that are not ``async`` themselves: else nothing runs."""
     report = diagnose(f"app:{name}", seconds=4, cwd=folder)
     assert "grows" == report.verdict
     assert "app.kept (list" in report.causes[0].seen

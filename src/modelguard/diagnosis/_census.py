@@ -156,7 +156,7 @@ _UNLISTED = {id(kind): kind.__len__ for kind in (dict, bytearray, array.array)}
 
 
 def _learn(kind: type) -> _Kind:
-    module, label = kind.__module__, kind.__name__
+    module, label = getattr(kind, "__module__", "?"), kind.__name__  # types of SWIG have none
     name = _NAMES.get((module, label), "caught errors" if issubclass(kind, BaseException) else "")
     length = next((length for base, length in _LENGTHS if issubclass(kind, base)), None)
     written = bool(kind.__flags__ & (1 << 9))  # in Python
@@ -197,7 +197,7 @@ def look() -> tuple[dict[str, int], dict[str, int]]:
     found["sqlite bytes"] = _sqlite_bytes()
     known = walk.kinds  # a walk in a closure is among its own objects: they would stay
     many = ((known[key].of, number) for key, number in numbers.items() if number > _MANY and key not in _IMPORTED)
-    return dict(found), {f"{kind.__module__}.{kind.__qualname__}": number for kind, number in many}
+    return dict(found), {f"{getattr(kind, '__module__', '?')}.{kind.__qualname__}": number for kind, number in many}
 
 
 def _sqlite_bytes() -> int:

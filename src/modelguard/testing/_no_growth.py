@@ -372,8 +372,7 @@ def _places(run: Callable[[], None], calls: int) -> list[str]:
 
 
 def _types() -> Counter[str]:
-    kinds = map(type, gc.get_objects())
-    return Counter(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.") for kind in kinds)
+    return Counter(_units.type_name(type(one)).removeprefix("builtins.") for one in gc.get_objects())
 
 
 def _message(fn: Callable[..., object], stretch: _Stretch, grew: list[str]) -> str:

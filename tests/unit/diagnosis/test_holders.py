@@ -12,6 +12,7 @@ from typing import ClassVar, NoReturn
 from unittest import mock
 
 import pytest
+from tests.unit.of_no_module import SwigPyObject
 
 from modelguard.diagnosis import _census
 from modelguard.facts import _holders
@@ -440,6 +441,14 @@ def test_views_weigh_what_they_show(app: types.ModuleType) -> None:
     held = grown(before, 50)[0]
     assert ("held_app.errors", "numpy.ndarray") == (held.path, held.of)
     assert 50 * 80_000 <= held.size < 50 * 90_000
+
+
+def test_types_may_have_no_module(app: types.ModuleType) -> None:
+    """As those of C libraries: the container is named all the same, and the objects are counted."""
+    before = _census.moment()
+    app.errors += [SwigPyObject() for _ in range(200)]
+    assert ["held_app.errors (list, +200 entries) -> ?.SwigPyObject"] == [str(held) for held in grown(before, 200)]
+    assert 200 == _census.look()[1]["?.SwigPyObject"]
 
 
 def test_a_variable_of_a_running_call_is_named() -> None:
