@@ -190,8 +190,9 @@ def look() -> tuple[dict[str, int], dict[str, int]]:
                 found[kind.name] += number
             if kind.inner is not None:
                 for one in (one for one, its in zip(chunk, keys, strict=True) if its == key):
-                    name, inside = kind.inner(one)
-                    found[name] += inside
+                    with contextlib.suppress(Exception):  # another thread has only begun to make it
+                        name, inside = kind.inner(one)
+                        found[name] += inside
     found["spacy strings"] = sum(map(len, {id(nlp.vocab.strings): nlp.vocab.strings for nlp in pipelines()}.values()))
     found["metric series"] = sum(len(getattr(collector, "_metrics", ())) for collector in _collectors())
     found["sqlite bytes"] = _sqlite_bytes()

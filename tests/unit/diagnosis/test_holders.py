@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import sys
 import types
 import weakref
@@ -449,6 +450,15 @@ def test_types_may_have_no_module(app: types.ModuleType) -> None:
     app.errors += [SwigPyObject() for _ in range(200)]
     assert ["held_app.errors (list, +200 entries) -> ?.SwigPyObject"] == [str(held) for held in grown(before, 200)]
     assert 200 == _census.look()[1]["?.SwigPyObject"]
+
+
+def test_a_queue_that_is_being_made_has_no_items_yet() -> None:
+    """Another thread may stand between its creation and its first line: the rest is counted."""
+    begun, full = (queue.Queue.__new__(queue.Queue), queue.Queue[int]())  # type: ignore[type-arg] # as it is called
+    before = _census.look()[0].get("queued items", 0)
+    full.put(1)
+    assert before + 1 == _census.look()[0]["queued items"]
+    del begun
 
 
 def test_a_variable_of_a_running_call_is_named() -> None:
