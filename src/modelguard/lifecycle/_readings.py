@@ -464,6 +464,8 @@ class Readings:
                 self._read_memory(now)
         # Read once, and copied in one step: the end of a load begins anew, in its own thread.
         memory, gpu, seen = self._memory.level, self._gpu, self._seen.copy()
+        answers = [(part.probe, self._probes[part].answers) for part in self._asked]
+        answers.sort(key=lambda answer: answer[1].changed)  # of a probe that two policies ask, a change counts
         return Snapshot(
             generation=generation.number,
             age=age,
@@ -481,7 +483,7 @@ class Readings:
             first=generation.number == 1 and self._guard.state.epoch == 0,
             time=self._guard.runtime.wall_clock(),
             files=MappingProxyType({path: self._change(path, *found, now) for path, found in seen.items()}),
-            probes=MappingProxyType({part.probe: self._probes[part].answers for part in self._asked}),
+            probes=MappingProxyType(dict(answers)),
             gauges=_gauges(generation),
             first_gauges=self._first_gauges,
         )

@@ -74,6 +74,14 @@ def test_calls_do_not_ask(world: World, source: Source) -> None:
     assert 5 == source.asked
 
 
+def test_a_probe_may_have_two_policies(world: World, source: Source) -> None:
+    """As one that is asked seldom by day and often at night: the first that sees a change replaces the model."""
+    often, seldom = Changed(source, every="1m"), Changed(source, every="1h")
+    pair = [probing(world, policy) for policy in (often | seldom, seldom | often)]
+    source.value = "b"
+    assert [2, 2] == [polls(world, guard, 3) for guard in pair]
+
+
 def test_a_change_while_the_model_loads_is_not_lost(world: World, source: Source) -> None:
     """The value counts that was there before the loader ran, because the loader may have read the older model."""
     world.loader.hold()
