@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 APP = """
-import asyncio, ctypes, os, signal, socket, subprocess, sys, threading, time
+import asyncio, ctypes, os, signal, socket, subprocess, sys, tempfile, threading, time
 kept = []
 class Deep:
     async def predict(self, text, *, times=1):
@@ -66,7 +66,11 @@ def lazily(text):
 def later(): return model.predict("x")
 async def streams():
     yield await later()
-def leaves(): sys.exit(7)
+def leaves():
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+    sys.exit(7)
 def floods(): kept.append(b"x" * 20_000_000)
 """
 
@@ -163,7 +167,7 @@ def test_what_a_call_gives_is_awaited(folder: Path, name: str) -> None:
 
 
 def test_calls_that_leave_the_program_are_failures(folder: Path) -> None:
-    """As ``sys.exit()`` does, a cancellation, and the timeouts of some libraries: they are counted as others are."""
+    """As ``sys.exit()`` does, a cancellation, and the timeouts of some libraries; also in a folder that is removed."""
     measured = diagnose("app:leaves", seconds=4, cwd=folder).measured
     assert measured.failures == measured.calls[-1] > 0
     assert ["SystemExit"] == [error.partition(" at ")[0] for error in measured.errors]

@@ -123,7 +123,7 @@ class Target:
         self._inputs = given
         self._around = around
         self._taken = 0
-        self._pid = os.getpid()
+        self._pid, self._folder = os.getpid(), Path.cwd()  # calls may leave it, or remove it
         self._in_loop = asynchronous or is_async(function)
         self.calls = 0
         self.failures = self.failed = 0
@@ -200,7 +200,7 @@ class Target:
         except BaseException as error:  # noqa: BLE001 - failures are counted, those of sys.exit() and timeouts too
             self.failures += 1
             self.failed = self.failed or self._taken
-            self.errors[_described(error)] = None
+            self.errors[_described(error, self._folder)] = None
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 raise Exhausted from None
         if os.getpid() != self._pid:
@@ -209,9 +209,8 @@ class Target:
             self.seconds.append(time.perf_counter() - began)
 
 
-def _described(error: BaseException) -> str:
+def _described(error: BaseException, here: Path) -> str:
     """The type of an error and where it came from. Its message may hold personal data, and is not told."""
-    here = Path.cwd()
     own = [
         each for each in traceback.extract_tb(error.__traceback__) if not Path(each.filename).is_relative_to(_PACKAGE)
     ]
