@@ -440,6 +440,11 @@ def kind_of(value: object) -> str:
     return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
+def type_name(kind: type) -> str:
+    """The full name of a type. Those of SWIG 4.1 to 4.3, as in faiss, are of no module."""
+    return f"{getattr(kind, '__module__', '?')}.{kind.__qualname__}"
+
+
 def format_bytes(count: int) -> str:
     """Write bytes for a message, in powers of 1000: ``"1.2 GB"``, ``"500 MB"``, ``"-3 kB"``."""
     power = 0

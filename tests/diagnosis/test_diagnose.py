@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 APP = """
-import asyncio, ctypes, os, signal, socket, subprocess, threading, time
+import asyncio, ctypes, os, signal, socket, subprocess, sys, tempfile, threading, time
 kept = []
 class Deep:
     async def predict(self, text, *, times=1):
@@ -63,6 +63,14 @@ def pool():
     if len(kept) < 20: kept.append(open("app.py"))
 def lazily(text):
     yield text
+def later(): return model.predict("x")
+async def streams():
+    yield await later()
+def leaves():
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+    sys.exit(7)
 def floods(): kept.append(b"x" * 20_000_000)
 """
 
@@ -148,6 +156,21 @@ def test_a_function_that_forks(folder: Path, target: str) -> None:
     report = diagnose(target, calls=240, seconds=30, cwd=folder)
     assert "steady" == report.verdict
     assert report.measured.calls[-1] in (24 * 6, 3 * 24 * 6)  # the second where one run leaves it undecided
+
+
+@pytest.mark.parametrize("name", ["later", "streams"])
+def test_what_a_call_gives_is_awaited(folder: Path, name: str) -> None:
+    """Asynchronous generators, and coroutines of functions that are not ``async`` themselves: else nothing runs."""
+    report = diagnose(f"app:{name}", seconds=4, cwd=folder)
+    assert "grows" == report.verdict
+    assert "app.kept (list" in report.causes[0].seen
+
+
+def test_calls_that_leave_the_program_are_failures(folder: Path) -> None:
+    """As ``sys.exit()`` does, a cancellation, and the timeouts of some libraries; also in a folder that is removed."""
+    measured = diagnose("app:leaves", seconds=4, cwd=folder).measured
+    assert measured.failures == measured.calls[-1] > 0
+    assert ["SystemExit"] == [error.partition(" at ")[0] for error in measured.errors]
 
 
 def test_calls_decide_and_not_the_time(folder: Path) -> None:

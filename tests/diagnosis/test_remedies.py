@@ -33,6 +33,11 @@ def plain(model, text):
 @service
 async def slowly(model, text):
     model(text)
+kept = Model()
+def lazily(text):
+    yield kept(text)
+async def streams(text):
+    yield kept(text)
 """
 
 
@@ -66,6 +71,14 @@ def test_what_a_model_keeps_goes_with_the_model(folder: Path, target: str, load:
     assert report.trials is not None
     assert report.trials.recommended in tried
     assert report.trials.contains
+
+
+@pytest.mark.parametrize("name", ["lazily", "streams"])
+def test_streams_are_tried_in_workers(folder: Path, name: str) -> None:
+    """A generator runs in the worker, whose calls succeed: it is not refused as a result that cannot be sent."""
+    inputs = str(folder / "texts.jsonl")
+    report = diagnose(f"app:{name}", inputs=inputs, calls=1500, seconds=60, trial_seconds=2, cwd=folder)
+    assert "failed" not in trials(report)["isolate"].stopped
 
 
 def test_what_the_allocator_retains_goes_with_its_process() -> None:

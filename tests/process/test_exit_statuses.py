@@ -168,3 +168,12 @@ def test_a_pipe_that_closes_keeps_the_verdict(folder: Path) -> None:
     """The status of a diagnosis is its verdict, also where only its beginning is read."""
     done = modelguard(folder, "diagnose", "app:opens", *CALLS, "--json", redirected="| head -c 10")
     assert (1, "") == (done.returncode, done.stderr)
+
+
+def test_what_the_output_cannot_show_keeps_the_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name in another script than that of the terminal is escaped."""
+    (folder / "会話.py").write_text("kept = []\ndef 要約(): kept.append(open('app.py'))\n", "utf-8")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = modelguard(folder, "diagnose", "会話:要約", *CALLS)
+    assert (1, "") == (done.returncode, done.stderr)
+    assert done.stdout.startswith("Diagnosed: \\u4f1a\\u8a71:")

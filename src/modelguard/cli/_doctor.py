@@ -119,13 +119,13 @@ def _compared(report: DoctorReport, baseline: str | None) -> DoctorReport:
 def _show(report: DoctorReport, stream: TextIO) -> None:
     from modelguard.diagnosis._report import as_text
 
-    live, encoding = stream.isatty(), stream.encoding or "utf-8"
+    live = stream.isatty()
     show = _colours(stream) if live and not os.environ.get("NO_COLOR") else None
     for style, line in as_text(report, width=shutil.get_terminal_size().columns if live else None):
         if show:
             show(line, style)
         else:
-            print(line if live else line.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+            print(line, file=stream)
 
 
 def _colours(stream: TextIO) -> Callable[[str, str], None] | None:

@@ -156,7 +156,7 @@ _UNLISTED = {id(kind): kind.__len__ for kind in (dict, bytearray, array.array)}
 
 
 def _learn(kind: type) -> _Kind:
-    module, label = kind.__module__, kind.__name__
+    module, label = getattr(kind, "__module__", "?"), kind.__name__  # types of SWIG have none
     name = _NAMES.get((module, label), "caught errors" if issubclass(kind, BaseException) else "")
     length = next((length for base, length in _LENGTHS if issubclass(kind, base)), None)
     written = bool(kind.__flags__ & (1 << 9))  # in Python
@@ -190,14 +190,15 @@ def look() -> tuple[dict[str, int], dict[str, int]]:
                 found[kind.name] += number
             if kind.inner is not None:
                 for one in (one for one, its in zip(chunk, keys, strict=True) if its == key):
-                    name, inside = kind.inner(one)
-                    found[name] += inside
+                    with contextlib.suppress(Exception):  # another thread has only begun to make it
+                        name, inside = kind.inner(one)
+                        found[name] += inside
     found["spacy strings"] = sum(map(len, {id(nlp.vocab.strings): nlp.vocab.strings for nlp in pipelines()}.values()))
     found["metric series"] = sum(len(getattr(collector, "_metrics", ())) for collector in _collectors())
     found["sqlite bytes"] = _sqlite_bytes()
     known = walk.kinds  # a walk in a closure is among its own objects: they would stay
     many = ((known[key].of, number) for key, number in numbers.items() if number > _MANY and key not in _IMPORTED)
-    return dict(found), {f"{kind.__module__}.{kind.__qualname__}": number for kind, number in many}
+    return dict(found), {f"{getattr(kind, '__module__', '?')}.{kind.__qualname__}": number for kind, number in many}
 
 
 def _sqlite_bytes() -> int:
@@ -390,10 +391,10 @@ def loaded() -> list[str]:
 
 
 def guard_uses() -> list[tuple[str, int, int]]:
-    """The guards of this process: name, generation, and calls that have ended on it."""
+    """The guards of this process: what tells each from the others, generation, and calls that have ended on it."""
     module = sys.modules.get("modelguard.lifecycle.guard")
-    statuses = [guard.status() for guard in module.guards()] if module is not None else []
-    return [(status.name, status.generation, status.uses) for status in statuses]
+    statuses = [(id(guard), guard.status()) for guard in module.guards()] if module is not None else []
+    return [(f"{status.name} at {number:#x}", status.generation, status.uses) for number, status in statuses]
 
 
 def cache_sizes() -> dict[int, int]:

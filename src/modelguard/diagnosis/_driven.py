@@ -10,12 +10,13 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelguard import memory
+from modelguard._units import function_kind
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._counts import Counts, Exhausted, compiled, kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
@@ -500,8 +501,15 @@ def isolated_function(config: dict[str, Any], module: str) -> Isolated[..., Any]
     async def acall(*args: Any, **kwargs: Any) -> Any:
         return await plain(*args, **kwargs)
 
-    chosen = acall if _target.is_async(plain) else call
-    return isolate(workers=1, timeout=None, recycle_on=policy)(_as_call(chosen, module))
+    def stream(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        yield from plain(*args, **kwargs)
+
+    async def astream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async for each in plain(*args, **kwargs):
+            yield each
+
+    same = {"coroutine": acall, "generator": stream, "async generator": astream}.get(function_kind(plain), call)
+    return isolate(workers=1, timeout=None, recycle_on=policy)(_as_call(same, module))
 
 
 def _as_call(function: Any, module: str) -> Any:

@@ -25,7 +25,7 @@ def as_text(report: GrowthReport) -> Iterator[str]:
     causes = ((f"{one.share:.0%} {one.name}", one.seen, one.fix) for one in report.causes)
     growing = ((one.told(measured.per), one.seen, one.fix) for one in measured.growing)
     for head, seen, fix in (*causes, *growing):
-        yield from ("", head, f"  seen  {printable(seen)}", f"  fix   {fix}")
+        yield from ("", head, f"  seen  {printable(seen)}", f"  fix   {printable(fix)}")
     if report.causes:
         yield from ("", f"{report.unexplained:.0%} is unexplained.")
     if measured.libraries:

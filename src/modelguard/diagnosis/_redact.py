@@ -19,7 +19,8 @@ _WORD = (
     r"(?:KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE|DSN|SIGNATURE|PRIVATE|SESSION|JWT|WEBHOOK|SALT|BEARER"
     r"|CONNECTION[_-]?STRING|(?<![A-Z0-9])(?:PW|SIG|SAS|PIN|OTP)(?![A-Z0-9]))"
 )
-_NAME = rf"[\w.-]*{_WORD}[\w.-]*"
+#: Looked for where a name begins, and to its end: a word of a command may have thousands of letters.
+_NAME = rf"(?<![\w.-])[\w.-]*{_WORD}[\w.-]*+"
 _IS_NAME = re.compile(_NAME, re.IGNORECASE)
 
 #: Not passwords, but a shell's current and previous folders.
@@ -53,8 +54,8 @@ _BEFORE_VALUE = (
     # password=..., "password": "...", password => ...
     rf"{_NAME}(?:\\*['\"])?\]?\s*(?:=>|:=|==|[=:])\s*",
     # --password ..., -p ...; in SQL: PASSWORD '...', IDENTIFIED BY '...'
-    rf"(?<!\S)--?{_NAME}\s+",
-    rf"\b{_NAME}\s+(?=['\"])",
+    rf"(?<!\S)(?=-){_NAME}\s+",
+    rf"{_NAME}\s+(?=['\"])",
     r"\bIDENTIFIED\s+BY\s+",
     r"(?<!\S)(?-i:-[pa])\s+(?=\S)",
     r"(?<!\S)(?-i:-p)(?=\S)",

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import errno
 import faulthandler
+import functools
 import inspect
 import itertools
 import json
@@ -19,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +123,8 @@ class Target:
         self._inputs = given
         self._around = around
         self._taken = 0
-        self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop() if asynchronous or is_async(function) else None
+        self._pid, self._folder = os.getpid(), Path.cwd()  # calls may leave it, or remove it
+        self._in_loop = asynchronous or is_async(function)
         self.calls = 0
         self.failures = self.failed = 0
         self.errors: dict[str, None] = {}
@@ -145,7 +146,7 @@ class Target:
         """Call it so many times, or until the time is up; returns how many calls were made."""
         calls = self._run(count, until, given or self.next_input)
         try:
-            if self._loop is not None:
+            if self._in_loop:
                 return self._loop.run_until_complete(calls)
             calls.send(None)  # nothing is awaited, so it comes to its end
         except StopIteration as end:
@@ -155,23 +156,33 @@ class Target:
             self._patience.end()
         raise AssertionError
 
+    @functools.cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
+
     async def _run(self, count: int, until: float, take: Callable[[], Arguments]) -> int:
         for done in range(count):
             given, named = take()
             with self._counted(), self._around():
                 result = self._function(*given, **named)
-                if self._loop is not None:
-                    await self._awaited(self._loop, result)
+                if self._in_loop:
+                    await self._awaited(result)
+                elif inspect.isawaitable(result) or hasattr(type(result), "__anext__"):
+                    self._loop.run_until_complete(self._awaited(result))  # of a function that does not say so
                 elif hasattr(type(result), "__next__"):
                     deque(result, maxlen=0)
             if time.monotonic() > until:
                 return done + 1
         return count
 
-    async def _awaited(self, loop: asyncio.AbstractEventLoop, result: Awaitable[object]) -> None:
-        timer = self._patience.watch(loop, result)
+    async def _awaited(self, result: Awaitable[object] | AsyncIterator[object]) -> None:
+        timer = self._patience.watch(self._loop, result)
         try:
-            await result
+            if isinstance(result, AsyncIterator):
+                async for _ in result:
+                    pass
+            else:
+                await result
         finally:
             if timer is not None:
                 timer.cancel()
@@ -184,10 +195,12 @@ class Target:
         began = time.perf_counter()
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - failures are counted
+        except (Exhausted, GeneratorExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 - failures are counted, those of sys.exit() and timeouts too
             self.failures += 1
             self.failed = self.failed or self._taken
-            self.errors[_described(error)] = None
+            self.errors[_described(error, self._folder)] = None
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 raise Exhausted from None
         if os.getpid() != self._pid:
@@ -196,9 +209,8 @@ class Target:
             self.seconds.append(time.perf_counter() - began)
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException, here: Path) -> str:
     """The type of an error and where it came from. Its message may hold personal data, and is not told."""
-    here = Path.cwd()
     own = [
         each for each in traceback.extract_tb(error.__traceback__) if not Path(each.filename).is_relative_to(_PACKAGE)
     ]

@@ -149,7 +149,7 @@ def _held(way: str, one: Any, more: int, weight: _Weight, link: Any = None) -> H
 
 
 def name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    return f"{getattr(kind, '__module__', '?')}.{kind.__qualname__}".removeprefix("builtins.")
 
 
 # Who refers to an object that should be gone

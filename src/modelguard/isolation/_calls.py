@@ -690,5 +690,5 @@ def _culprit(arguments: Arguments) -> str:
         try:
             _channel.dumps(value)
         except Exception:  # noqa: BLE001 - pickling runs any code
-            return f"{name}, of type {type(value).__module__}.{type(value).__qualname__}"
+            return f"{name}, of type {_units.type_name(type(value))}"
     return "they"

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from modelguard import prefork
-from modelguard._units import FunctionKind
+from modelguard._units import FunctionKind, type_name
 from modelguard.errors import TransferRefused, text_of, told
 from modelguard.isolation import _channel, _isolation_options, _processes, _supervisor
 from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unreadable
@@ -403,7 +403,7 @@ class Serving:
 def _describe(value: object) -> str:
     kind = value.__class__  # what a guard's proxy of a lazy result stands for
     hint = "; write a generator function, so that its items are streamed" if hasattr(kind, "__next__") else ""
-    return f"an object of type {kind.__module__}.{kind.__qualname__}{hint}"
+    return f"an object of type {type_name(kind)}{hint}"
 
 
 async def _next(items: Any) -> Any:

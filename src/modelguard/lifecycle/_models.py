@@ -83,7 +83,7 @@ def _is_loaded(name: str) -> bool:
 
 
 def _module(model: object) -> str | None:
-    names = (f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__)
+    names = map(_units.type_name, type(model).__mro__)
     return next((_MODULES[name] for name in names if name in _MODULES), None)
 
 

@@ -188,7 +188,7 @@ class Probe:
             late = [call for call, since in self._running.items() if now - since >= self._policy.timeout]
             for call in late:
                 self._give_up(call)
-            ask = now >= self._next and not self._running and len(self._hanging) < MOST_HANGING
+            ask = now >= self._next and not self._running
             if ask:
                 self._next = now + self._pause(runtime)
         if late:
@@ -200,6 +200,9 @@ class Probe:
         """Ask now, in a thread; returns the number of the call, and what becomes its value, ``UNKNOWN`` if it fails."""
         future: Future[object] = Future()
         with self._lock:
+            if len(self._hanging) + len(self._running) >= MOST_HANGING:
+                future.set_result(UNKNOWN)
+                return 0, future
             self._asked += 1
             call = self._asked
             self._running[call] = runtime.clock()
@@ -461,6 +464,8 @@ class Readings:
                 self._read_memory(now)
         # Read once, and copied in one step: the end of a load begins anew, in its own thread.
         memory, gpu, seen = self._memory.level, self._gpu, self._seen.copy()
+        answers = [(part.probe, self._probes[part].answers) for part in self._asked]
+        answers.sort(key=lambda answer: answer[1].changed)  # of a probe that two policies ask, a change counts
         return Snapshot(
             generation=generation.number,
             age=age,
@@ -478,7 +483,7 @@ class Readings:
             first=generation.number == 1 and self._guard.state.epoch == 0,
             time=self._guard.runtime.wall_clock(),
             files=MappingProxyType({path: self._change(path, *found, now) for path, found in seen.items()}),
-            probes=MappingProxyType({part.probe: self._probes[part].answers for part in self._asked}),
+            probes=MappingProxyType(dict(answers)),
             gauges=_gauges(generation),
             first_gauges=self._first_gauges,
         )

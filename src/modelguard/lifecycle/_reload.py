@@ -117,7 +117,7 @@ def _make(guard: GuardContext[M], discard: Discard[M]) -> Generation[M]:
     devices = runtime.gpu.devices()
     generation.gpu_bytes = {one.device: max(0, one.allocated - on_gpus.get(one.device, 0)) for one in devices}
     generation.gpu_allocated = sum(one.allocated for one in devices) if devices else None
-    generation.born = runtime.clock()
+    generation.born, generation.began = runtime.clock(), runtime.wall_clock()
     generation.uses = generation.errors = 0
     generation.load_seconds, generation.stall_seconds = runtime.clock() - started, meter.longest
     return generation

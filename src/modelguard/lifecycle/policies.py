@@ -5,6 +5,7 @@ asks the policy. So a policy is tested by giving it a snapshot.
 """
 
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -337,10 +338,17 @@ class _All(_Joined):
 
 
 def alternatives(policy: Policy | None) -> tuple[Policy, ...]:
-    """The policies that ``|`` joins, each of which is enough by itself; none for None."""
+    """The policies each of which is enough by itself, as ``A & C`` and ``B & C`` of ``(A | B) & C``; none for None."""
     if isinstance(policy, _Any):
         return tuple(one for member in policy.members for one in alternatives(member))
+    if isinstance(policy, _All):
+        found = tuple(map(_All, itertools.product(*map(alternatives, policy.members))))
+        return found if len(found) > 1 else (policy,)
     return () if policy is None else (policy,)
+
+
+def _any_of(kept: tuple[Policy, ...]) -> Policy | None:
+    return _Any(kept) if len(kept) > 1 else next(iter(kept), None)
 
 
 def subset(policy: Policy | None, *, renews: bool, unloads: bool = False) -> Policy | None:
@@ -349,14 +357,13 @@ def subset(policy: Policy | None, *, renews: bool, unloads: bool = False) -> Pol
     Where processes share one copy, the process that loaded it decides by the first part, and each of the others by the
     second. ``Idle`` is in neither, unless ``unloads`` asks for it: what others share is not released.
     """
-    if isinstance(policy, _Any):
-        parts = (subset(member, renews=renews, unloads=unloads) for member in policy.members)
-        kept = tuple(part for part in parts if part is not None)
-        return _Any(kept) if kept else None
-    if policy is None or policy.unloads or policy.ends_workers:
-        return policy if unloads else None
-    asks_for_weights = all(part.renews for part in policy.parts() if not part.restricts)
-    return policy if asks_for_weights is renews else None
+
+    def belongs(member: Policy) -> bool:
+        if member.unloads or member.ends_workers:
+            return unloads
+        return all(part.renews for part in member.parts() if not part.restricts) is renews
+
+    return _any_of(tuple(filter(belongs, alternatives(policy))))
 
 
 def source_part(policy: Policy | None) -> Policy | None:
@@ -365,15 +372,8 @@ def source_part(policy: Policy | None) -> Policy | None:
     ``Modified(path) & Between(...)`` is such a part, and of ``(Changed(probe) | TTL("1h")) & Between(...)`` it is
     ``Changed(probe) & Between(...)``.
     """
-    if isinstance(policy, _Any):
-        kept = tuple(part for member in policy.members if (part := source_part(member)) is not None)
-        return _Any(kept) if kept else None
-    if isinstance(policy, _All):
-        parts = [source_part(member) for member in policy.members]
-        if all(part is None for part in parts):
-            return None
-        return _All(tuple(member if part is None else part for part, member in zip(parts, policy.members, strict=True)))
-    return policy if policy is not None and policy.watches_source else None
+    every = alternatives(policy)
+    return _any_of(tuple(one for one in every if any(part.watches_source for part in one.parts())))
 
 
 # Time zones by name, and the machine's own.
@@ -641,6 +641,11 @@ def _checked_probe(probe: Any) -> Any:
     if inspect.isgeneratorfunction(probe) or inspect.isasyncgenfunction(probe):
         why = "is a generator function, which returns a new generator each time"
         raise InvalidOption("probe", probe, why=why, fix="Return the value instead of yielding it.")
+    try:
+        _units.try_key(probe)
+    except Exception as error:  # noqa: BLE001 - whatever it raises
+        why = f"cannot be hashed and compared ({type(error).__name__})"
+        raise InvalidOption("probe", probe, why=why, fix="Pass its method: Changed(probe.__call__).") from None
     return probe
 
 

@@ -418,7 +418,7 @@ def _check_no_route(function: Any, caller: Mapping[str, Any]) -> None:
 
 
 def _handlers(value: Any) -> Iterator[Any]:
-    modules = (str(kind.__module__).partition(".")[0] for kind in type(value).__mro__)
+    modules = (_units.type_name(kind).partition(".")[0] for kind in type(value).__mro__)
     if _WEB_FRAMEWORKS.isdisjoint(modules):
         return
     for route in getattr(value, "routes", None) or ():

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from modelguard import _units
+
 # Which objects may become immortal, by their type: the model's own data, but no code and no system handles.
 
 
@@ -119,7 +121,7 @@ class ObjectKinds(dict[type, str]):
 
 def _kind_of(cls: type) -> str:
     for base in cls.__mro__:
-        kind = _KINDS.get(type_name(base))
+        kind = _KINDS.get(_units.type_name(base))
         if kind is not None:
             return kind
         # Functions that Cython and others have compiled.
@@ -130,11 +132,7 @@ def _kind_of(cls: type) -> str:
 
 def is_definition(cls: type) -> bool:
     """Whether objects of this type are classes, functions or what these are made of."""
-    return any(type_name(base) in _DEFINITIONS or "__code__" in base.__dict__ for base in cls.__mro__)
-
-
-def type_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return any(_units.type_name(base) in _DEFINITIONS or "__code__" in base.__dict__ for base in cls.__mro__)
 
 
 # Where CPython keeps an object's reference count, which count makes it immortal, and whether this works here.
@@ -539,7 +537,7 @@ def _places(code: Any) -> Iterator[tuple[str, Any]]:
     for base in (*code.__mro__, *metaclass.__mro__):
         if is_made_at_run_time(base):
             for name, value in list(type.__dict__["__dict__"].__get__(base).items()):
-                yield f"attribute {name!r} of class {type_name(base)}", value
+                yield f"attribute {name!r} of class {_units.type_name(base)}", value
 
 
 def _data_of(code: Any) -> list[Any]:

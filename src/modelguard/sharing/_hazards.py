@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
+from modelguard import _units
 from modelguard.environment import _allocator, _effect
 from modelguard.facts import _proc
 from modelguard.lifecycle import _models
@@ -117,7 +118,7 @@ def origin(thread: threading.Thread) -> str:
 
 
 def _class_of(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return _units.type_name(type(value))
 
 
 def _attribute(start: object, name: str) -> Any:

@@ -97,7 +97,7 @@ def _utf8() -> Callable[[str], Any]:
 def _use_of(cls: type) -> Use | None:
     """What to call with an object of this type so that later uses write nothing to it; None if nothing is needed."""
     for base in cls.__mro__:
-        name = f"{base.__module__}.{base.__qualname__}"
+        name = _units.type_name(base)
         if base is str:
             return use_text
         if base is tuple:
@@ -106,7 +106,7 @@ def _use_of(cls: type) -> Use | None:
             return functools.partial(_hash, base)
         if name in _DATED:
             return functools.partial(_hash_dated, base)
-    own = _graph.type_name(cls)  # a class may have anything as its module
+    own = _units.type_name(cls)
     if own.startswith("pathlib."):  # a path needs its text for its hash, and its parts for that
         return functools.partial(_hash, cls)
     return _CACHED.get(own)
@@ -134,7 +134,7 @@ def _hash(base: Any, item: Any) -> None:
 
 def _hash_dated(base: Any, item: Any) -> None:
     zone = base.tzinfo.__get__(item) if hasattr(base, "tzinfo") else None
-    if zone is None or f"{type(zone).__module__}.{type(zone).__qualname__}" in _ZONES:
+    if zone is None or _units.type_name(type(zone)) in _ZONES:
         base.__hash__(item)
 
 
@@ -412,7 +412,7 @@ class _Walk:
             kind = CODE
         self.seen.setdefault(kind, set()).add(id(item))
         if kind not in self.examples:
-            self.examples[kind] = f"{_graph.type_name(type(item))}, {_where(item, holders)}"
+            self.examples[kind] = f"{_units.type_name(type(item))}, {_where(item, holders)}"
 
 
 def _last(stack: list[Any]) -> list[Any]:
@@ -433,8 +433,8 @@ def _place(item: Any, holder: Any) -> str:
     is_dict = type(holder) is dict
     for name, value in list((holder if is_dict else _attributes(holder)).items()):
         if value is item and isinstance(name, str):
-            return f"{'key' if is_dict else 'attribute'} {reprlib.repr(name)} of a {_graph.type_name(type(holder))}"
-    return f"in a {_graph.type_name(type(holder))}"
+            return f"{'key' if is_dict else 'attribute'} {reprlib.repr(name)} of a {_units.type_name(type(holder))}"
+    return f"in a {_units.type_name(type(holder))}"
 
 
 def _attributes(holder: Any) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def _kind(source: object) -> str | None:
 
 
 def _find(value: object, table: Mapping[str, str]) -> str | None:
-    names = (f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__)
+    names = map(_units.type_name, type(value).__mro__)
     return next((table[name] for name in names if name in table), None)
 
 

@@ -260,11 +260,12 @@ def _finished(plan: _launcher.Plan, own: Mapping[str, str], timeout: float) -> F
             command, env=dict(plan.environ), capture_output=True, errors="replace", check=False, timeout=timeout
         )
     except subprocess.TimeoutExpired as error:
-        stderr = error.stderr or b""
-        text = stderr if isinstance(stderr, str) else stderr.decode(errors="replace")
-        raise AssertionError(f"the program did not end within {timeout:g} s\n{text[-_OUTPUT:]}") from None
+        raise _unfinished(f"did not end within {timeout:g} s", error.stdout, error.stderr) from None
     if done.returncode:
-        raise AssertionError(
-            f"the program ended with {done.returncode}\n{done.stdout[-_OUTPUT:]}{done.stderr[-_OUTPUT:]}"
-        )
+        raise _unfinished(f"ended with {done.returncode}", done.stdout, done.stderr)
     return Finished(done.stdout, done.stderr, {**plan.added, **own}, plan.notes)
+
+
+def _unfinished(how: str, *outputs: str | bytes | None) -> AssertionError:
+    texts = (each.decode(errors="replace") if isinstance(each, bytes) else each or "" for each in outputs)
+    return AssertionError(f"the program {how}\n" + "".join(text[-_OUTPUT:] for text in texts))

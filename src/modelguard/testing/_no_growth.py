@@ -10,10 +10,10 @@ import tracemalloc
 import warnings
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 from modelguard import _units
@@ -287,10 +287,10 @@ def _feed(inputs: Iterable[Any]) -> Iterator[Any]:
         raise InvalidOption("inputs", inputs, why=why, fix="Give a list of inputs, or a generator.") from None
     if reading is inputs:
         return reading
-    kept = list(reading)
-    if not kept:
+    again = tuple(reading) if isinstance(inputs, Sized) else inputs  # what has no length may be endless
+    if not any(True for _ in again):
         raise InvalidOption("inputs", inputs, why="must not be empty", fix="Give at least one input.")
-    return cycle(kept)
+    return chain.from_iterable(repeat(again))
 
 
 def _take(feed: Iterator[Any], count: int) -> list[Any]:
@@ -372,8 +372,7 @@ def _places(run: Callable[[], None], calls: int) -> list[str]:
 
 
 def _types() -> Counter[str]:
-    kinds = map(type, gc.get_objects())
-    return Counter(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.") for kind in kinds)
+    return Counter(_units.type_name(type(one)).removeprefix("builtins.") for one in gc.get_objects())
 
 
 def _message(fn: Callable[..., object], stretch: _Stretch, grew: list[str]) -> str:
@@ -412,10 +411,6 @@ def fault(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
     if limit < _SMALLEST:
         why = "is too small: allocators request memory in pieces of up to a megabyte, which any test may leave behind"
         return f"modelguard_memory({arguments[0]!r}): {why}. Give '1 MB' or more, or use assert_no_growth()."
-    try:
-        _memory.private(fresh=True)
-    except NotSupported as error:
-        return f"modelguard_memory({arguments[0]!r}): {error}. Skip the test on this platform."
     return None
 
 

@@ -100,10 +100,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if mark is None:
         return (yield)
     from modelguard import _units
+    from modelguard.errors import NotSupported
     from modelguard.testing._no_growth import settled_memory
 
     limit = _units.size(mark.args[0], "modelguard_memory")
-    before = settled_memory()
+    try:
+        before = settled_memory()
+    except NotSupported as error:
+        pytest.fail(f"modelguard_memory({mark.args[0]!r}): {error}. Skip the test on this platform.", pytrace=False)
     result = yield
     grown = settled_memory() - before
     if grown > limit:

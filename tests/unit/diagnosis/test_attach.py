@@ -141,7 +141,7 @@ def test_a_process_answers(no_thread_is_left: None) -> None:
         assert look["census"]["threads"] >= 2
         assert max(look["types"].values()) > 100  # which types are the most depends on what other tests have left
         uses = inside.ask("uses")
-        assert ["nlp", 1, 1] in uses.get("uses", []), uses
+        assert [f"nlp at {id(nlp):#x}", 1, 1] in uses.get("uses", []), uses
         assert {} == inside.ask("trim")
         assert {"failed": "KeyError"} == inside.ask("nonsense")
 

@@ -85,6 +85,15 @@ def test_without_requests_nothing_is_decided() -> None:
     assert any("send it requests" in sentence for sentence in report.unknown)
 
 
+def test_files_that_stay_open_are_growth_too() -> None:
+    """As those of a function that is called: the exit status goes by that verdict."""
+    kept: list[int] = []
+    report = watched(Process(), 0, lambda _: kept.append(os.open(os.devnull, os.O_RDONLY)), inside=False)
+    for number in kept:
+        os.close(number)
+    assert ("grows", ["open files"]) == (report.verdict, [each.name for each in report.measured.growing])
+
+
 def test_steady() -> None:
     """No cause is named."""
     report = watched(Process(), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import sys
 import types
 import weakref
@@ -12,6 +13,7 @@ from typing import ClassVar, NoReturn
 from unittest import mock
 
 import pytest
+from tests.unit.of_no_module import SwigPyObject
 
 from modelguard.diagnosis import _census
 from modelguard.facts import _holders
@@ -440,6 +442,23 @@ def test_views_weigh_what_they_show(app: types.ModuleType) -> None:
     held = grown(before, 50)[0]
     assert ("held_app.errors", "numpy.ndarray") == (held.path, held.of)
     assert 50 * 80_000 <= held.size < 50 * 90_000
+
+
+def test_types_may_have_no_module(app: types.ModuleType) -> None:
+    """As those of C libraries: the container is named all the same, and the objects are counted."""
+    before = _census.moment()
+    app.errors += [SwigPyObject() for _ in range(200)]
+    assert ["held_app.errors (list, +200 entries) -> ?.SwigPyObject"] == [str(held) for held in grown(before, 200)]
+    assert 200 == _census.look()[1]["?.SwigPyObject"]
+
+
+def test_a_queue_that_is_being_made_has_no_items_yet() -> None:
+    """Another thread may stand between its creation and its first line: the rest is counted."""
+    begun, full = (queue.Queue.__new__(queue.Queue), queue.Queue[int]())  # type: ignore[type-arg] # as it is called
+    before = _census.look()[0].get("queued items", 0)
+    full.put(1)
+    assert before + 1 == _census.look()[0]["queued items"]
+    del begun
 
 
 def test_a_variable_of_a_running_call_is_named() -> None:

@@ -123,6 +123,19 @@ def test_without_calls_nothing_is_decided(seen: list[Event]) -> None:
     assert [] == seen
 
 
+def test_guards_of_one_name_are_counted_each_for_itself(seen: list[Event]) -> None:
+    """Two are on different generations, and no call ends: so nothing grows with the calls."""
+    pair = [guard(object, reload_on=None, name="nlp") for _ in range(2)]
+    for one in (*pair, pair[0]):
+        one.reload()
+        with one.lease():
+            pass
+    watching = Watch("service", 10.0, None, Service(threads=1).world())
+    for _ in range(30):
+        watching.step()
+    assert [] == [event for event in seen if isinstance(event, GrowthFound)]
+
+
 def test_it_rests_a_hundred_times_as_long_as_it_computes() -> None:
     """At most 1 % of the time, whatever a look costs."""
     assert 10.0 == Service().watch().step()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.lifecycle.world import World, number
 
-from modelguard import TTL, Between, Idle, Snapshot, Uses
+from modelguard import TTL, Between, Idle, Policy, Snapshot, Uses
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle.policies import subset
 
@@ -88,6 +88,7 @@ def test_a_policy_waits_for_the_span(world: World) -> None:
         Between("02:00", "05:00"),
         TTL("1d") | Between("02:00", "05:00"),
         Between("02:00", "05:00") & Between("03:00", "04:00"),
+        (TTL("1d") | Between("02:00", "05:00")) & Between("03:00", "04:00"),
     ],
 )
 def test_alone_it_is_rejected(world: World, policy: object) -> None:
@@ -96,10 +97,14 @@ def test_alone_it_is_rejected(world: World, policy: object) -> None:
         world.guard(reload_on=policy)
 
 
-def test_what_it_restricts_decides_where_models_are_shared() -> None:
+NIGHT = Between("02:00", "05:00")
+
+
+@pytest.mark.parametrize(
+    "both", [(TTL("1d") & NIGHT) | (Uses(5) & NIGHT) | (Idle("1h") & NIGHT), (TTL("1d") | Uses(5) | Idle("1h")) & NIGHT]
+)
+def test_what_it_restricts_decides_where_models_are_shared(both: Policy) -> None:
     """``TTL & Between`` asks for new weights, ``Uses & Between`` does not, and ``Idle & Between`` is for neither."""
-    night = Between("02:00", "05:00")
-    both = (TTL("1d") & night) | (Uses(5) & night) | (Idle("1h") & night)
     assert ["TTL('1d') & Between('02:00', '05:00')", "Uses(5) & Between('02:00', '05:00')"] == [
         repr(subset(both, renews=renews)) for renews in (True, False)
     ]

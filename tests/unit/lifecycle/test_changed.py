@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -72,6 +72,14 @@ def test_calls_do_not_ask(world: World, source: Source) -> None:
     assert 1 == source.asked
     polls(world, guard, 4)
     assert 5 == source.asked
+
+
+def test_a_probe_may_have_two_policies(world: World, source: Source) -> None:
+    """As one that is asked seldom by day and often at night: the first that sees a change replaces the model."""
+    often, seldom = Changed(source, every="1m"), Changed(source, every="1h")
+    pair = [probing(world, policy) for policy in (often | seldom, seldom | often)]
+    source.value = "b"
+    assert [2, 2] == [polls(world, guard, 3) for guard in pair]
 
 
 def test_a_change_while_the_model_loads_is_not_lost(world: World, source: Source) -> None:
@@ -149,7 +157,7 @@ def test_a_failure_at_a_later_load_loses_no_change(world: World, source: Source)
 
 
 def test_a_probe_that_hangs_is_reported_once_and_left_behind(world: World, source: Source) -> None:
-    """Calls and checks go on; at most three calls of it hang at a time; when they end, it is asked again."""
+    """Calls, checks and loads go on; at most three calls of it hang at a time; when they end, it is asked again."""
     guard = probing(world, Changed(source, timeout="10s"))
     source.open.clear()
     for _ in range(20):
@@ -158,10 +166,12 @@ def test_a_probe_that_hangs_is_reported_once_and_left_behind(world: World, sourc
         assert 1 == number(guard)
     assert 1 + MOST_HANGING == source.asked
     assert ["TimeoutError: no answer within 10 s (in Changed(Source))"] == errors(world)
+    guard.reload()
+    assert 1 + MOST_HANGING == source.asked
     source.value = "b"
     source.open.set()
     world.join()
-    assert 2 == polls(world, guard, 3)
+    assert 3 == polls(world, guard, 3)
 
 
 def test_an_answer_that_comes_too_late_does_not_count(world: World, source: Source) -> None:
@@ -394,11 +404,20 @@ def generator() -> Any:
     yield "etag"
 
 
+@dataclass
+class Unhashable:
+    """A dataclass has no hash, unless it is frozen."""
+
+    def __call__(self) -> str:
+        return "etag"
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: Changed("etag"), r"probe='etag': must be a function, not a str. Pass the function itself"),  # type: ignore[arg-type]
         (lambda: Changed(generator), r"is a generator function.*Return the value"),
+        (lambda: Changed(Unhashable()), r"cannot be hashed.*Changed\(probe.__call__\)"),
         (lambda: Changed(len, every=0), r"every=0"),
         (lambda: Changed(len, timeout="10"), r"timeout='10'.*has no unit"),
         (lambda: Changed(len, timeout=None), r"timeout=None"),  # type: ignore[arg-type]

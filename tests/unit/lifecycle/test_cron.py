@@ -131,6 +131,14 @@ class TestInAGuard:
         guard.load()
         assert [1, 1, 2, 2, 2, 3] == [self.check(world, guard, hours) for hours in (1, 13.9, 0.2, 1, 22.7, 0.2)]
 
+    def test_a_moment_while_it_warms_up_has_passed(self, world: World) -> None:
+        """What came before the model took calls is no reason to replace it."""
+        world.wall = at("2026-01-10T02:59:30")
+        policy = Cron("0 3 * * *", tz="UTC", jitter=0)
+        guard = world.guard(reload_on=policy, defer=0, warmup=lambda _: world.tick(60))
+        guard.load()
+        assert [1, 2] == [self.check(world, guard, hours) for hours in (0.1, 24)]
+
     def test_either_of_two(self, world: World) -> None:
         """``|``: what comes first, and the other counts from there."""
         world.wall = at("2026-01-10T12:00")

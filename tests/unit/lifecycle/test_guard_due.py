@@ -177,6 +177,7 @@ class TestWordsOfYourOwn:
 
     def test_have_to_be_text(self, world: World) -> None:
         """Else the policy is at fault, as one that raises."""
+        world.inline = True
 
         class Mine(Policy):
             def due(self, now: Snapshot) -> bool:

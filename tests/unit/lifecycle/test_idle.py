@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import MB, World, number, outcome, until
 
-from modelguard import TTL, Idle, ModelGuard, Policy, Uses, replicas
+from modelguard import TTL, Between, Idle, ModelGuard, Policy, Uses, replicas
 from modelguard.errors import InvalidOption, LoadFailed, PolicyNeverFires, Reloading, WouldDeadlock
 from modelguard.lifecycle import _engine
 from modelguard.lifecycle._lease import Lease
@@ -173,6 +173,17 @@ class TestIdle:
         number(guard), number(guard)
         idle_for(world, guard, 20)
         assert ("idle", []) == (guard.status().state, world.seen(ReloadDue))
+
+    def test_beside_another_one_that_is_restricted_too(self, world: World) -> None:
+        """``(Idle(...) | TTL(...)) & Between(...)``: a model that is too old and in use is replaced, not released."""
+        day = Between("00:00", "23:59", tz="UTC")
+        guard = world.guard(reload_on=(Idle("10s") | TTL("4s", jitter=0)) & day, defer=0)
+        for _ in range(5):
+            number(guard)
+            idle_for(world, guard, 1)
+        assert (("TTL('4s') & Between('00:00', '23:59')",), 2) == (world.reasons(ReloadDue), number(guard))
+        idle_for(world, guard, 11)
+        assert ("idle", 1) == (guard.status().state, len(world.seen(UnloadStarted)))
 
     @pytest.mark.parametrize("ready", [True, False])
     def test_readiness_is_chosen(self, world: World, ready: bool) -> None:  # noqa: FBT001 - a parameter of the test

@@ -69,8 +69,9 @@ def test_a_jitter_that_is_no_share_is_refused(name: str, jitter: object) -> None
 
 
 def test_few_calls_are_exact() -> None:
-    """Up to ten calls there is no tenth to take away."""
+    """Up to ten calls there is no tenth to take away; of those of the first model, up to half."""
     assert list(range(1, 11)) == [due_at(Uses(count), 0.999) for count in range(1, 11)]
+    assert [1, 2, 2, 3, 6] == [due_at(Uses(count), 0.999, first=True) for count in (1, 2, 3, 5, 10)]
 
 
 def test_uses_are_counted_down_to_the_bound_with_its_jitter() -> None:

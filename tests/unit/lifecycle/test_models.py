@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.unit.lifecycle.world import MB, World
+from tests.unit.of_no_module import SwigPyObject
 
 from modelguard.lifecycle import _models
 from modelguard.telemetry import LoadFinished
@@ -47,7 +48,7 @@ def test_an_adapter_is_found_by_the_model_s_type(adapter: Adapter, model: object
     assert _models.find(model) is adapter
 
 
-@pytest.mark.parametrize("model", [object(), {}, "text", None])
+@pytest.mark.parametrize("model", [object(), {}, "text", None, SwigPyObject()])
 def test_every_other_model_has_the_plain_one(model: object) -> None:
     """A model of an unknown library has no size and no figures."""
     plain = _models.find(model)

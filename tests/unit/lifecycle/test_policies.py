@@ -274,7 +274,8 @@ def test_policies_that_cannot_be_meant_are_refused(make: Any, options: dict[str,
         (TTL("1h") | Uses(5) | Modified(WEIGHTS), TTL("1h") | Modified(WEIGHTS), Uses(5)),
         (TTL("1h") & Modified(WEIGHTS), TTL("1h") & Modified(WEIGHTS), None),
         (TTL("1h") & Uses(5), None, TTL("1h") & Uses(5)),
-        ((TTL("1h") | Uses(5)) & Errors(3), None, "(TTL('1h') | Uses(5)) & Errors(consecutive=3)"),
+        ((TTL("1h") | Uses(5)) & Errors(3), None, TTL("1h") & Errors(3) | Uses(5) & Errors(3)),
+        ((TTL("1h") | Uses(5)) & Modified(WEIGHTS), TTL("1h") & Modified(WEIGHTS), Uses(5) & Modified(WEIGHTS)),
     ],
 )
 def test_a_policy_parts_into_new_weights_and_the_rest(policy: Policy | None, weights: object, rest: object) -> None:

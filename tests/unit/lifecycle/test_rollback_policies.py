@@ -96,7 +96,7 @@ def test_a_new_file_ends_it(world: World, tmp_path: Path) -> None:
         (Changed(len), "Changed(len)"),
         (Changed(len) | Uses(3) | Errors(2), "Changed(len)"),
         (Changed(len) & Between("02:00", "05:00"), "Changed(len) & Between('02:00', '05:00')"),
-        ((Changed(len) | TTL("1h")) & Between("02:00", "05:00"), "(Changed(len)) & Between('02:00', '05:00')"),
+        ((Changed(len) | TTL("1h")) & Between("02:00", "05:00"), "Changed(len) & Between('02:00', '05:00')"),
         (TTL("1h") & Between("02:00", "05:00"), "None"),
         (Idle("1h") | (Modified("/x") & TTL("1h")), "Modified('/x') & TTL('1h')"),
     ],

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.of_no_module import SwigPyObject
 from tests.unit.sharing.immortals import Slotted, is_immortal, needs_immortals, text
 
 from modelguard.sharing._graph import ObjectKinds
@@ -99,6 +100,14 @@ def test_code_and_what_only_code_leads_to_is_never_touched(outside: Any) -> None
     assert already == is_immortal(outside)
     assert not any(map(is_immortal, (Hub, Hub.method, HUB, HUB.inside, Slotted, module_level, logging.root)))
     assert () == report.skipped
+
+
+@needs_immortals
+def test_types_may_have_no_module() -> None:
+    """As those of C libraries: what is beside their objects in the model becomes immortal."""
+    model = Model(this=SwigPyObject(), words=[text(13)])
+    immortalize(model)
+    assert is_immortal(model.words[0])  # type: ignore[attr-defined]
 
 
 @needs_immortals

@@ -71,6 +71,16 @@ def test_a_leak_on_new_inputs_only_is_found_by_a_generator() -> None:
         assert_no_growth(vocabulary.add, (f"word {number}" for number in count()), calls=MANY)
 
 
+def test_a_collection_without_a_length_may_be_endless() -> None:
+    """As a stream of a data set is: it is read as far as it is needed, and kept nowhere."""
+
+    class Texts:
+        def __iter__(self) -> Iterator[str]:
+            return (f"word {number}" for number in count())
+
+    assert_no_growth(str.split, Texts())
+
+
 def test_a_full_cache_passes() -> None:
     """Growth that ends is not a leak, even if it goes on beyond the warm-up."""
     cached = functools.lru_cache(maxsize=150)(lambda number: bytes(1000 + number % 7))

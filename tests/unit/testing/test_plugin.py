@@ -9,6 +9,7 @@ import sysconfig
 import pytest
 
 import modelguard.testing
+from modelguard.errors import NotSupported
 from modelguard.testing import plugin
 
 PUBLIC = ["Clock", "Env", "Finished", "Loader", "Model", "assert_no_growth", "assert_shared_after_fork"]
@@ -164,6 +165,32 @@ def test_an_impossible_marker_is_refused_at_collection(pytester: pytest.Pytester
     assert f"test_marked: {why}" in errors
     assert "Write @" in errors or "Give " in errors
     result.stdout.no_fnmatch_line("*it has run*")
+
+
+def test_where_memory_cannot_be_read_tests_may_be_skipped(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A marked test fails there, and says what to do; that a skipped one has the marker is no error."""
+
+    def private(*_: object, **__: object) -> int:
+        raise NotSupported("memory.private()", reason="there is no /proc")
+
+    monkeypatch.setattr("modelguard.facts._memory.private", private)
+    pytester.makepyfile("""
+        import pytest
+
+        pytestmark = pytest.mark.modelguard_memory("50 MB")
+
+        def test_one():
+            pass
+
+        @pytest.mark.skip
+        def test_two():
+            pass
+    """)
+    result = pytester.runpytest(*RUN)
+    result.assert_outcomes(failed=1, skipped=1)
+    result.stdout.fnmatch_lines(["modelguard_memory('50 MB'): *no /proc*Skip the test on this platform."])
 
 
 def test_every_impossible_marker_is_named(pytester: pytest.Pytester) -> None:
