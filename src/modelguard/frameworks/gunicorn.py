@@ -125,7 +125,7 @@ def _is_asgi(app: Any) -> bool:
 
 def _import_what_workers_import(configuration: Any) -> None:
     """Here, once: an import costs each worker memory of its own, also one that finds nothing."""
-    from gunicorn.http import RequestParser
+    from gunicorn.http import RequestParser  # type: ignore[import-untyped]
 
     random.Random("")  # noqa: S311 - gunicorn seeds it with a text
     with contextlib.suppress(Exception):  # some versions look for a parser written in C at the first request
