@@ -435,3 +435,52 @@ def test_a_working_directory_that_is_removed_ends_no_reload(tmp_path: Path) -> N
             print(json.dumps(before != where()[0]))
     """
     assert run_python(program, 60)
+
+
+INTERRUPTED = """
+import random, signal, time
+from modelguard import Swap, guard, isolate
+
+class Alarm(Exception):
+    pass
+
+def handler(*_):
+    raise Alarm
+
+@isolate(workers=12, timeout="20s")
+@guard(dict, reload_on=None, swap=Swap(drain_timeout="1s"))  # a lease may be lost
+def echo(model, number):
+    return number
+
+def call_for(seconds):
+    signal.signal(signal.SIGALRM, handler)
+    dice, interrupted, until = random.Random(1), 0, time.monotonic() + seconds
+    while interrupted < 3000 and time.monotonic() < until:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.00002, 0.0006))
+            for number in range(30):
+                echo(number)
+        except Exception:
+            interrupted += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return interrupted
+"""
+
+
+def test_exceptions_of_signal_handlers_leave_no_worker_taken(tmp_path: Path) -> None:
+    """Wherever in a call they come: what nobody has any more is replaced."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    program = f"""
+        import json, sys, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        import interrupted
+        with interrupted.echo:
+            count = interrupted.call_for(20)
+            until = time.monotonic() + 30
+            while (states := [one.state for one in interrupted.echo.status().workers]).count("idle") < len(states):
+                assert time.monotonic() < until, states
+                time.sleep(0.05)
+        print(json.dumps(count))
+    """
+    count = run_python(program, 120, PYTHONPATH=f"{Path(modelguard.__file__).parents[1]}{os.pathsep}{tmp_path}")
+    assert count > 100

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, QueueFull
@@ -49,6 +49,15 @@ class ReplaceMold:
 Order = Start | End | ReplaceMold
 
 
+class Holder(Protocol):
+    """Who takes a worker."""
+
+    number: int
+
+
+_BUSY = frozenset({"busy", "retiring"})
+
+
 @dataclass(slots=True)
 class PlannedWorker:
     number: int
@@ -80,7 +89,6 @@ class WorkerPlan:
         self._size = size
         self._spare = spare
         self.is_paused = is_paused
-        self._busy = 0
         self._backoff = backoff
         self._idle: list[PlannedWorker] = []
         self._last = 0
@@ -115,16 +123,26 @@ class WorkerPlan:
             return []
         return [*self._end_replaced(), *self._start_missing(now)]
 
-    def take(self) -> PlannedWorker | None:
-        """Take an idle worker for a call, the one that was used last: its caches are warm. None if there is none."""
-        if not self._idle or self._busy >= self._size:
+    def take(self, holder: Holder | None = None) -> PlannedWorker | None:
+        """Take an idle worker for a call, the one that was used last: its caches are warm. None if there is none.
+
+        Args:
+            holder: Has its number from the moment on in which it is taken. Between two calls of functions no signal
+                handler runs, whose exception would leave a worker taken that nobody has.
+        """
+        if not self._idle or (len(self.members) > self._size and self._count_busy() >= self._size):
             return None
-        member = self._idle.pop()
-        self._busy += 1
+        member = self._idle[-1]
+        if holder is not None:
+            holder.number = member.number
         member.state = "busy"
+        del self._idle[-1]
         if self.circuit.state != "closed":
             member.probe = self.circuit.admitted()
         return member
+
+    def _count_busy(self) -> int:
+        return sum(member.state in _BUSY for member in self.members.values())
 
     def end_until_next_call(self) -> list[End] | None:
         """End all workers, and start none until :meth:`call_back`. None, and nothing ends, unless all are idle."""
@@ -168,7 +186,6 @@ class WorkerPlan:
         member = self.members.get(number)
         if member is None:
             return True
-        self._busy -= 1
         member.calls += 1
         member.worn = member.worn or worn
         if counts:
@@ -198,13 +215,11 @@ class WorkerPlan:
         if member is None:
             return
         self._keeps_spare = True
-        if member.state == "idle":
+        if member in self._idle:
             self._idle.remove(member)
         if member.state == "starting":
             self._failed_starts += 1
             self.presence = "present"
-        if member.state in {"busy", "retiring"}:
-            self._busy -= 1
         if not blame:
             if member.probe:
                 self.circuit.probe_inconclusive()
@@ -212,7 +227,7 @@ class WorkerPlan:
         self.failures += 1
         if self.failures > 1:
             self.start_at = now + self._backoff.seconds(self.failures - 1, draw)
-        if member.state in {"busy", "retiring"}:
+        if member.state in _BUSY:
             self.circuit.failed(now, probe=member.probe)
 
     # Decisions
@@ -264,9 +279,17 @@ class WorkerPlan:
 class Waiter(Future["Worker | None"]):
     """A call in line. It gets its worker, or an error; None, if it is to ask again: for the next mold, perhaps."""
 
-    def __init__(self, client: Hashable = None, *, arrived: float = math.inf, admitted: bool = False) -> None:
+    def __init__(
+        self,
+        client: Hashable = None,
+        *,
+        holder: Holder | None = None,
+        arrived: float = math.inf,
+        admitted: bool = False,
+    ) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
+        self.holder = holder
         self.client = client
         self.arrived = arrived
         self.admitted = admitted
@@ -296,6 +319,11 @@ class WaitingLine:
     def append(self, waiter: Waiter) -> None:
         """Add a call behind those of its client that were made before."""
         insort(self._by_client.setdefault(waiter.client, []), waiter, key=attrgetter("arrived"))
+
+    @property
+    def first(self) -> Waiter:
+        """The call whose turn it is."""
+        return next(iter(self._by_client.values()))[0]
 
     def popleft(self) -> Waiter:
         """Take the call whose turn it is. Its client is the last one from now on."""
@@ -394,7 +422,7 @@ class Workers:
 
     # Calls
 
-    def take_now(self) -> Worker | None:
+    def take_now(self, holder: Holder | None = None) -> Worker | None:
         """Take a free worker, if there is one and nobody waits for it. Does not block.
 
         Raises:
@@ -403,7 +431,7 @@ class Workers:
         with self._lock:
             if self._plan.circuit.state != "closed" and (refusal := self._refusal()) is not None:
                 raise refusal
-            member = None if self._waiters else self._plan.take()
+            member = None if self._waiters else self._plan.take(holder)
             return None if member is None else self._workers[member.number]
 
     def request(self, waiter: Waiter) -> Worker | None:
@@ -412,7 +440,7 @@ class Workers:
         In the line of a mold that is gone they wait for the next one, see :meth:`send_on`.
         """
         with self._lock:
-            worker = self.take_now()
+            worker = self.take_now(waiter.holder)
             if worker is not None:
                 return worker
             if not self.gone and len(self._waiters) >= self._max_queue and not waiter.admitted:
@@ -460,6 +488,11 @@ class Workers:
         self._remove(worker.number, worker, cause, how, blame=blame and cause != "cancelled")
         worker.channel.close()
         return how
+
+    def lose_number(self, number: int) -> None:
+        """:meth:`lose` for a call that was interrupted, whatever became of its worker meanwhile."""
+        if (worker := self._workers.get(number)) is not None:
+            self.lose(worker, "cancelled")
 
     # Reports of the mold
 
@@ -609,7 +642,7 @@ class Workers:
         while self._waiters:
             answer: Worker | Exception | None = self._refusal()
             if answer is None:
-                if (member := self._plan.take()) is None:
+                if (member := self._plan.take(self._waiters.first.holder)) is None:
                     return
                 answer = self._workers[member.number]
             self._answers.append((self._waiters.popleft(), answer))

@@ -57,13 +57,23 @@ Loan: TypeAlias = _Loan | Lease[Mold]
 
 
 class TakenWorker:
-    __slots__ = ("_loan", "_workers", "channel", "worker")
+    """A worker for the call that has a loan on its mold; none before :attr:`number` is set."""
 
-    def __init__(self, loan: Loan, worker: Worker) -> None:
+    __slots__ = ("_loan", "_workers", "number", "worker")
+    worker: Worker
+
+    def __init__(self, loan: Loan) -> None:
+        self.number = 0
         self._loan = loan
         self._workers = loan.model.workers
-        self.worker = worker
-        self.channel: Channel = worker.channel
+
+    def __del__(self) -> None:
+        if getattr(self, "number", 0):  # an exception of a signal handler has come between two steps of its call
+            supervisor().call(partial(_lose, self._loan, self.number))
+
+    @property
+    def channel(self) -> Channel:
+        return self.worker.channel
 
     @property
     def pid(self) -> int:
@@ -74,19 +84,25 @@ class TakenWorker:
         return self._loan.model
 
     def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        try:
-            self._workers.release(self.worker, worn=worn, counts=counts)
-        finally:
-            self._loan.end(failed=False)
+        self._workers.release(self.worker, worn=worn, counts=counts)
+        self._end()
 
     def put_back(self) -> None:
         self.release(worn=(), counts=False)
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        try:
-            return self._workers.lose(self.worker, cause, blame=blame)
-        finally:
-            self._loan.end(failed=False)
+        how = self._workers.lose(self.worker, cause, blame=blame)
+        self._end()
+        return how
+
+    def _end(self) -> None:
+        self.number = 0
+        self._loan.end(failed=False)
+
+
+def _lose(loan: Loan, number: int) -> None:
+    loan.model.workers.lose_number(number)
+    loan.end(failed=False)
 
 
 class MoldScope(Source):
@@ -114,13 +130,16 @@ class MoldScope(Source):
 
     def _take_now(self, loan: Loan) -> Taken | None:
         """Take a worker if that needs no waiting: most calls do without a claim."""
-        worker = None
+        taken, worker = TakenWorker(loan), None
         try:
-            worker = loan.model.workers.take_now()
+            worker = loan.model.workers.take_now(taken)
         finally:
-            if worker is None:
+            if not taken.number:
                 loan.end(failed=False)
-        return None if worker is None else TakenWorker(loan, worker)
+        if worker is None:
+            return None
+        taken.worker = worker
+        return taken
 
     def until_taken(self, claim: Claim) -> Steps[Taken]:
         taken = None
@@ -132,13 +151,14 @@ class MoldScope(Source):
 
     def _until_granted(self, claim: Claim, loan: Loan) -> Steps[Taken | None]:
         """Take a worker of this mold; None if the next one is to be asked."""
-        workers = loan.model.workers
-        waiter = Waiter(claim.client, arrived=claim.limits.arrived, admitted=claim.admitted)
+        workers, taken = loan.model.workers, TakenWorker(loan)
+        waiter = Waiter(claim.client, holder=taken, arrived=claim.limits.arrived, admitted=claim.admitted)
         try:
             worker = workers.request(waiter)
         except BaseException:
             workers.withdraw(waiter)
-            loan.end(failed=False)
+            if not taken.number:
+                loan.end(failed=False)
             raise
         if worker is None and workers.gone:
             yield from self._until_replaced(claim, loan, waiter)
@@ -148,10 +168,13 @@ class MoldScope(Source):
                 claim.admitted = True
                 yield from self._await(claim, waiter, self.timeout, partial(self._too_late, claim))
                 worker = waiter.result()
-            return None if worker is None else TakenWorker(loan, worker)
+            if worker is None:
+                return None
+            taken.worker = worker
+            return taken
         finally:
             if worker is None:
-                self._leave_line(loan, waiter)
+                self._leave_line(loan, taken, waiter)
 
     def _until_replaced(self, claim: Claim, loan: Loan, waiter: Waiter) -> Steps[None]:
         """Wait for the mold after this one, which has died. Without a lease, or a pool could not end it for another."""
@@ -164,11 +187,11 @@ class MoldScope(Source):
             workers.withdraw(waiter)
 
     @staticmethod
-    def _leave_line(loan: Loan, waiter: Waiter) -> None:
+    def _leave_line(loan: Loan, taken: TakenWorker, waiter: Waiter) -> None:
         if loan.model.workers.withdraw(waiter):
             loan.end(failed=False)
         else:
-            waiter.add_done_callback(partial(_return, loan))
+            waiter.add_done_callback(partial(_return, loan, taken))
 
     def _is_replaced(self, loan: Loan) -> bool:
         """Whether new calls get another mold. Those that wait when the function is closed are served."""
@@ -176,13 +199,14 @@ class MoldScope(Source):
         return generation is not None and generation.retired and not self.closed
 
 
-def _return(loan: Loan, waiter: Future[Worker | None]) -> None:
+def _return(loan: Loan, taken: TakenWorker, waiter: Future[Worker | None]) -> None:
     """Give back what a call in line has got that has gone meanwhile. In the thread that gives it."""
     worker = None if waiter.exception() is not None else waiter.result()
     if worker is None:
         loan.end(failed=False)
     else:
-        supervisor().call(TakenWorker(loan, worker).put_back)
+        taken.worker = worker
+        supervisor().call(taken.put_back)
 
 
 # ``scope="process"``: the mold and the workers belong to this process, and end with it.
