@@ -356,7 +356,7 @@ def test_a_forked_child_leaves_a_stream_of_its_parent_alone(tmp_path: Path, name
     """It neither goes on with it nor ends it: the worker answers the parent."""
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     program = f"""
-        import json, os, sys
+        import json, os, sys, time
         sys.path.insert(0, {str(tmp_path)!r})
         import functions
         from modelguard.errors import NotSupported
@@ -367,6 +367,7 @@ def test_a_forked_child_leaves_a_stream_of_its_parent_alone(tmp_path: Path, name
         if pid == 0:
             if os.environ["DROPS"]:
                 del stream
+                time.sleep(0.5)  # for what another thread might do about it
                 os._exit(7 if not dropped else 8)
             try:
                 next(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -59,16 +60,18 @@ Loan: TypeAlias = _Loan | Lease[Mold]
 class TakenWorker:
     """A worker for the call that has a loan on its mold; none before :attr:`number` is set."""
 
-    __slots__ = ("_loan", "_workers", "number", "worker")
+    __slots__ = ("_loan", "_process", "_workers", "number", "worker")
     worker: Worker
 
     def __init__(self, loan: Loan) -> None:
         self.number = 0
+        self._process = os.getpid()
         self._loan = loan
         self._workers = loan.model.workers
 
     def __del__(self) -> None:
-        if getattr(self, "number", 0):  # an exception of a signal handler has come between two steps of its call
+        # An exception of a signal handler has come between two steps of its call. In a forked child it is the parent's.
+        if getattr(self, "number", 0) and os.getpid() == self._process:
             supervisor().call(partial(_lose, self._loan, self.number))
 
     @property
