@@ -179,18 +179,20 @@ def test_a_child_that_fails_hangs_or_dies_is_told() -> None:
     data = bytes(5_000_000)
     with pytest.raises(AssertionError, match=r"failed(.|\n)*ZeroDivisionError"):
         assert_shared_after_fork(data, lambda _: 1 / 0)
-    with pytest.raises(AssertionError, match="it ended and wrote nothing"):
+    with pytest.raises(AssertionError, match="exit status 3 and wrote nothing"):
         assert_shared_after_fork(data, lambda _: os._exit(3))
     with pytest.raises(AssertionError, match=r"did not end within 0\.5 s"):
         assert_shared_after_fork(data, lambda _: os.read(os.pipe()[0], 1), timeout="500ms")
 
 
 def test_impossible_models_and_readers_are_refused() -> None:
-    """A model too small to measure, and a reader that is not callable, are rejected by name."""
+    """A model too small to measure, a reader that is not callable and an unknown choice are rejected by name."""
     with pytest.raises(InvalidOption, match="Test with a model of 4 MB or more"):
         assert_shared_after_fork({"a": 1}, len)
     with pytest.raises(InvalidOption, match="read='all'"):
         assert_shared_after_fork(bytes(5_000_000), "all")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match=r"immortalize='x': must be True, False or 'auto'"):
+        assert_shared_after_fork(bytes(5_000_000), len, immortalize="x")  # type: ignore[arg-type]
 
 
 def test_the_fixtures_work_in_each_worker_of_xdist(pytester: pytest.Pytester) -> None:

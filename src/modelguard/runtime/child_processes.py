@@ -172,19 +172,15 @@ class ForkedChild:
                 return output, True
         return output, False
 
-    def end(self, *, group: bool) -> int | None:
-        """Kill the child if it still runs, and wait for its end.
-
-        Args:
-            group: Whether the child leads a process group, which is killed as well.
+    def end(self) -> int | None:
+        """Kill the child and its process group if they still run, and wait for its end.
 
         Returns:
             Its wait status; None if something else in this process has taken it.
         """
         try:
             if self._handle is None or self.send(0):
-                if group:
-                    kill_group(self._pid)
+                kill_group(self._pid)
                 self.send(signal.SIGKILL)
             return os.waitpid(self._pid, 0)[1]
         except ChildProcessError:
@@ -303,16 +299,12 @@ _ASK = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else getattr(signal, "
 _ASKED_BEFORE_KILL = 0.5
 
 
-def read_child(
-    run: Callable[[int, set[int]], NoReturn], timeout: float, *, group: bool, ask: bool = False
-) -> tuple[bytes, bool, int | None]:
+def _read_child(run: Callable[[int, set[int]], NoReturn], timeout: float) -> tuple[bytes, bool, int | None]:
     """Fork, and read what the child writes until it ends or the time is over; then it is killed.
 
     Args:
         run: What the child does, with the descriptor to write to and the signal mask that it is to restore.
         timeout: Seconds.
-        group: Whether the child makes a process group of its own, which is killed with it.
-        ask: Whether it writes its stacks when it gets :data:`_ASK`.
 
     Returns:
         What it has written, whether it ended in time, and its wait status as of :meth:`ForkedChild.end`.
@@ -320,7 +312,7 @@ def read_child(
     deadline = time.monotonic() + timeout
     reader, writer = os.pipe()
     flush_output()  # otherwise the content of the buffers is written twice
-    mask, asked = block({_ASK} if ask else ()), min(_ASKED_BEFORE_KILL, timeout / 2) if ask else 0.0
+    mask = block({_ASK})
     try:
         pid = os.fork()
         if pid == 0:
@@ -334,14 +326,14 @@ def read_child(
         os.close(writer)
     child = ForkedChild(pid)
     try:
-        output, ended = child.read(reader, deadline - asked)
-        if asked and not ended:
+        output, ended = child.read(reader, deadline - min(_ASKED_BEFORE_KILL, timeout / 2))
+        if not ended:
             child.send(_ASK)
             stacks, ended = child.read(reader, deadline)
             output += stacks
     finally:
         os.close(reader)
-        status = child.end(group=group)
+        status = child.end()
     return output, ended, status
 
 
@@ -355,7 +347,7 @@ class TrialResult:
     Attributes:
         ok: Whether the work succeeded.
         hung: Whether it did not end in time.
-        report: The traceback of an error, or the stacks of a child that hung.
+        report: What the work returned, the traceback of an error, or the stacks of a child that hung.
         seconds: How long it took.
     """
 
@@ -365,28 +357,29 @@ class TrialResult:
     seconds: float
 
 
-def run_trial(work: Callable[[], None], timeout: float) -> TrialResult:
+def run_trial(work: Callable[[], object], timeout: float) -> TrialResult:
     """Fork, run ``work`` in the child, and report how it ended. This function never returns in the child.
 
     Processes that the work has started are killed with the child.
 
     Args:
-        work: The function to run.
+        work: The function to run; what it returns may be text for the report.
         timeout: Seconds until the child is killed.
 
     Returns:
         The result.
     """
     started, parent = time.monotonic(), os.getpid()
-    output, ended, status = read_child(partial(_try, work, parent), timeout, group=True, ask=True)
+    output, ended, status = _read_child(partial(_try, work, parent), timeout)
     seconds = time.monotonic() - started
-    ok = output == _DONE
-    if not (ok or output):
-        output = f"the child {_how_it_ended(status)} and wrote nothing".encode()
-    return TrialResult(ok, not ended, "" if ok else output.decode(errors="replace"), seconds)
+    ok = output.startswith(_DONE)
+    report = output.removeprefix(_DONE).decode(errors="replace")
+    if not output:
+        report = f"the child {_how_it_ended(status)} and wrote nothing"
+    return TrialResult(ok, not ended, report, seconds)
 
 
-def _try(work: Callable[[], None], parent: int, writer: int, mask: set[int]) -> NoReturn:
+def _try(work: Callable[[], object], parent: int, writer: int, mask: set[int]) -> NoReturn:
     me, group = os.getpid(), os.getpgrp()
     try:
         with default_actions():
@@ -396,10 +389,10 @@ def _try(work: Callable[[], None], parent: int, writer: int, mask: set[int]) -> 
             restore_mask(mask)
             end_with_parent(parent, signal.SIGKILL)  # a child that hangs must not outlive a server that is killed
             os.setpgid(0, 0)  # so that the processes that it starts can be killed with it
-            work()
+            found = work()
             if os.getpid() == me:  # not a process that the work has forked and that returned here
                 signal.signal(_ASK, signal.SIG_IGN)
-                os.write(writer, _DONE)
+                os.write(writer, _DONE + (found.encode(errors="replace") if isinstance(found, str) else b""))
     except BaseException:  # noqa: BLE001 - the parent reports it
         if os.getpid() == me:
             signal.signal(_ASK, signal.SIG_IGN)

@@ -269,7 +269,8 @@ def prepare(
         LoadFailed: A model could not be loaded.
         NotSupported: ``immortalize=True`` on an interpreter without immortal objects.
     """
-    _check_options(freeze, immortalize, on_hazard)
+    _units.flag(freeze, "freeze")
+    _units.one_of(on_hazard, "on_hazard", get_args(OnHazard), what="choice")
     timeout = _units.seconds(warm_timeout, "warm_timeout")
     return prepare_chosen(
         _chosen(guards), freeze=freeze, immortalize=immortalize, on_hazard=on_hazard, warm_timeout=timeout
@@ -296,13 +297,12 @@ def prepare_chosen(
         renewed_here: Whether this process loads new weights itself. One that ends with its models may make them
             immortal whatever their policies.
     """
+    check_immortalize(immortalize)
     started = time.monotonic()
     process = _hazards.ThisProcess()
     if process.event_loop() is not None:
         # Not the warnings: the loop's own connections and event queue would be among them.
         raise ForkUnsafe(hazard for hazard in _hazards.find_hazards(process) if hazard.severity == "fatal")
-    if immortalize is True and (why := _immortal.immortalize_unsupported()) is not None:
-        raise NotSupported("immortalize=True", reason=why)
     for guard in chosen:
         guard.load()
     # A thread that loads holds locks, and an old model that is not released would be frozen.
@@ -335,12 +335,13 @@ def prepare_chosen(
     )
 
 
-def _check_options(freeze: object, immortalize: object, on_hazard: object) -> None:
-    _units.flag(freeze, "freeze")
-    _units.one_of(on_hazard, "on_hazard", get_args(OnHazard), what="choice")
-    if not isinstance(immortalize, bool) and not (isinstance(immortalize, str) and immortalize == "auto"):
+def check_immortalize(value: object) -> None:
+    """Check that it is one of the choices, and possible here."""
+    if not isinstance(value, bool | str) or value not in get_args(Immortalize):
         why = "must be True, False or 'auto'"
-        raise InvalidOption("immortalize", immortalize, why=why, fix="'auto' is the right choice for most services.")
+        raise InvalidOption("immortalize", value, why=why, fix="'auto' is the right choice for most services.")
+    if value is True and (why_not := _immortal.immortalize_unsupported()) is not None:
+        raise NotSupported("immortalize=True", reason=why_not)
 
 
 def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:

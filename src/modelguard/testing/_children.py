@@ -1,17 +1,15 @@
 """Processes that a test starts: ``modelguard_env``, and ``assert_shared_after_fork``, which forks a reader."""
 
 import gc
-import os
 import subprocess
 import sys
 import textwrap
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 from modelguard import _units
 from modelguard.environment import _launcher, _presets
@@ -19,17 +17,15 @@ from modelguard.errors import ForkHazard, InvalidOption, NotSupported
 from modelguard.facts import _memory
 from modelguard.lifecycle import _models
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.runtime.child_processes import read_child, restore_mask
-from modelguard.sharing import _graph
-from modelguard.sharing._immortal import immortalize_unsupported
+from modelguard.runtime.child_processes import run_trial
+from modelguard.sharing import _graph, _prefork
+from modelguard.sharing._prefork import Immortalize
 from modelguard.testing._loader import OfTest
 
 #: Bytes of the smallest model that can be tested: any forked interpreter copies about this much.
 _SMALLEST = 4_000_000
 _NOISE = 1_000_000
 _COPIED_PART = 0.2
-_COPIED = b"copied "
-_TAIL = 4000
 
 Reader = Callable[[Any], object]
 
@@ -45,7 +41,7 @@ def assert_shared_after_fork(
     read: Reader,
     *,
     tolerance: int | str | None = None,
-    immortalize: Literal[True, False, "auto"] = "auto",
+    immortalize: Immortalize = "auto",
     timeout: _units.Duration = 60.0,
 ) -> None:
     """Fork, read the model in the child, and fail if this has copied the model in the child.
@@ -65,7 +61,7 @@ def assert_shared_after_fork(
 
     Raises:
         AssertionError: More was copied, or the child failed or hung; the message contains the child's output.
-        InvalidOption: ``read`` is not callable, or the model takes less than 4 MB, which is too small to test.
+        InvalidOption: ``read`` is not callable, ``immortalize`` is no such choice, or the model takes less than 4 MB, which is too small to test.
         NotSupported: This is not Linux, or the memory that a process has written cannot be read; or
             ``immortalize=True`` in an interpreter without immortal objects.
         LoadFailed: The guard's model could not be loaded.
@@ -74,8 +70,7 @@ def assert_shared_after_fork(
     _units.function(read, "read", "the model", fix="Give for example lambda model: model('a text').")
     if not sys.platform.startswith("linux"):
         raise NotSupported("assert_shared_after_fork", reason=f"it requires Linux, and this is {sys.platform}")
-    if immortalize is True and (why := immortalize_unsupported()) is not None:
-        raise NotSupported("immortalize=True", reason=why)
+    _prefork.check_immortalize(immortalize)
     allowed = None if tolerance is None else _units.size(tolerance, "tolerance")
     wait = _units.seconds(timeout, "timeout")
     taken = _size_of(model)
@@ -92,18 +87,16 @@ def assert_shared_after_fork(
         )
 
 
-def _prepared(model: Any, read: Reader, immortalize: Literal[True, False, "auto"], timeout: float) -> tuple[int, str]:
+def _prepared(model: Any, read: Reader, immortalize: Immortalize, timeout: float) -> tuple[int, str]:
     if not isinstance(model, ModelGuard):
         return _copied(model, read), ""
-    from modelguard.sharing import _prefork
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ForkHazard)  # such as the event loops of the test process; a server has its own
         report = _prefork.prepare(model, warm_timeout=timeout, immortalize=immortalize)
     made = report.immortal
     why = report.why_mortal or "; ".join(map(str, made.mortal if made else ())) or _ELSEWHERE
     with model.lease() as leased:
-        copied, _ = _in_child(lambda: (_copied(leased, read), ""), timeout, leads=False)
+        copied, _ = _in_child(lambda: (_copied(leased, read), ""), timeout)
     return copied, why
 
 
@@ -115,37 +108,17 @@ def _copied(model: Any, read: Reader) -> int:
     return max(0, _memory.private(fresh=True) - before)
 
 
-def _in_child(work: Callable[[], tuple[int, str]], timeout: float, *, leads: bool = True) -> tuple[int, str]:
+def _in_child(work: Callable[[], tuple[int, str]], timeout: float) -> tuple[int, str]:
     """Fork, and read a number and a text from the child."""
     with warnings.catch_warnings():
         # The child uses none of its threads.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        output, ended, _ = read_child(partial(_answer, work, leads=leads), timeout, group=leads)
-    if not ended:
-        raise AssertionError(f"the forked child that reads the model did not end within {timeout:g} s")
-    if not output.startswith(_COPIED):
-        written = output.decode(errors="replace") or "it ended and wrote nothing"
-        raise AssertionError(f"the forked child that reads the model failed:\n{written}")
-    number, _, text = output.removeprefix(_COPIED).decode().partition(" ")
+        result = run_trial(lambda: "{} {}".format(*work()), timeout)
+    if not result.ok:
+        how = f"did not end within {timeout:g} s" if result.hung else "failed"
+        raise AssertionError(f"the forked child that reads the model {how}:\n{result.report}")
+    number, _, text = result.report.partition(" ")
     return int(number), text
-
-
-def _answer(
-    work: Callable[[], tuple[int, str]],
-    writer: int,
-    mask: set[int],
-    *,
-    leads: bool,
-) -> NoReturn:
-    try:
-        restore_mask(mask)
-        if leads:
-            os.setpgid(0, 0)  # so that its own children can be killed with it
-        os.write(writer, _COPIED + "{} {}".format(*work()).encode())
-    except BaseException:  # noqa: BLE001 - the parent reports it
-        os.write(writer, traceback.format_exc().encode(errors="replace")[-_TAIL:])
-    finally:
-        os._exit(0)  # no exit handler and no buffer of the test may run twice
 
 
 def _size_of(model: Any) -> int:
