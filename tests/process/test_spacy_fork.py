@@ -199,7 +199,7 @@ def test_a_fork_while_others_wait_for_their_turn(zone: Zoned[Any]) -> None:
     """The queue is the parent's: the child's calls are not behind it, and the parent's have their turn afterwards."""
     found: list[list[str]] = []
     with zone.lease() as nlp:
-        queue = _zone_of(nlp)._waiting
+        queue = _zone_of(nlp)._line
         waits = threading.Thread(target=lambda: found.append(words(zone, "qwzxv")))
         waits.start()
         while not queue:
@@ -213,4 +213,4 @@ def in_child_alone(nlp: Language) -> None:
     """What is left in the child is the forking thread's own time in the zone."""
     zone = _zone_of(nlp)
     assert 1 == zone._inside
-    assert not zone._waiting
+    assert not zone._line

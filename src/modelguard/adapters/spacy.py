@@ -14,14 +14,13 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
 from types import CoroutineType, MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from modelguard import _extras, _units
@@ -33,7 +32,7 @@ from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.handle import Decorator
 from modelguard.lifecycle.policies import NextCheck, Policy, Snapshot
 from modelguard.runtime import fork, waiting
-from modelguard.runtime.waiting import Steps, Timeout, Wait
+from modelguard.runtime.waiting import Line, Steps, TimeIsOver, Timeout
 from modelguard.telemetry.reasons import ReasonKind
 
 if TYPE_CHECKING:
@@ -143,24 +142,11 @@ def _fields(value: Any) -> Iterable[str]:
 # 3.8.18, preshed 3.0.15). A separate zone for each call costs 17 microseconds per call.
 
 
-class Waiter:
-    """A call that waits for the zone.
+class Request(NamedTuple):
+    """A call's request for the zone: the thread that it is made in, and whether the call blocks that thread."""
 
-    Attributes:
-        admitted: Done when the call may enter.
-        thread: The thread of the event loop that the call needs before it can enter; None if it blocks its own thread.
-    """
-
-    __slots__ = ("admitted", "thread")
-
-    def __init__(self, thread: int | None) -> None:
-        self.thread = thread
-        self.renew()
-
-    def renew(self) -> None:
-        """Begin to wait, or wait again."""
-        self.admitted: Future[None] = Future()
-        self.admitted.set_running_or_notify_cancel()  # so that a cancelled task cannot cancel it
+    thread: int
+    blocks: bool
 
 
 class ZoneLock:
@@ -173,38 +159,51 @@ class ZoneLock:
     def __init__(self) -> None:
         self.epoch = 0
         self._opened: tuple[Language, AbstractContextManager[Any]] | None = None
+        self._line: Line[Request, Request] = Line(self._take, self.release)
         self._renew()
 
     def _renew(self) -> None:
         # Reentrant, because the garbage collector may end a coroutine inside the zone in any thread at any time.
         self._lock = threading.RLock()
-        self._waiting: deque[Waiter] = deque()
-        self._admitted: Waiter | None = None
+        self._line.renew()
+        self._blocked: list[int] = []  # the threads that calls block while they wait
+        self._admitted: Request | None = None
         self._inside = 0
-        self._thread: int | None = None
 
-    def enqueue(self, *, blocks: bool) -> Waiter:
-        """Queue for the zone. The caller may open the zone when it is admitted.
+    def admission(self, request: Request, limit: Timeout) -> Steps[None]:
+        """Wait until the caller may open the zone.
 
-        Args:
-            blocks: Whether the caller blocks its thread. If so, it goes before the coroutines of that thread's event
-                loop: they cannot enter while the loop is blocked.
+        One that blocks its thread goes before the coroutines of that thread's event loop: they cannot enter meanwhile.
+
+        Raises:
+            TimeIsOver: It is.
         """
-        me = threading.get_ident()
-        waiter = Waiter(None if blocks else me)
-        with self._lock:
-            if blocks and self._admitted is not None and self._admitted.thread == me and not self._inside:
-                self._admitted.renew()
-                self._waiting.appendleft(self._admitted)
-                self._admitted = None
-            place = next((at for at, other in enumerate(self._waiting) if blocks and other.thread == me), None)
-            self._waiting.insert(len(self._waiting) if place is None else place, waiter)
-            self._admit_next()
-        return waiter
+        if request.blocks:
+            self._blocked.append(request.thread)
+        try:
+            while self._admitted is not request:  # another time if a plain call on the loop went first
+                yield from self._line.wait(request, limit)
+        finally:
+            if request.blocks:
+                with suppress(ValueError):  # a child that was forked in the meantime has its own list
+                    self._blocked.remove(request.thread)
+                self._line.serve()
 
-    def is_admitted(self, waiter: Waiter) -> bool:
-        """Whether the waiter may open the zone now."""
-        return self._admitted is waiter
+    def _take(self, request: Request) -> Request | None:
+        with self._lock:
+            other = self._admitted
+            if other is None:
+                admitted = request.blocks or request.thread not in self._blocked
+            else:
+                admitted = request.blocks and not (other.blocks or self._inside) and other.thread == request.thread
+            if admitted:
+                self._admitted = request
+            return request if admitted else None
+
+    def release(self, request: Request) -> None:
+        """Let the next one open the zone, if it is this caller's turn and it has not opened it."""
+        if self._admitted is request:
+            self._close()
 
     def join(self, *, waits: bool) -> bool:
         """Enter together with the call that is inside, if the caller is a part of that call.
@@ -214,10 +213,10 @@ class ZoneLock:
                 whose coroutine is inside: that coroutine is suspended, and could not leave before the caller is done.
         """
         with self._lock:
-            if not self._inside:
+            if self._admitted is None or not self._inside:
                 return False
-            part = any(context.zone is self for context in _entered())
-            part = part or (waits and self._thread == threading.get_ident() and waiting.on_any_loop())
+            on_its_loop = waits and self._admitted.thread == threading.get_ident() and waiting.on_any_loop()
+            part = on_its_loop or any(context.zone is self for context in _entered())
             self._inside += part
             return part
 
@@ -226,8 +225,7 @@ class ZoneLock:
         manager = language.memory_zone()
         self._opened = language, manager
         pool = manager.__enter__()
-        with self._lock:
-            self._inside, self._thread = 1, threading.get_ident()
+        self._inside = 1
         return pool
 
     def leave(self) -> None:
@@ -235,15 +233,6 @@ class ZoneLock:
         with self._lock:
             self._inside -= 1
             if self._inside:
-                return
-        self._close()
-
-    def withdraw(self, waiter: Waiter) -> None:
-        """Remove a waiter that has not opened the zone, whether it was admitted or not."""
-        with self._lock:
-            if self._admitted is not waiter:
-                with suppress(ValueError):  # a child that was forked in the meantime has its own queue
-                    self._waiting.remove(waiter)
                 return
         self._close()
 
@@ -255,12 +244,7 @@ class ZoneLock:
             self._opened = None
             with self._lock:
                 self._inside, self._admitted = 0, None
-                self._admit_next()
-
-    def _admit_next(self) -> None:
-        if self._admitted is None and self._waiting:
-            self._admitted = self._waiting.popleft()
-            self._admitted.admitted.set_result(None)
+            self._line.serve()
 
     def after_fork_in_child(self) -> None:
         """Keep the zone open if the forking thread is inside; close it if another thread was."""
@@ -270,7 +254,7 @@ class ZoneLock:
         for context in mine:
             context.epoch = self.epoch
         if mine:
-            self._inside, self._thread, self._admitted = len(mine), threading.get_ident(), Waiter(None)
+            self._inside, self._admitted = len(mine), Request(threading.get_ident(), blocks=True)
         elif self._opened is not None:
             language, manager = self._opened
             self._opened = None
@@ -302,26 +286,27 @@ class ZoneContext:
 
     def __enter__(self) -> None:
         if not self.zone.join(waits=True):
-            waiter = self.zone.enqueue(blocks=True)
-            try:
-                waiting.block(self._until_admitted(waiter))
-                self._pool = self.zone.open(self._language)
-            except BaseException as error:
-                self._withdraw(waiter, error)
-                raise
+            waiting.block(self._entry(blocks=True))
         self._begin()
 
     async def __aenter__(self) -> None:
         if not self.zone.join(waits=False):
-            waiting.require_loop("a spaCy zone in a coroutine")
-            waiter = self.zone.enqueue(blocks=False)
-            try:
-                await waiting.suspend(self._until_admitted(waiter))
-                self._pool = self.zone.open(self._language)
-            except BaseException as error:
-                self._withdraw(waiter, error)
-                raise
+            await waiting.suspend(self._entry(blocks=False))
         self._begin()
+
+    def _entry(self, *, blocks: bool) -> Steps[None]:
+        request = Request(threading.get_ident(), blocks)
+        try:
+            yield from self.zone.admission(request, Timeout(self._timeout))
+            self._pool = self.zone.open(self._language)
+        except TimeIsOver:
+            raise Overloaded(
+                f"guard {self._guard!r}: other calls were in the pipeline's memory zone for {self._timeout:g} s, "
+                "and only one call at a time can run there"
+            ) from None
+        except BaseException:
+            self.zone.release(request)
+            raise
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # The frames of a traceback refer to documents, and error reporters print the variables of frames. As long as
@@ -337,21 +322,6 @@ class ZoneContext:
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.__exit__(_kind, error, _trace)
-
-    def _until_admitted(self, waiter: Waiter) -> Steps[None]:
-        limit = Timeout(self._timeout)
-        while not self.zone.is_admitted(waiter):  # a plain call on the loop may go first
-            if limit.over:
-                raise TimeoutError
-            yield Wait(waiter.admitted, limit)
-
-    def _withdraw(self, waiter: Waiter, error: BaseException) -> None:
-        self.zone.withdraw(waiter)
-        if isinstance(error, TimeoutError):
-            raise Overloaded(
-                f"guard {self._guard!r}: other calls were in the pipeline's memory zone for {self._timeout:g} s, "
-                "and only one call at a time can run there"
-            ) from None
 
     def _begin(self) -> None:
         del self._language  # a contextvars context that is copied inside keeps this object, but not the pipeline

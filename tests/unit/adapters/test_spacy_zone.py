@@ -19,9 +19,10 @@ import pytest
 spacy = pytest.importorskip("spacy")
 
 from modelguard import ModelGuard, guard  # noqa: E402 - after the check above
-from modelguard.adapters.spacy import ZoneContext, Zoned, ZoneLock, _current, _zone_of, zoned  # noqa: E402
+from modelguard.adapters.spacy import Request, ZoneContext, Zoned, ZoneLock, _current, _zone_of, zoned  # noqa: E402
 from modelguard.errors import NotSupported, Overloaded  # noqa: E402
 from modelguard.lifecycle.runtime import Runtime  # noqa: E402
+from modelguard.runtime.waiting import Timeout  # noqa: E402
 
 Nlp = Any  # a spaCy pipeline; spaCy leaves most of its own types open
 Guard = ModelGuard[Nlp]
@@ -60,12 +61,25 @@ def words_of(zone: Zoned[Nlp]) -> Callable[[str], list[str]]:
 # The queue
 
 
+class Turn:
+    """A call that waits for its turn."""
+
+    def __init__(self, zone: ZoneLock) -> None:
+        self.request = Request(0, blocks=True)
+        self.steps = zone.admission(self.request, Timeout(TIMEOUT))
+        self.wait: Any = next(self.steps, None)
+
+    @property
+    def has_come(self) -> bool:
+        return self.wait is None or self.wait.future.done()
+
+
 def test_turns_come_in_order_of_arrival(english: Nlp) -> None:
     """The first has its turn at once, each other one when the one before it has gone."""
     zone = ZoneLock()
-    turns = [zone.enqueue(blocks=True) for _ in range(3)]
+    turns = [Turn(zone) for _ in range(3)]
     for count, _ in enumerate(turns, start=1):
-        assert [True] * count + [False] * (3 - count) == [turn.admitted.done() for turn in turns]
+        assert [True] * count + [False] * (3 - count) == [turn.has_come for turn in turns]
         zone.open(english)
         assert english.vocab.in_memory_zone
         zone.leave()
@@ -75,12 +89,12 @@ def test_turns_come_in_order_of_arrival(english: Nlp) -> None:
 def test_a_turn_that_is_given_up_is_passed_on() -> None:
     """A caller that gives up in the queue is skipped, and one that gives up its turn passes it on."""
     zone = ZoneLock()
-    first, second, third = (zone.enqueue(blocks=True) for _ in range(3))
-    zone.withdraw(second)
-    zone.withdraw(first)
-    assert [True, False, True] == [turn.admitted.done() for turn in (first, second, third)]
-    zone.withdraw(third)
-    assert zone.enqueue(blocks=True).admitted.done()
+    first, second, third = (Turn(zone) for _ in range(3))
+    second.steps.close()
+    zone.release(first.request)
+    assert [True, False, True] == [turn.has_come for turn in (first, second, third)]
+    third.steps.close()
+    assert Turn(zone).has_come
 
 
 def test_a_zone_that_cannot_be_opened_passes_the_turn_on(nlp: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +248,7 @@ def test_nested_calls_do_not_wait_behind_others(nlp: Guard) -> None:
     with ThreadPoolExecutor(1) as pool:
         with zone.lease() as pipeline:
             other = pool.submit(words, "other")
-            while not _zone_of(pipeline)._waiting:  # it is on its way
+            while not _zone_of(pipeline)._line:  # it is on its way
                 assert ["inner"] == words("inner")
             assert ["inner"] == words("inner")
             assert pipeline.vocab.in_memory_zone
