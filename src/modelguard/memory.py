@@ -81,6 +81,7 @@ class Trimming(fork.Forkable):
         """Start anew: the readings are of the parent's memory, and a thread of the parent may have held the lock."""
         self._busy = threading.Lock()
         self._cpu = -math.inf
+        self._was_busy = True
         self._floor: int | None = None
         self._next = self.runtime.clock() + self._pause
 
@@ -96,8 +97,11 @@ class Trimming(fork.Forkable):
             return
         try:
             self._next = now + self._pause
-            if runtime.cpu() - self._cpu < _IDLE:
+            worked = runtime.cpu() - self._cpu
+            # Just after a trim a call may free in no time what it held during that: then there is one more.
+            if worked < _IDLE and not (self._was_busy and worked):
                 return
+            self._was_busy = worked >= _IDLE
             if self.schedule.growth == math.inf or self._has_grown():
                 self._trim()
             self._cpu = runtime.cpu()

@@ -69,6 +69,16 @@ class TestAnInterval:
             trimming.tick()
         assert 1 == trims(world)
 
+    def test_with_little_work_just_after_a_trim_is_not(self, world: World) -> None:
+        """A call that a trim comes in the middle of may free all that it holds within 10 ms: that is returned too."""
+        trimming = started(30)
+        world.cpu += 1.0
+        for _ in range(5):
+            world.tick(30)
+            trimming.tick()
+            world.cpu += 0.001
+        assert 2 == trims(world)
+
     def test_is_passed_to_the_ticker(self, world: World) -> None:
         """The ticker wakes when the next trim is due."""
         trimming = started("30s")
