@@ -142,6 +142,46 @@ class TestWhatStandsInTheWay:
         assert before == sorted(tmp_path.rglob("*"))
         assert 3 == weights.load(lambda array: array.sum(), tmp_path / "net")
 
+    WITHOUT_DESCRIPTORS = """
+        import os, resource, sys
+        import numpy
+        from modelguard import weights
+
+        acts = (
+            lambda: weights.load(len, sys.argv[1]),
+            lambda: weights.publish(numpy.ones(4), sys.argv[1]),
+            lambda: weights.publish(lambda: numpy.ones(4), sys.argv[1], key="new"),
+        )
+        acts[0]()  # imports what it needs
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        opened = []
+        for act in acts:
+            try:
+                while True:
+                    opened.append(os.dup(0))
+            except OSError:
+                pass
+            try:
+                act()
+            except OSError as error:
+                said = error
+            while opened:
+                os.close(opened.pop())
+            print(type(said).__name__, said)
+    """
+
+    def test_without_descriptors_the_weights_are_not_blamed(self, tmp_path: Path) -> None:
+        """A process that may open no more files hears that, and not that what is published is at fault."""
+        import numpy as np
+
+        weights.publish(np.ones(3), tmp_path / "net")
+        loaded, *published = told(program(self.WITHOUT_DESCRIPTORS, tmp_path / "net")).splitlines()
+        assert loaded.startswith("OSError [Errno 24]")
+        for error in published:
+            assert error.startswith("PublishFailed")
+            assert "Too many open files. Close files" in error
+        assert 3 == weights.load(len, tmp_path / "net")
+
     UNPRIVILEGED = """
         import os, sys
         import numpy

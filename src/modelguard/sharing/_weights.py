@@ -6,6 +6,7 @@
     net = guard(lambda: weights.load(Net, "/var/lib/app/net"), reload_on=Modified("/var/lib/app/net", atomic=True))
 """
 
+import errno
 import functools
 import hashlib
 import inspect
@@ -20,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported, PublishFailed, WeightsMissing, WeightsRefused
@@ -41,6 +42,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 _REPUBLISH = "Publish the weights again."
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Manifest:
 
         Raises:
             WeightsRefused: A file is missing, truncated or changed, or other users could have written to it.
+            OSError: No descriptor is left to read it with.
         """
         try:
             for each in (folder.parent, folder):
@@ -98,7 +101,7 @@ class Manifest:
             for name, published in self.files.items():
                 _check_file(folder / name, published)
         except OSError as error:
-            raise _unreadable(Path(error.filename or folder), error) from error
+            _refuse(Path(error.filename or folder), error)
 
 
 def read(path: Path) -> Manifest:
@@ -115,7 +118,7 @@ def read(path: Path) -> Manifest:
         why, fix = "nothing has been published there", "Call weights.publish(model, path) first."
         raise WeightsMissing(path, why=why, fix=fix) from None
     except OSError as error:
-        raise _unreadable(path, error) from error
+        _refuse(path, error)
     with os.fdopen(descriptor, "rb") as file:
         check_trust(path, os.fstat(descriptor), stat.S_ISREG)
         text = file.read()
@@ -202,10 +205,13 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _unreadable(path: Path, error: OSError) -> WeightsRefused:
+def _refuse(path: Path, error: OSError) -> NoReturn:
+    if error.errno in _NO_DESCRIPTOR:  # that is no fault of the file's
+        raise error
+    why, fix = f"it cannot be read ({error.strerror})", _REPUBLISH
     if isinstance(error, PermissionError):
-        return WeightsRefused(path, why="this user may not read it", fix="Publish it as the user who serves it.")
-    return WeightsRefused(path, why=f"it cannot be read ({error.strerror})", fix=_REPUBLISH)
+        why, fix = "this user may not read it", "Publish it as the user who serves it."
+    raise WeightsRefused(path, why=why, fix=fix) from error
 
 
 # The storage of a published path: one publisher at a time, several versions, and the switch to a new version.
@@ -362,9 +368,13 @@ class WeightsStore:
 
     def intact(self, key: str | None = None) -> Manifest | None:
         """The current manifest, if its files are intact, and it has this key, if one is given."""
-        with suppress(WeightsRefused):
+        try:
             if key is None or self.current().key == key:
                 return self.checked()[0]
+        except WeightsRefused:
+            pass
+        except OSError as error:
+            raise self._failed(error) from error
         return None
 
     def _versions(self) -> dict[Path, int]:
@@ -387,6 +397,7 @@ class WeightsStore:
             check_trust(self.data, self.data.lstat(), stat.S_ISDIR)
             if self.data.stat().st_mode & 0o077:
                 self.data.chmod(0o700)
+            os.close(os.open(self.data, os.O_RDONLY))  # the lock does not say when no descriptor is left
         except OSError as error:
             raise self._failed(error) from error
 
@@ -406,6 +417,8 @@ class WeightsStore:
             fix = "Publish to a folder that this user may write to."
         elif isinstance(error, FileNotFoundError | NotADirectoryError | FileExistsError):
             fix = f"Create the folder {str(self.path.parent)!r}, and remove any other file at {str(self.data)!r}."
+        elif error.errno in _NO_DESCRIPTOR:
+            fix = "Close files that are not needed, or raise the limit (ulimit -n)."
         return PublishFailed(self.path, why=error.strerror or str(error), fix=fix)
 
 
@@ -560,16 +573,11 @@ def _check_function(source: Any, key: str | None) -> None:
 
 
 def _check_build(build: Callable[..., Any], kind: str) -> None:
-    how, given = ("without arguments", ()) if kind == "torch" else ("with what was published", (object(),))
-    try:
-        signature = inspect.signature(build)
-    except (ValueError, TypeError):  # many built-in functions have none
-        return
-    try:
-        signature.bind(*given)
-    except TypeError as error:
-        fix = "Write load(Net, path)." if kind == "torch" else "Write load(lambda arrays: Model(arrays), path)."
-        raise InvalidOption("build", build, why=f"is called {how}: {error}", fix=fix) from None
+    how, arguments, fix = "with what was published", 1, "Write load(lambda arrays: Model(arrays), path)."
+    if kind == "torch":
+        how, arguments, fix = "without arguments", 0, "Write load(Net, path)."
+    if (found := _units.misfit(build, arguments)) is not None:
+        raise InvalidOption("build", build, why=f"is called {how}: {found}", fix=fix)
 
 
 def current(path: str | os.PathLike[str]) -> Published:
