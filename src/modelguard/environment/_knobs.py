@@ -5,6 +5,7 @@ after its reader has read it silently has no effect.
 """
 
 import re
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
@@ -14,9 +15,8 @@ from modelguard.errors import InvalidOption
 
 # How libraries read the values of their variables, and which they do not understand.
 #
-# Torch's two libraries for convolutions read the capacities of their caches from variables, both as C's ``atoi`` does:
-# blanks, a sign, decimal digits, and whatever follows is ignored. Text without a number is 0. Measured with torch 2.13
-# on x86-64.
+# Torch's two libraries for convolutions read the capacities of their caches from variables, both by C's ``atoi``: what
+# follows a number is ignored, and text without a number is 0. Measured with torch 2.13 on x86-64.
 
 
 ONEDNN = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
@@ -25,8 +25,6 @@ GLIBC = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 #: oneDNN reads the value into a buffer of this size, and ignores a value that does not fit (src/common/utils.cpp).
 _ONEDNN_BUFFER = 12
-
-_LONG, _INT = 2**63, 2**32
 
 #: jemalloc's options, 4.0 to 5.3. It skips a pair that it does not know, and after a malformed one all the rest.
 _SWITCHES = (
@@ -67,14 +65,12 @@ _SYNTAX = {
 
 
 def capacity(name: str, value: str) -> int | None:
-    if name != IDEEP and not 0 < len(value.encode(errors="surrogateescape")) < _ONEDNN_BUFFER:
+    content = value.encode(errors="surrogateescape")
+    if name != IDEEP and not 0 < len(content) < _ONEDNN_BUFFER:
         return None
-    number = re.match(r"[ \t\n\v\f\r]*([+-]?[0-9]{1,4000})", value)  # more digits than any variable has a use for
-    if number is None:
-        return 0
-    # atoi is strtol, which ends at the limits of a long, and of this the lowest 32 bits.
-    low = max(-_LONG, min(_LONG - 1, int(number[1]))) % _INT
-    return low - _INT if low >= _INT // 2 else low
+    import ctypes  # takes 2 - 3 ms
+
+    return int(ctypes.CDLL("msvcrt" if sys.platform == "win32" else None).atoi(content))
 
 
 def why_unusable(name: str, value: str) -> str | None:
@@ -362,6 +358,8 @@ RECLAIMING = _CUDA_ALLOCATOR(
 
 
 def fraction(workers: int) -> Knob:
+    fix = "Give the number of processes that share one GPU."
+    _units.whole_number(workers, "workers", most=int(1000 * (1 - _CONTEXTS)), fix=fix)  # a thousandth each
     part = int((1 - _CONTEXTS) / workers * 1000) / 1000
     return _CUDA_ALLOCATOR(
         value=f"per_process_memory_fraction:{part:g},garbage_collection_threshold:0.8",

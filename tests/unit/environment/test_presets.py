@@ -123,6 +123,16 @@ def test_processes_on_one_gpu_get_equal_parts() -> None:
     )
 
 
+def test_more_processes_than_a_gpu_has_parts_for_are_refused() -> None:
+    """A part is a thousandth of the GPU at least: torch would take none for all of it, or for nothing."""
+    assert (
+        "per_process_memory_fraction:0.001"
+        in values(presets.get("torch-cuda-shared", workers=900))["PYTORCH_ALLOC_CONF"]
+    )
+    with pytest.raises(InvalidOption, match=r"workers=901: must be at most 900. Give the number of processes"):
+        presets.get("torch-cuda-shared", workers=901)
+
+
 @pytest.mark.parametrize(("shapes", "entries"), [(None, "1024"), (1, "128"), (10, "1280"), (1000, "10000")])
 def test_cudnn_keeps_a_plan_for_each_shape(shapes: int | None, entries: str) -> None:
     """As many plans as the traffic needs, and never more than torch keeps by itself."""
