@@ -42,49 +42,23 @@ HANDLES: Mapping[str, str] = {
 
 #: What modules define. It is made on import, and lives as long as the program.
 _DEFINITIONS = (
-    "builtins.type",
-    "builtins.function",
-    "builtins.code",
-    "builtins.method_descriptor",
-    "builtins.wrapper_descriptor",
-    "builtins.classmethod_descriptor",
-    "builtins.getset_descriptor",
-    "builtins.member_descriptor",
-    "builtins.property",
-    "builtins.classmethod",
-    "builtins.staticmethod",
-    "functools._lru_cache_wrapper",
-    "numpy.ufunc",
-)
-_CODE = (
-    *_DEFINITIONS,
-    "builtins.module",
-    "builtins.frame",
-    "builtins.traceback",
-    "builtins.generator",
-    "builtins.coroutine",
-    "builtins.async_generator",
-    "builtins.super",
-    "weakref.ReferenceType",
-    "weakref.ProxyType",
-    "weakref.CallableProxyType",
-    # Not code, but not the model's own either: shared by everything that logs, or runs in the same context.
-    "logging.Filterer",
-    "logging.LogRecord",
-    "logging.Manager",
-    "_contextvars.Context",
-    "_contextvars.ContextVar",
-    "_contextvars.Token",
+    "builtins.type builtins.function builtins.code builtins.method_descriptor builtins.wrapper_descriptor "
+    "builtins.classmethod_descriptor builtins.getset_descriptor builtins.member_descriptor builtins.property "
+    "builtins.classmethod builtins.staticmethod functools._lru_cache_wrapper numpy.ufunc"
 )
 
-_KINDS = {
-    "builtins.dict": DICT,
-    **dict.fromkeys(
-        ("builtins.mappingproxy", "builtins.builtin_function_or_method", "numpy.ndarray", "numpy.void"), UNDECIDED
-    ),
-    **dict.fromkeys(_CODE, CODE),
-    **{name: kind for kind, names in HANDLES.items() for name in names.split()},
+_TYPES: Mapping[str, str] = {
+    DICT: "builtins.dict",
+    UNDECIDED: "builtins.mappingproxy builtins.builtin_function_or_method numpy.ndarray numpy.void",
+    CODE: f"{_DEFINITIONS} builtins.module builtins.frame builtins.traceback builtins.generator builtins.coroutine "
+    "builtins.async_generator builtins.super weakref.ReferenceType weakref.ProxyType weakref.CallableProxyType "
+    # Not code, but not the model's own either: shared by everything that logs, or runs in the same context.
+    "logging.Filterer logging.LogRecord logging.Manager _contextvars.Context _contextvars.ContextVar "
+    "_contextvars.Token",
+    **HANDLES,
 }
+_KINDS = {name: kind for kind, names in _TYPES.items() for name in names.split()}
+_DEFINED = frozenset(_DEFINITIONS.split())
 
 _HAS_REFERENTS = 1 << 14  # Py_TPFLAGS_HAVE_GC
 
@@ -132,7 +106,7 @@ def _kind_of(cls: type) -> str:
 
 def is_definition(cls: type) -> bool:
     """Whether objects of this type are classes, functions or what these are made of."""
-    return any(_units.type_name(base) in _DEFINITIONS or "__code__" in base.__dict__ for base in cls.__mro__)
+    return any(_units.type_name(base) in _DEFINED or "__code__" in base.__dict__ for base in cls.__mro__)
 
 
 # Where CPython keeps an object's reference count, which count makes it immortal, and whether this works here.

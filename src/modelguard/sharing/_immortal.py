@@ -248,11 +248,11 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     gc.collect()
     mortal = _graph.behind_code(walk.code.values())
     return ImmortalReport(
-        objects=walk.objects,
+        objects=limit - walk.left,
         bytes_held=walk.held,
         seconds=time.perf_counter() - started,
         complete=walk.complete and not mortal,
-        skipped=tuple(Skipped(kind, example, len(walk.seen[kind])) for kind, example in walk.examples.items()),
+        skipped=tuple(Skipped(kind, example, len(seen)) for kind, (example, seen) in walk.skipped.items()),
         mortal=mortal,
     )
 
@@ -316,11 +316,9 @@ class _Walk:
 
     def __init__(self, limit: int) -> None:
         self.left = limit
-        self.objects = 0
         self.held = 0
         self.complete = True
-        self.examples: dict[str, str] = {}
-        self.seen: dict[str, set[int]] = {}
+        self.skipped: dict[str, tuple[str, set[int]]] = {}  # an example of each kind, and which there are
         self._kinds = ObjectKinds()
         self._first_use = _ByType(_use_of)
         self._attribute_dicts = _ByType(_getter_of_dict)
@@ -388,7 +386,6 @@ class _Walk:
 
     def _count(self, marked: list[Any]) -> None:
         self.left -= len(marked)
-        self.objects += len(marked)
         self.held += self._kinds.size_of(*marked)
 
     def _follow(self, item: Any, kind: str) -> bool:
@@ -410,9 +407,9 @@ class _Walk:
             if holders:
                 return  # every model refers to classes and functions
             kind = CODE
-        self.seen.setdefault(kind, set()).add(id(item))
-        if kind not in self.examples:
-            self.examples[kind] = f"{_units.type_name(type(item))}, {_where(item, holders)}"
+        if kind not in self.skipped:
+            self.skipped[kind] = f"{_units.type_name(type(item))}, {_where(item, holders)}", set()
+        self.skipped[kind][1].add(id(item))
 
 
 def _last(stack: list[Any]) -> list[Any]:
@@ -424,17 +421,12 @@ def _last(stack: list[Any]) -> list[Any]:
 def _where(item: Any, holders: Sequence[Any]) -> str:
     """The place of an object in the graph: which of the holders refers to it, and how."""
     for holder in holders:
-        if any(referent is item for referent in (*gc.get_referents(holder), *_attributes(holder).values())):
-            return _place(item, holder)
+        kind, held = ("key", holder) if type(holder) is dict else ("attribute", _attributes(holder))
+        name = next((name for name, value in list(held.items()) if value is item), None)
+        if name is not None or any(referent is item for referent in gc.get_referents(holder)):
+            place = f"{kind} {reprlib.repr(name)} of" if isinstance(name, str) else "in"
+            return f"{place} a {_units.type_name(type(holder))}"
     return "given as a root"
-
-
-def _place(item: Any, holder: Any) -> str:
-    is_dict = type(holder) is dict
-    for name, value in list((holder if is_dict else _attributes(holder)).items()):
-        if value is item and isinstance(name, str):
-            return f"{'key' if is_dict else 'attribute'} {reprlib.repr(name)} of a {_units.type_name(type(holder))}"
-    return f"in a {_units.type_name(type(holder))}"
 
 
 def _attributes(holder: Any) -> dict[str, Any]:

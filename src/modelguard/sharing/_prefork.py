@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -313,7 +313,8 @@ def prepare_chosen(
     before = _check_order(generations)
     THREADS.end_idle()
     ended = _hazards.end_threads() if on_hazard == "fix" else ()
-    copied = _copies(chosen, renewed_here=renewed_here) if immortalize == "auto" else ()
+    kept, why_mortal = _to_make_immortal(chosen, immortalize, renewed_here=renewed_here)
+    copied = _copies(guard for guard in chosen if guard not in kept) if immortalize == "auto" else ()
     found = (*_hazards.find_hazards(process), *copied, *ended)
     _enforce(on_hazard, found)
     state = Prepared(os.getpid(), {**(before or {}), **generations}, () if on_hazard == "warn" else found)
@@ -321,7 +322,7 @@ def prepare_chosen(
     with _installed(state):
         tried, failed = _try(chosen, warm_timeout, on_hazard)
         collected, frozen = _freeze(again=before is not None) if freeze else (0, 0)
-        made, why = _immortalize(chosen, immortalize, renewed_here=renewed_here)
+        made = _immortalize(kept) if immortalize else None
     return ForkReport(
         guards=tuple(guard.name for guard in chosen),
         hazards=(*failed, *found),
@@ -329,7 +330,7 @@ def prepare_chosen(
         collected=collected,
         frozen=frozen,
         immortal=made,
-        why_mortal=why,
+        why_mortal=why_mortal,
         private=_memory.private(fresh=True),
         seconds=time.monotonic() - started,
     )
@@ -346,8 +347,7 @@ def check_immortalize(value: object) -> None:
 
 def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:
     for guard in guards:
-        if not isinstance(guard, ModelGuard):
-            raise InvalidOption("guards", guard, why="must be guards", fix=_fix_for(guard))
+        _units.instance(guard, "guards", ModelGuard, "guards", fix=_fix_for(guard))
     marked = (guard for guard in all_guards() if guard.prefork)
     chosen = tuple(dict.fromkeys(guards)) or tuple(sorted(marked, key=lambda guard: guard.name))
     if not chosen:
@@ -452,25 +452,20 @@ def _freeze(*, again: bool) -> tuple[int, int]:
     return collected, gc.get_freeze_count()
 
 
-def _immortalize(
-    chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize, *, renewed_here: bool
-) -> tuple[ImmortalReport | None, str | None]:
-    if wanted is False:
-        return None, "not asked for"
-    why = None
-    if wanted == "auto":
-        chosen, why = _worth_it(chosen, renewed_here=renewed_here)
-    made = _immortal.immortalize(*_loaded_by(chosen)) if chosen else None
+def _immortalize(guards: tuple[ModelGuard[Any], ...]) -> ImmortalReport | None:
+    made = _immortal.immortalize(*_loaded_by(guards)) if guards else None
     if _immortal.immortalize_program():
         with suppress(NotSupported):
             _allocator.trim()  # the walk through a model leaves free heap behind: 52 MB for ja_ginza
-    return made, why
+    return made
 
 
-def _worth_it(
-    chosen: tuple[ModelGuard[Any], ...], *, renewed_here: bool
+def _to_make_immortal(
+    chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize, *, renewed_here: bool
 ) -> tuple[tuple[ModelGuard[Any], ...], str | None]:
     """The guards whose models should become immortal, and why others should not."""
+    if wanted != "auto":
+        return (chosen, None) if wanted else ((), "not asked for")
     if (why := _immortal.immortalize_unsupported()) is not None:
         return (), why
     kept = tuple(guard for guard in chosen if not (renewed_here and guard.engine.renews_weights))
@@ -482,14 +477,11 @@ def _worth_it(
     return kept, why
 
 
-def _copies(chosen: tuple[ModelGuard[Any], ...], *, renewed_here: bool) -> tuple[Hazard, ...]:
-    """The guards whose objects are not made immortal although each child will copy much of them as it reads them."""
-    unsupported = _immortal.immortalize_unsupported()
+def _copies(mortal: Iterable[ModelGuard[Any]]) -> tuple[Hazard, ...]:
+    """Those of the guards whose objects stay mortal of which each child will copy much as it reads them."""
+    why = _immortal.immortalize_unsupported() or _RENEWED  # what is small is not worth a warning either
     found = []
-    for guard in chosen:
-        why = unsupported or (_RENEWED if renewed_here and guard.engine.renews_weights else None)
-        if why is None:
-            continue
+    for guard in mortal:
         # Of an array or another large object, a reader writes to the first page alone.
         size = _graph.measure(*_loaded_by((guard,)), enough=_IMMORTALIZE_FROM, most=mmap.PAGESIZE)
         if size >= _IMMORTALIZE_FROM:
