@@ -61,7 +61,8 @@ def assert_shared_after_fork(
 
     Raises:
         AssertionError: More was copied, or the child failed or hung; the message contains the child's output.
-        InvalidOption: ``read`` is not callable, ``immortalize`` is no such choice, or the model takes less than 4 MB, which is too small to test.
+        InvalidOption: ``read`` is not callable, ``immortalize`` is no such choice, or the model takes less than 4 MB,
+            which is too small to test.
         NotSupported: This is not Linux, or the memory that a process has written cannot be read; or
             ``immortalize=True`` in an interpreter without immortal objects.
         LoadFailed: The guard's model could not be loaded.

@@ -4,22 +4,22 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
 from modelguard import _units, memory
 from modelguard.errors import InvalidOption
 from modelguard.facts._gpu import DeviceMemory, Gpu
-from modelguard.lifecycle import _reload, runtime
+from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._pool_engine import pool_engines
 from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
-from modelguard.runtime import clock, own_thread
+from modelguard.runtime import clock
 from modelguard.runtime.background import TICKER, Ticked
 from modelguard.runtime.host_lock import Held, HostLock
 from modelguard.serving import _batcher
-from modelguard.testing._loader import OfTest, any_held
+from modelguard.testing._loader import OfTest, any_held, let_all_go
 
 # A GPU whose use a test sets, for policies on machines that have none.
 
@@ -83,7 +83,6 @@ class Clock(OfTest):
         self._limit: int | None = None
         self._headroom: int | None = None
         self._threads: list[threading.Thread] = []
-        self._installed = ExitStack()
         self._runtime = runtime.Runtime(
             clock=self._clock,
             wall_clock=lambda: self._wall_at_zero + self._clock(),
@@ -229,18 +228,20 @@ class Clock(OfTest):
 
     # What the fixture calls
 
-    def install(self) -> None:
-        """Use this clock for guards and pools that are made from now on."""
-        self._installed.enter_context(runtime.use(lambda: self._runtime))
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Use this clock for guards and pools that are made in the block.
 
-    def end(self) -> None:
-        """End the test: wait for its threads, and move guards that outlive the test to real time."""
-        self._installed.close()
+        At its end, wait for the test's threads, and move guards that outlive the test to real time.
+        """
+        with runtime.use(lambda: self._runtime):
+            yield
         try:
+            let_all_go()
             self.settle()
         finally:  # a load that hangs leaves the next tests alone
             self._return()
-            super().end()
+            self.end()
 
     def _return(self) -> None:
         trimming = memory.running()
@@ -263,29 +264,23 @@ class Clock(OfTest):
 
     # Evaluating the policies
 
-    def _engines(self) -> list[Engine[Any]]:
-        """The engines of guards with this clock; pooled models are left out, since a ticker does not check them."""
-        return [guard.engine for guard in guards() if guard.engine.runtime is self._runtime]
-
-    def _others(self) -> list[Ticked]:
-        """What else the ticker would check: pools, and ``memory.trim_every``."""
+    def _ticked(self) -> list[Ticked]:
+        """What the ticker would check: guards, ``memory.trim_every`` and pools, but not the models in these."""
         trimming = memory.running()
-        own = [trimming] if trimming is not None and trimming.runtime is self._runtime else []
-        return [*own, *(pool for pool in pool_engines() if pool.runtime is self._runtime)]
+        all_ = (*(guard.engine for guard in guards()), *([trimming] if trimming else ()), *pool_engines())
+        return [one for one in all_ if one.runtime is self._runtime]
 
     def _evaluate(self) -> None:
         self._probed = True
         while self._probed:  # what a probe has returned is evaluated at the same time
             self._probed = False
-            for engine in self._engines():
-                engine.check()
-            for other in self._others():
-                other.tick()
+            for ticked in self._ticked():
+                look = ticked.check if isinstance(ticked, Engine) else ticked.tick  # policies have no thread here
+                look()
             self.settle()
 
     def _interval(self) -> float:
-        engines = min((engine.check_interval() for engine in self._engines()), default=math.inf)
-        return min((other.check_interval() for other in self._others()), default=engines)
+        return min((ticked.check_interval() for ticked in self._ticked()), default=math.inf)
 
     def _running(self) -> list[threading.Thread]:
         with self._lock:
@@ -323,19 +318,3 @@ class _FreeLock(HostLock):
     @contextmanager
     def held(self, **_: object) -> Iterator[Held]:
         yield "process"
-
-
-# ``modelguard_off``: decorated functions run directly in the caller's thread, without policies, queues or reloads.
-
-
-@contextmanager
-def off() -> Iterator[None]:
-    """Run all guarded and batched functions of this process directly, without their machinery, inside the block.
-
-    For a guarded function, the loader is simply called at the first use in the block, and its own errors are raised;
-    there is no warm-up, no validation and no policy. A batched function is called with a list of one item, and the
-    caller gets its result or error for that item. At the end, models that were loaded in the block are dropped, so that
-    the next use loads in the normal way.
-    """
-    with _reload.inline(), own_thread.inline():
-        yield

@@ -24,13 +24,10 @@ _MARKER = (
 def modelguard_clock(request: pytest.FixtureRequest) -> Iterator[Clock]:
     """Time, memory and randomness for the guards and pools that the test makes; nothing sleeps."""
     from modelguard.testing._clock import Clock
-    from modelguard.testing._loader import let_all_go
 
     clock = Clock(request.node.nodeid)
-    clock.install()
-    yield clock
-    let_all_go()
-    clock.end()
+    with clock.installed():
+        yield clock
 
 
 @pytest.fixture
@@ -48,14 +45,21 @@ def modelguard_loader(request: pytest.FixtureRequest) -> Iterator[Loader]:
 
 @pytest.fixture
 def modelguard_off(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run guarded and batched functions directly in the caller's thread, without policies, queues or reloads."""
+    """Run guarded and batched functions directly in the caller's thread, without policies, queues or reloads.
+
+    For a guarded function, the loader is simply called at the first use in the test, and its own errors are raised;
+    there is no warm-up, no validation and no policy. A batched function is called with a list of one item, and the
+    caller gets its result or error for that item. At the end, models that were loaded in the test are dropped, so that
+    the next use loads in the normal way.
+    """
     if "modelguard_clock" in request.fixturenames:
         pytest.fail(
             "modelguard_off switches off the policies that modelguard_clock drives: use only one of them", pytrace=False
         )
-    from modelguard.testing._clock import off
+    from modelguard.lifecycle import _reload
+    from modelguard.runtime import own_thread
 
-    with off():
+    with _reload.inline(), own_thread.inline():
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -336,11 +337,10 @@ def shout(_model: object, text: str) -> str:
 def test_a_clock_is_of_no_use_after_its_test() -> None:
     """A clock that is used after its test raises with that test's name; its guards continue in real time."""
     clock = Clock("test_it.py::test_it")
-    clock.install()
-    nlp = guard(object, reload_on=None)
-    nlp.load()
-    clock.advance("1h")
-    clock.end()
+    with clock.installed():
+        nlp = guard(object, reload_on=None)
+        nlp.load()
+        clock.advance("1h")
     with pytest.raises(InvalidOption, match=r"test_it\.py::test_it, which has ended"):
         clock.advance("1h")
     with pytest.raises(InvalidOption, match="which has ended"):
@@ -407,10 +407,9 @@ def test_the_process_is_trimmed_as_time_passes() -> None:
     events: list[Event] = []
     remove = add_hook(events.append)
     clock = Clock("its test")
-    clock.install()
-    memory.trim_every("30s")
-    clock.advance("1m35s")
-    clock.end()
+    with clock.installed():
+        memory.trim_every("30s")
+        clock.advance("1m35s")
     remove()
     assert ["process"] * 3 == [event.guard for event in events if isinstance(event, MemoryTrimmed)]
     memory.trim_every("1m").stop()  # nothing of the test's is in force any more
@@ -544,14 +543,14 @@ def test_guards_of_others_return_to_real_time_also_after_a_load_that_hangs(monke
         raise TimeoutError
 
     nlp = guard(dict, reload_on=TTL("1h"))
-    clock = Clock("its test")
-    clock.install()
+    clock, test = Clock("its test"), ExitStack()
+    test.enter_context(clock.installed())
     clock.drive(nlp)
     nlp.load()
     with monkeypatch.context() as patch:
         patch.setattr(Clock, "settle", settle)
         with pytest.raises(TimeoutError):
-            clock.end()
+            test.close()
     before = nlp.engine.runtime.clock()
     assert before < nlp.engine.runtime.clock()
     with pytest.raises(InvalidOption, match="its test, which has ended"):
