@@ -373,15 +373,15 @@ class _Walk:
             elif kind != LEAF and not self._follow(item, kind):
                 self._skip(item, kind, holders)
                 continue
+            if len(marked) == self.left:
+                self.complete = False
+                break
             use = first_use[type(item)]
             if use is not None:
                 use(item)
             at = id(item) >> 3
             words[at] = words[at] & kept | value
             marked.append(item)
-            if len(marked) == self.left:
-                self.complete = False
-                break
         self._count(marked)
 
     def _count(self, marked: list[Any]) -> None:

@@ -169,6 +169,20 @@ def test_the_limit_bounds_the_walk() -> None:
 
 
 @needs_immortals
+def test_every_limit_holds_and_an_exact_one_is_enough() -> None:
+    """Whatever object comes last; a walk that had room for all of them says that it is complete."""
+
+    def model(number: int) -> Entry:
+        entry = Entry(number)
+        entry.more = [text(number), [number * 1.5, [number * 2.5]]]  # type: ignore[attr-defined]
+        return entry
+
+    most = immortalize(model(50)).objects
+    reports = [immortalize(model(50 + limit), limit=limit) for limit in range(1, most + 1)]
+    assert [(limit, limit == most) for limit in range(1, most + 1)] == [(one.objects, one.complete) for one in reports]
+
+
+@needs_immortals
 def test_what_is_immortal_already_is_left_alone() -> None:
     """A second call finds nothing to do, but looks into its roots for what is new."""
     model: dict[str, Any] = {text(7): Entry(8), text(8): [None, True, 1, "", ()]}
