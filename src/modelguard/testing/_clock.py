@@ -249,18 +249,13 @@ class Clock(OfTest):
             trimming.stop()
         ahead = self._clock() - time.monotonic()
         real = runtime.Runtime(clock=lambda: time.monotonic() + ahead)
-        outliving = [guard.engine for guard in guards() if guard.engine.runtime is self._runtime]
-        for engine in engines():
+        outliving = self._ticked()
+        for engine in (*engines(), *pool_engines()):
             if engine.runtime is self._runtime:
                 engine.runtime = real
-        for pool in pool_engines():
-            if pool.runtime is self._runtime:
-                pool.runtime = real
-                if pool.check_interval() < math.inf:
-                    TICKER.add(pool)  # until it finds no model
-        for engine in outliving:
-            if engine.state.current is not None:
-                TICKER.add(engine)
+        for one in outliving:
+            if not isinstance(one, Engine) or one.state.current is not None:
+                TICKER.add(one)  # a pool until it finds no model
 
     # Evaluating the policies
 

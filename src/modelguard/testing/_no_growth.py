@@ -169,22 +169,16 @@ class _InputsEnd(Exception):
     pass
 
 
-@dataclass
-class _Older:
+class _Older(NamedTuple):
     """What was there before the calls that are judged.
 
     Attributes:
-        caches: Those that have a limit.
-        frozen: Whether the collector passes it over.
+        caches: Those that have a limit, if the collector passes them over.
+        thaw: Lets the collector look at it again.
     """
 
     caches: list[object]
-    frozen: bool
-
-    def thaw(self) -> None:
-        if self.frozen:
-            self.frozen = False
-            gc.unfreeze()
+    thaw: Callable[[], None]
 
 
 @contextmanager
@@ -195,11 +189,11 @@ def _only_new_objects() -> Iterator[_Older]:
     """
     gc.collect()
     if gc.get_freeze_count():
-        yield _Older([], frozen=False)
+        yield _Older([], lambda: None)
         return
     objects = gc.get_objects()
     found = bounded_caches(objects)
-    older = _Older([one for one in objects if id(one) in found], frozen=True)
+    older = _Older([one for one in objects if id(one) in found], gc.unfreeze)
     del objects
     gc.freeze()
     _release.thaw = older.thaw
