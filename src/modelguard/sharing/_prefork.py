@@ -347,7 +347,8 @@ def check_immortalize(value: object) -> None:
 
 def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:
     for guard in guards:
-        _units.instance(guard, "guards", ModelGuard, "guards", fix=_fix_for(guard))
+        if not isinstance(guard, ModelGuard):
+            raise InvalidOption("guards", guard, why="must be guards", fix=_fix_for(guard))
     marked = (guard for guard in all_guards() if guard.prefork)
     chosen = tuple(dict.fromkeys(guards)) or tuple(sorted(marked, key=lambda guard: guard.name))
     if not chosen:

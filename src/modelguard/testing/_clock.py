@@ -250,7 +250,8 @@ class Clock(OfTest):
         ahead = self._clock() - time.monotonic()
         real = runtime.Runtime(clock=lambda: time.monotonic() + ahead)
         outliving = self._ticked()
-        for engine in (*engines(), *pool_engines()):
+        both: tuple[Any, ...] = (*engines(), *pool_engines())
+        for engine in both:
             if engine.runtime is self._runtime:
                 engine.runtime = real
         for one in outliving:
