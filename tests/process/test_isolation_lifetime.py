@@ -235,12 +235,13 @@ class TestPrograms:
         assert "if __name__ == '__main__':" in done.stderr
         assert done.returncode
 
+    @pytest.mark.parametrize("load", ["load()", "reload(wait=False)"])
     @pytest.mark.parametrize("scope", ["process", "host"])
-    def test_a_module_that_loads_what_it_defines(self, tmp_path: Path, scope: str) -> None:
+    def test_a_module_that_loads_what_it_defines(self, tmp_path: Path, scope: str, load: str) -> None:
         """Each mold imports it too, and starts no mold in turn."""
         module = textwrap.dedent(self.SCRIPT).replace("workers=1", f'workers=1, scope="{scope}"')
         note = "with open('imports', 'a') as file:\n    file.write('x')\n"
-        (tmp_path / "module.py").write_text(f"{module}{note}length.load()\n")
+        (tmp_path / "module.py").write_text(f"{module}{note}length.{load}\n")
         (tmp_path / "script.py").write_text(
             "import module\nif __name__ == '__main__':\n    print(module.length(module.Text('abc'))[0])\n"
         )

@@ -277,7 +277,10 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
             InvalidOption: ``wait`` is not a bool.
         """
         check_wait(wait)
-        self._scope.reload(wait=wait, timeout=Timeout(timeout).seconds)
+        if (
+            _processes.role == "owner"
+        ):  # a mold imports a module that reloads it, and would import that in the next mold
+            self._scope.reload(wait=wait, timeout=Timeout(timeout).seconds)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for coroutines; does not block the event loop."""

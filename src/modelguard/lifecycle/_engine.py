@@ -366,11 +366,6 @@ class Engine(GuardContext[M], fork.Forkable):
     # Loads
 
     def load(self, timeout: _units.Duration | None = None) -> None:
-        waiting.raise_on_event_loop(self.name, "load", "await guard.aload(), or async with")
-        self.ensure_loaded(timeout)
-
-    def ensure_loaded(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`load`, on an event loop too, which it then blocks."""
         self.state.raise_if_closed()
         waiting.block(self._until_loaded(Timeout(timeout)))
 

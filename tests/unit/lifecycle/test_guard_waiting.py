@@ -179,7 +179,7 @@ def test_blocking_a_running_loop_is_refused(world: World, use: str) -> None:
     async def main() -> None:
         getattr(guard, use)()
 
-    with pytest.raises(WouldDeadlock, match=r"await guard.aload\(\)") as refusal:
+    with pytest.raises(WouldDeadlock, match=r"await f.aload\(\)") as refusal:
         asyncio.run(main())
     assert ("model", 0) == (refusal.value.guard, world.loader.calls)
 
