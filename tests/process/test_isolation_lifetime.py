@@ -248,6 +248,19 @@ class TestPrograms:
         done = self.run([sys.executable, "script.py"], tmp_path)
         assert ("3\n", "xx") == (done.stdout, (tmp_path / "imports").read_text()), done.stderr
 
+    def test_a_module_whose_folder_is_on_the_path_for_its_import_only(self, tmp_path: Path) -> None:
+        """Its molds find it too. Celery takes the folder of the tasks off ``sys.path`` when it has imported them."""
+        (tmp_path / "tasks").mkdir()
+        (tmp_path / "tasks" / "module.py").write_text(textwrap.dedent(self.SCRIPT))
+        script = """
+            import os, sys
+            sys.path.insert(0, os.path.abspath("tasks"))
+            from module import Text, length
+            del sys.path[0]
+        """
+        done = self.run([sys.executable, "-c", textwrap.dedent(script) + textwrap.dedent(self.MAIN)], tmp_path)
+        assert "3\n" == done.stdout, done.stderr
+
     def test_an_interactive_session(self, tmp_path: Path) -> None:
         """There is no file that a mold could import."""
         done = self.run([sys.executable, "-c", textwrap.dedent(self.SCRIPT)], tmp_path)

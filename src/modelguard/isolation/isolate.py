@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Never, ParamSpec, Protocol, Self
 from modelguard import _public, _units
 from modelguard._units import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
-from modelguard.isolation import _isolation_options, _processes, status
+from modelguard.isolation import _isolation_options, _processes, _supervisor, status
 from modelguard.isolation._calls import Arguments, Caller, Limits
 from modelguard.isolation._isolation_options import (
     Bounds,
@@ -106,6 +106,7 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
         self._options = options
         self._source = source
         self._finalizer: Any = None
+        _supervisor.note_path()
         self._start()
         mark(self, coroutine=options.kind == "coroutine")
         status.add(self)
