@@ -590,7 +590,7 @@ class ItemRefused(ModelGuardError, ValueError):
 
 
 class ItemTooHeavy(ItemRefused):
-    """An item that alone weighs more than a whole batch may, or more items than a queue holds; a web service answers 413.
+    """An item that alone weighs more than a batch may, or more items than a queue holds; a web service answers 413.
 
     Attributes:
         weight: The item's weight, or the number of items.
