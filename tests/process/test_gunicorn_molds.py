@@ -199,17 +199,19 @@ def test_no_process_is_left_behind(number: signal.Signals, to: str, tmp_path: Pa
         assert "Traceback" not in server.log
 
 
-def test_a_master_that_ends_while_a_mold_loads_leaves_nothing(tmp_path: Path) -> None:
-    """The mold that loads ends with it."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_master_that_ends_while_a_mold_loads_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """The mold that loads ends with it, without a traceback in the log."""
     with running(tmp_path, "-w", "1", policy=POLICY) as server:
         (tmp_path / "slow").touch()
         server.replace_file("weights", "2")
         wait_until((tmp_path / "loading").exists, what="the load begins")
         processes = family(server)
         assert 4 == len(processes)
-        server.process.kill()
+        server.process.send_signal(number)
         server.process.wait()
         wait_until(lambda: not any(map(alive, processes)), what="all have ended")
+        assert "Traceback" not in server.log
 
 
 TWO = """
