@@ -24,7 +24,7 @@
     ├── CallerGone (RuntimeError)         the caller no longer waits for the answer
     ├── ConsumerTooSlow (RuntimeError)    a stream's consumer did not take its parts, and others had to wait
     ├── ItemRefused (ValueError)          an item that cannot be put into a batch
-    │   └── ItemTooHeavy                  an item that weighs more than a whole batch may
+    │   └── ItemTooHeavy                  more than a batch, or a queue, may ever hold
     ├── BatchFailed (RuntimeError)        a whole batch failed, and no single item is known to be the cause
     │   └── WrongResults (TypeError)      the batch function did not return one result for each item
     ├── ModelTooLarge (RuntimeError)      one model alone exceeds the pool's budget
@@ -590,15 +590,15 @@ class ItemRefused(ModelGuardError, ValueError):
 
 
 class ItemTooHeavy(ItemRefused):
-    """An item that alone weighs more than a whole batch may; a web service answers 413.
+    """An item that alone weighs more than a batch may, or more items than a queue holds; a web service answers 413.
 
     Attributes:
-        weight: The item's weight.
-        max_weight: The largest weight of a batch.
+        weight: The item's weight, or the number of items.
+        max_weight: The largest weight of a batch, or ``max_queue``.
     """
 
-    def __init__(self, function: str, *, weight: float, max_weight: float) -> None:
-        super().__init__(function, why=f"the item weighs {weight:g}, and a whole batch may weigh {max_weight:g}")
+    def __init__(self, function: str, *, weight: float, max_weight: float, why: str | None = None) -> None:
+        super().__init__(function, why=why or f"the item weighs {weight:g}, and a whole batch may weigh {max_weight:g}")
         self.weight = weight
         self.max_weight = max_weight
 

@@ -110,12 +110,11 @@ class Trimming(fork.Forkable):
 
     def _has_grown(self) -> bool:
         runtime = self.runtime
-        started = runtime.clock()
+        started = runtime.thread_cpu()
         # What is not in use, and what malloc does not know about. Private memory alone does not work: the memory that a
         # long call uses now would count as the floor.
         held = runtime.private() - (runtime.in_use() or 0)
-        now = runtime.clock()
-        self._next = now + pause_after(now - started)
+        self._next = runtime.clock() + pause_after(runtime.thread_cpu() - started)
         if self._floor is None:  # only a trim shows how much is in use, and growth counts from there
             return True
         self._floor = min(self._floor, held)

@@ -108,6 +108,14 @@ def test_a_reload_renews_all_workers(tmp_path: Path) -> None:
         assert 4 == status.count("generation 3"), status  # the master, the mold and two workers
 
 
+def test_new_weights_may_take_their_time(tmp_path: Path) -> None:
+    """``wait_timeout`` is how long calls wait for a model. It bounds no renewal, as it bounds no first load."""
+    app = APP.replace("prefork=True", "prefork=True, wait_timeout=0")
+    with running(tmp_path, "-w", "1", app=app, policy=POLICY) as server:
+        renew(server, "2")
+        assert "load failed" not in server.log
+
+
 def test_a_failed_load_keeps_mold_and_workers(tmp_path: Path) -> None:
     """The reason is in the log, and a worker that is due meanwhile comes from the mold that there is."""
     with running(tmp_path, "-w", "1", policy=f"{POLICY} | Errors(1)") as server:
@@ -191,17 +199,19 @@ def test_no_process_is_left_behind(number: signal.Signals, to: str, tmp_path: Pa
         assert "Traceback" not in server.log
 
 
-def test_a_master_that_ends_while_a_mold_loads_leaves_nothing(tmp_path: Path) -> None:
-    """The mold that loads ends with it."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_master_that_ends_while_a_mold_loads_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """The mold that loads ends with it, without a traceback in the log."""
     with running(tmp_path, "-w", "1", policy=POLICY) as server:
         (tmp_path / "slow").touch()
         server.replace_file("weights", "2")
         wait_until((tmp_path / "loading").exists, what="the load begins")
         processes = family(server)
         assert 4 == len(processes)
-        server.process.kill()
+        server.process.send_signal(number)
         server.process.wait()
         wait_until(lambda: not any(map(alive, processes)), what="all have ended")
+        assert "Traceback" not in server.log
 
 
 TWO = """

@@ -235,17 +235,31 @@ class TestPrograms:
         assert "if __name__ == '__main__':" in done.stderr
         assert done.returncode
 
+    @pytest.mark.parametrize("load", ["load()", "reload(wait=False)"])
     @pytest.mark.parametrize("scope", ["process", "host"])
-    def test_a_module_that_loads_what_it_defines(self, tmp_path: Path, scope: str) -> None:
+    def test_a_module_that_loads_what_it_defines(self, tmp_path: Path, scope: str, load: str) -> None:
         """Each mold imports it too, and starts no mold in turn."""
         module = textwrap.dedent(self.SCRIPT).replace("workers=1", f'workers=1, scope="{scope}"')
         note = "with open('imports', 'a') as file:\n    file.write('x')\n"
-        (tmp_path / "module.py").write_text(f"{module}{note}length.load()\n")
+        (tmp_path / "module.py").write_text(f"{module}{note}length.{load}\n")
         (tmp_path / "script.py").write_text(
             "import module\nif __name__ == '__main__':\n    print(module.length(module.Text('abc'))[0])\n"
         )
         done = self.run([sys.executable, "script.py"], tmp_path)
         assert ("3\n", "xx") == (done.stdout, (tmp_path / "imports").read_text()), done.stderr
+
+    def test_a_module_whose_folder_is_on_the_path_for_its_import_only(self, tmp_path: Path) -> None:
+        """Its molds find it too. Celery takes the folder of the tasks off ``sys.path`` when it has imported them."""
+        (tmp_path / "tasks").mkdir()
+        (tmp_path / "tasks" / "module.py").write_text(textwrap.dedent(self.SCRIPT))
+        script = """
+            import os, sys
+            sys.path.insert(0, os.path.abspath("tasks"))
+            from module import Text, length
+            del sys.path[0]
+        """
+        done = self.run([sys.executable, "-c", textwrap.dedent(script) + textwrap.dedent(self.MAIN)], tmp_path)
+        assert "3\n" == done.stdout, done.stderr
 
     def test_an_interactive_session(self, tmp_path: Path) -> None:
         """There is no file that a mold could import."""

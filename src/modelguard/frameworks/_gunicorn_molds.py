@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -368,7 +369,10 @@ class Molds:
         ):
             warnings.simplefilter("ignore", ForkHazard)  # the report has them
             report = self._prepare()
-        control.send(("ready", report, [(guard.version, guard.status().model_bytes or 0) for guard in self._guards]))
+        with suppress(BrokenPipeError):  # the master has ended meanwhile, and no order will come
+            control.send(
+                ("ready", report, [(guard.version, guard.status().model_bytes or 0) for guard in self._guards])
+            )
         self._serve(control)
 
     def _prepare(self) -> Any:

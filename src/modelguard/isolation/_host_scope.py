@@ -559,7 +559,6 @@ class HostScope(Source):
     # Its molds
 
     def load(self, timeout: float | None) -> None:
-        waiting.raise_on_event_loop(self.name, "load", "await f.aload()")
         if _processes.role == "owner":  # a mold imports a module that loads it
             self._ask("load", timeout=timeout)
 

@@ -346,6 +346,13 @@ _KEYS = ("dir", "init_main_from_name", "init_main_from_path", "orig_dir", "sys_a
 #: What :func:`preparation` has found last.
 _known: dict[str, Any] = {}
 
+#: What was on ``sys.path`` when functions were isolated. Celery takes the folder of the tasks away after the import.
+_path: dict[str, None] = {}
+
+
+def note_path() -> None:
+    _path.update((place, None) for place in sys.path if isinstance(place, str) and os.path.isabs(place))  # noqa: PTH117
+
 
 def preparation() -> dict[str, Any]:
     """What :func:`become_like` needs: path, arguments and main module of this process, as ``multiprocessing`` sends."""
@@ -356,6 +363,7 @@ def preparation() -> dict[str, Any]:
             raise RuntimeError("this process's working directory was removed before its first mold was made") from None
         _known.pop("dir", None)
     chosen = {key: _known[key] for key in _KEYS if key in _known}
+    chosen["sys_path"] = [*dict.fromkeys([*chosen["sys_path"], *_path])]
     main = chosen.get("init_main_from_path")
     if main is not None and _is_of_a_server(os.path.abspath(main)):  # noqa: PTH100
         del chosen["init_main_from_path"]

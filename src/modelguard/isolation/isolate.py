@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Never, ParamSpec, Protocol, Self
 from modelguard import _public, _units
 from modelguard._units import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
-from modelguard.isolation import _isolation_options, _processes, status
+from modelguard.isolation import _isolation_options, _processes, _supervisor, status
 from modelguard.isolation._calls import Arguments, Caller, Limits
 from modelguard.isolation._isolation_options import (
     Bounds,
@@ -106,6 +106,7 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
         self._options = options
         self._source = source
         self._finalizer: Any = None
+        _supervisor.note_path()
         self._start()
         mark(self, coroutine=options.kind == "coroutine")
         status.add(self)
@@ -277,7 +278,10 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
             InvalidOption: ``wait`` is not a bool.
         """
         check_wait(wait)
-        self._scope.reload(wait=wait, timeout=Timeout(timeout).seconds)
+        if (
+            _processes.role == "owner"
+        ):  # a mold imports a module that reloads it, and would import that in the next mold
+            self._scope.reload(wait=wait, timeout=Timeout(timeout).seconds)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for coroutines; does not block the event loop."""

@@ -160,13 +160,9 @@ class Engine(GuardContext[M], fork.Forkable):
 
     # Waiting
 
-    def _limit(self, timeout: _units.Duration | None) -> Timeout:
-        """A first load may take as long as it takes; a replacement is awaited for up to ``wait_timeout``."""
-        return Timeout(self.load_patience if timeout is None else timeout)
-
     @property
     def load_patience(self) -> float | None:
-        """Seconds that a call waits for the load that it joins; None for as long as that takes."""
+        """Seconds that a call waits for the load that it joins; None for as long as that takes, as at the first one."""
         return self.options.wait_timeout if self.state.generations else None
 
     def _until_loaded(self, limit: Timeout) -> Steps[None]:
@@ -181,7 +177,7 @@ class Engine(GuardContext[M], fork.Forkable):
         Raises:
             GuardClosed, LoadFailed, Reloading, WouldDeadlock: There is no generation to run on.
         """
-        limit = self._limit(timeout)
+        limit = Timeout(self.load_patience if timeout is None else timeout)
         while (generation := self.state.enter()) is None:
             yield from self._until_loaded(limit)
         return generation
@@ -370,16 +366,11 @@ class Engine(GuardContext[M], fork.Forkable):
     # Loads
 
     def load(self, timeout: _units.Duration | None = None) -> None:
-        waiting.raise_on_event_loop(self.name, "load", "await guard.aload(), or async with")
-        self.ensure_loaded(timeout)
-
-    def ensure_loaded(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`load`, on an event loop too, which it then blocks."""
         self.state.raise_if_closed()
-        waiting.block(self._until_loaded(self._limit(timeout)))
+        waiting.block(self._until_loaded(Timeout(timeout)))
 
     async def aload(self, timeout: _units.Duration | None = None) -> None:
-        limit = self._limit(timeout)
+        limit = Timeout(timeout)
         self.state.raise_if_closed()
         if self.state.current is None:
             await waiting.suspend(self._until_loaded(limit))

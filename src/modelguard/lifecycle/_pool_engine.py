@@ -593,7 +593,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             if woken:
                 engine.state.await_next_use()
             at_load = UNKNOWN if probe is None else probe.wait(*probe.ask(self.runtime))
-            engine.ensure_loaded()
+            engine.load()
             if probe is not None:
                 probe.loaded(at_load, self.runtime)
                 model.probe = probe

@@ -298,7 +298,7 @@ _FASTEST, _SLOWEST = 0.1, 10.0
 
 
 def pause_after(cost: float) -> float:
-    """Seconds to wait after a reading that took ``cost`` seconds."""
+    """Seconds to wait after a reading that took ``cost`` seconds of processor time."""
     return min(max(cost / _BUSY, _FASTEST), _SLOWEST)
 
 
@@ -507,11 +507,12 @@ class Readings:
         if not (self._reads_memory or self._reads_gpu) or now < self._next_reading:
             return
         runtime, memory, gpu = self._guard.runtime, self._memory, self._gpu
+        started = runtime.thread_cpu()  # waiting for a processor costs nothing, and then a leak is in a hurry
         if self._reads_memory:
             memory.add(runtime.private())
         if self._reads_gpu:
             gpu.take(runtime.gpu)
-        self._next_reading = now + pause_after(runtime.clock() - now)
+        self._next_reading = now + pause_after(runtime.thread_cpu() - started)
 
     def _read_files(self, now: float) -> None:
         for path in self._paths:

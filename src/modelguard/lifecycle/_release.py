@@ -179,7 +179,7 @@ def _why_kept(
     if back is None:
         return f"{said}; the allocator does not say how much of it was freed"
     if took - back > max(took / 2, NOISE):
-        return f"{said}: its parts are still in use, or as much was allocated meanwhile"
+        return f"{said}: parts of it or libraries that it imported are in use, or as much was allocated meanwhile"
     return f"{said}: {_units.format_bytes(back)} were freed, but lie between blocks that are in use"
 
 

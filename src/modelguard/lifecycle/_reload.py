@@ -605,7 +605,7 @@ class Reload(Generic[M]):
                 chosen, crept = "drain_first", _units.format_bytes(guard.state.left_behind.amount)
                 why = f"earlier reloads left {crept} behind in all, which it returns"
         else:
-            chosen, why = guard.options.swap.mode, "set by the guard's author"
+            chosen, why = guard.options.swap.mode, "it is fixed for this guard"
         telemetry.emit(telemetry.SwapChosen(guard=guard.name, swap=chosen, why=why, model_bytes=size, headroom=room))
         return chosen
 

@@ -194,6 +194,8 @@ class LoadingHandle(Handle):
             GuardClosed: After :meth:`close`.
             WouldDeadlock: Called on a running event loop (use :meth:`aload`) or by the loader itself.
         """
+        instead = "await f.aload(), or async with; in a module that uvicorn imports on its loop, f.reload(wait=False)"
+        waiting.raise_on_event_loop(self.name, "load", instead)
         limit = Timeout(timeout)
         for engine in self._loadable:
             engine.load(limit.left())

@@ -172,6 +172,7 @@ class Runtime:
         clock: Monotonic seconds.
         wall_clock: Seconds since the epoch.
         cpu: Seconds of processor time that this process has taken.
+        thread_cpu: Those of this thread.
         sleep: Waits for that many seconds.
         private: Private memory of this process, in bytes.
         headroom: Bytes that may still be allocated, None if unknown.
@@ -196,6 +197,7 @@ class Runtime:
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
     cpu: Callable[[], float] = time.process_time
+    thread_cpu: Callable[[], float] = time.thread_time
     sleep: Callable[[float], None] = time.sleep
     private: Callable[[], int] = private
     headroom: Callable[[], int | None] = headroom

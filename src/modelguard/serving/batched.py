@@ -37,7 +37,7 @@ from modelguard._entered import Entered
 from modelguard.errors import (
     GuardClosed,
     InvalidOption,
-    ItemRefused,
+    ItemTooHeavy,
     ModelGuardWarning,
     NotSupported,
     Overloaded,
@@ -555,14 +555,15 @@ class Batched(Decorated, Generic[X, Y]):
 
         Raises:
             QueueFull, QuotaExceeded, DeadlineUnreachable, CircuitOpen: Refused, all of them.
-            ItemRefused: ``items`` is a text, or has more items than ``max_queue``.
+            ItemTooHeavy: There are more of them than ``max_queue``, or one weighs more than a batch may.
+            ItemRefused: ``items`` is a text, or one cannot be put into a batch.
             Exception: What an item failed with, as for a call.
         """
         self._arguments.check_items(items)
         listed = list(items)
         if len(listed) > (most := self.limits.max_queue):
             why = f"{len(listed)} items never fit into a queue of max_queue={most}; pass fewer at a time"
-            raise ItemRefused(self.name, why=why)
+            raise ItemTooHeavy(self.name, weight=len(listed), max_weight=most, why=why)
         try:
             loop = get_running_loop()
             requests = [Request(item, loop.create_future(), loop) for item in listed]

@@ -343,7 +343,7 @@ class Readings:
 def test_a_reading_is_kept_for_a_hundred_times_its_cost() -> None:
     """Readings take at most 1 % of the time, whatever each of them costs."""
     readings = Readings(cost=2.0)
-    meter = PrivateMeter(readings.read, readings.clock)
+    meter = PrivateMeter(readings.read, readings.clock, readings.clock)
     assert 1 == meter()
     readings.now = 2.0 + 199.9
     assert 1 == meter()
@@ -351,10 +351,17 @@ def test_a_reading_is_kept_for_a_hundred_times_its_cost() -> None:
     assert 2 == meter()
 
 
+def test_waiting_for_a_processor_is_no_cost() -> None:
+    """On a machine without one to spare, readings are as frequent as on any other."""
+    readings = Readings(cost=2.0)
+    meter = PrivateMeter(readings.read, readings.clock, cpu=lambda: 0.0)
+    assert [1, 2, 3] == [meter() for _ in range(3)]
+
+
 def test_a_fresh_reading_is_always_possible() -> None:
     """``fresh=True`` always reads, and its reading is kept."""
     readings = Readings(cost=2.0)
-    meter = PrivateMeter(readings.read, readings.clock)
+    meter = PrivateMeter(readings.read, readings.clock, readings.clock)
     assert [1, 2, 3] == [meter(fresh=True) for _ in range(3)]
     assert 3 == meter()
 
@@ -362,7 +369,7 @@ def test_a_fresh_reading_is_always_possible() -> None:
 def test_a_child_takes_its_own_reading() -> None:
     """After ``forget`` nothing of the parent is left: no reading, no time, no held lock."""
     readings = Readings(cost=2.0)
-    meter = PrivateMeter(readings.read, readings.clock)
+    meter = PrivateMeter(readings.read, readings.clock, readings.clock)
     meter()
     meter.forget()
     assert 2 == meter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,12 +56,21 @@ class TestTheFirstLoad:
 
 
 class TestWhileAModelIsReplaced:
+    @pytest.mark.parametrize("load", [ModelGuard.load, lambda guard: asyncio.run(guard.aload())], ids=["load", "aload"])
+    def test_load_waits_as_long_as_it_takes(self, world: World, load: Callable[[ModelGuard[Any]], None]) -> None:
+        """``wait_timeout`` is for calls, and ``load()`` has a ``timeout`` of its own."""
+        guard = replacing(world, wait_timeout=0)
+        loading = world.spawn(load, guard)
+        until(lambda: len(guard.engine.state.waiting) == 2)  # with the reload that was asked for
+        world.loader.open.set()
+        assert (None, 2) == (outcome(loading), number(guard))
+
     @pytest.mark.parametrize("wait_timeout", [0, "1ms"])
     def test_calls_wait_up_to_their_deadline(self, world: World, wait_timeout: Any) -> None:
         """If no generation serves, calls wait up to ``wait_timeout`` and then get ``Reloading``."""
         guard = replacing(world, wait_timeout=wait_timeout)
         assert ("draining", False) == (guard.status().state, guard.ready)
-        for call in (lambda: number(guard), guard.load, lambda: asyncio.run(anumber(guard))):
+        for call in (lambda: number(guard), lambda: asyncio.run(anumber(guard))):
             with pytest.raises(Reloading, match="guard 'model' had no model to serve after") as late:
                 call()
             assert isinstance(late.value, Overloaded)
@@ -169,7 +179,7 @@ def test_blocking_a_running_loop_is_refused(world: World, use: str) -> None:
     async def main() -> None:
         getattr(guard, use)()
 
-    with pytest.raises(WouldDeadlock, match=r"await guard.aload\(\)") as refusal:
+    with pytest.raises(WouldDeadlock, match=r"await f.aload\(\)") as refusal:
         asyncio.run(main())
     assert ("model", 0) == (refusal.value.guard, world.loader.calls)
 

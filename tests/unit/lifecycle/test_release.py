@@ -134,7 +134,8 @@ class TestWhatDidNotComeBack:
 
     def test_is_still_in_use(self, world: World) -> None:
         """A result may refer to the model's parts."""
-        expected = "0 B of 100 MB came back: its parts are still in use, or as much was allocated meanwhile"
+        why = "parts of it or libraries that it imported are in use, or as much was allocated meanwhile"
+        expected = f"0 B of 100 MB came back: {why}"
         assert expected == self.released(world, freed=1 * MB).kept
 
     def test_cannot_be_told_without_figures(self, world: World) -> None:

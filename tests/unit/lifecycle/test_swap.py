@@ -178,7 +178,7 @@ class TestAuto:
         guard = world.guard(swap=swap)
         guard.load()
         guard.reload()
-        assert (swap, "set by the guard's author") == (world.last(SwapChosen).swap, world.last(SwapChosen).why)
+        assert (swap, "it is fixed for this guard") == (world.last(SwapChosen).swap, world.last(SwapChosen).why)
 
 
 class TestDraining:

@@ -122,6 +122,7 @@ class World:
             clock=lambda: self.now,
             wall_clock=lambda: self.wall,
             cpu=lambda: self.cpu,
+            thread_cpu=lambda: self.now,
             sleep=self.tick,
             private=lambda: self.memory,
             headroom=lambda: self.headroom,

@@ -239,7 +239,7 @@ def test_they_are_the_probe_of_an_open_circuit(modelguard_clock: Clock) -> None:
     ("items", "error", "why"),
     [
         ("text", ItemRefused, "needs many items, and a str is one"),
-        (["a"] * 5, ItemRefused, "5 items never fit into a queue of max_queue=4"),
+        (["a"] * 5, ItemTooHeavy, "5 items never fit into a queue of max_queue=4"),
         (["a", "much too long"], ItemTooHeavy, "weighs"),
         ([["a"]], ItemRefused, "not a list"),
     ],
