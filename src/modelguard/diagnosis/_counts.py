@@ -138,7 +138,7 @@ def _files(pid: int | None) -> Iterator[str]:
             yield sockets.get(each, "sockets")
         elif each.startswith("/"):
             folder = str(PurePath(each).parent)
-            many = paths[each] == 1 and folders[folder] > _SHOWN
+            many = folders[folder] > max(_SHOWN, paths[each])
             yield _redact.redact(f"files in {folder}" if many else each, {})
         else:
             yield {"pipe": "pipes", "anon_inode": inode.strip("[]")}.get(kind, kind)

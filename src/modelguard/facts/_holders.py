@@ -104,9 +104,19 @@ def named(grown: Any) -> list[Held]:
         hidden = {id(grown.containers), id(grown.chains), id(weighed), *map(id, grown.containers), *map(id, weighed)}
         way = path(one, hidden, end=end)
         if not way.startswith(_OWN):
-            found.append(_held(way, one, more, entries))
+            _add(_held(way, one, more, entries), found)
     found += _chained(grown, end)
     return sorted(found, key=lambda each: -each.size)
+
+
+def _add(held: Held, found: list[Held]) -> None:
+    """Add one. Those at the same way, such as the lists of a dict of lists, are one."""
+    for at, each in enumerate(found):
+        if held.path and (each.path, each.kind, each.of) == (held.path, held.kind, held.of):
+            more, size, table = each.more + held.more, each.size + held.size, each.table + held.table
+            found[at] = each._replace(more=more, size=size, table=table)
+            return
+    found.append(held)
 
 
 def _chained(grown: Any, end: float) -> Iterator[Held]:

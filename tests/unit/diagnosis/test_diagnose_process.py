@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -92,6 +93,23 @@ def test_files_that_stay_open_are_growth_too() -> None:
     for number in kept:
         os.close(number)
     assert ("grows", ["open files"]) == (report.verdict, [each.name for each in report.measured.growing])
+
+
+def test_files_with_two_descriptors_each_are_named_by_their_folder(tmp_path: Path) -> None:
+    """As each block of shared memory has: else the first twenty files would stand for all of them, before and after."""
+    kept: list[int] = []
+
+    def open_two(now: int) -> None:
+        file = tmp_path / str(now)
+        file.touch()
+        kept.extend(os.open(file, os.O_RDONLY) for _ in range(2))
+
+    for number in range(20):
+        open_two(-number)
+    report = watched(Process(), 0, open_two, inside=False)
+    for number in kept:
+        os.close(number)
+    assert f"files in {tmp_path}" in report.measured.growing[0].seen
 
 
 def test_steady() -> None:

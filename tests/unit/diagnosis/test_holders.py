@@ -98,6 +98,11 @@ def warn(given):
 def keep_recent(given):
     recent.append(str(given) * 50)
 
+by_user = {"a": [], "b": [], "c": []}
+
+def keep_by_user(given):
+    by_user["abc"[given % 3]].append(str(given) * 50)
+
 def send(given):
     suspended.send(given)
 
@@ -287,6 +292,17 @@ def test_a_chain_is_named_where_it_begins(app: types.ModuleType, function: str, 
     assert found.path.startswith(path)
     assert found.size > 500 * 48
     assert ("raise ... from None" if found.errors else f"Cut the chain at {found.path}") in found.fix
+
+
+def test_a_chain_of_many_is_named_too(app: types.ModuleType) -> None:
+    """A quick function makes hundreds of thousands of objects before its memory is judged."""
+    assert "held_app.newest" == grown_by(app, "link", 150_000)[0].path
+
+
+def test_containers_at_one_way_are_one_holder(app: types.ModuleType) -> None:
+    """As the lists in a dict of lists: what all of them keep is added up."""
+    found = grown_by(app, "keep_by_user", 600)
+    assert [("held_app.by_user[...]", 600)] == [(held.path, held.more) for held in found]
 
 
 @pytest.mark.parametrize(
