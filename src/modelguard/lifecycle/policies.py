@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 import os
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -254,11 +255,7 @@ class Policy(ABC):
     def __and__(self, other: "Policy") -> "Policy":
         return _All((self, _operand(other, "&")))
 
-    def __ror__(self, other: object) -> "Policy":
-        return _Any((_operand(other, "|"), self))
-
-    def __rand__(self, other: object) -> "Policy":
-        return _All((_operand(other, "&"), self))
+    __ror__, __rand__ = __or__, __and__  # both refuse what is no policy
 
     def __bool__(self) -> bool:  # TTL("1h") or Uses(5) would be the first of the two
         why = "is a policy, which is neither true nor false"
@@ -1094,12 +1091,10 @@ class Between(Value):
 
 
 def _time_of_day(argument: str, given: object) -> str:
-    hour, colon, minute = given.partition(":") if isinstance(given, str) else ("", "", "")
-    digits = len(hour) == len(minute) == 2 and (hour + minute).isascii() and (hour + minute).isdigit()  # noqa: PLR2004 - HH and MM
-    if not (colon and digits and int(hour) < 24 and int(minute) < 60):  # noqa: PLR2004 - hours and minutes
-        why = "must be a time of day as HH:MM"
-        raise InvalidOption(argument, given, why=why, fix=f"Write for example {argument}='02:30'.")
-    return str(given)
+    if isinstance(given, str) and re.fullmatch(r"([01][0-9]|2[0-3]):[0-5][0-9]", given):
+        return given
+    why = "must be a time of day as HH:MM"
+    raise InvalidOption(argument, given, why=why, fix=f"Write for example {argument}='02:30'.")
 
 
 _public.set_module(globals(), "modelguard")
