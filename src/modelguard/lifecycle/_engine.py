@@ -193,7 +193,7 @@ class Engine(GuardContext[M], fork.Forkable):
             GuardClosed, LoadFailed: None begins.
         """
         if _reload.active():
-            _reload.load(self)
+            _reload.Inline(self).block()
             return None
         state = self.state
         with state.lock:
@@ -414,7 +414,7 @@ class Engine(GuardContext[M], fork.Forkable):
         self.raise_inside_call("unload")
         self.state.raise_if_closed()
         if _reload.active():
-            _reload.unload(self)
+            self.state.retire_until_next_use(if_unused=False)
             return
         with waiting_for(self.state), self.state.about_to_unload():
             yield from until_ended(self.state, self.state.job, limit)  # a load that has nothing to replace counts too

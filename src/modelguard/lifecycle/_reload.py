@@ -25,7 +25,7 @@ from modelguard.lifecycle._models import is_plain_value
 from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release, release_and_report
 from modelguard.lifecycle._state import Generation, GuardContext, LoadJob, Outcome
-from modelguard.runtime import own_thread
+from modelguard.runtime import own_thread, waiting
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import resolve
 from modelguard.telemetry import logger
@@ -238,26 +238,18 @@ def _within(
     """
     if timeout is None:
         return work()
-    outcome: Future[T] = Future()  # cancelled if the work is left behind
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
-            if outcome.set_running_or_notify_cancel():
-                outcome.set_exception(error)
-            return
-        if outcome.set_running_or_notify_cancel():
-            outcome.set_result(result)
-        else:
-            when_late(result)
-
-    start_thread(run, name)
+    outcome = waiting.start(work, name, start_thread)
     try:
         return outcome.result(timeout)
     except TimeoutError:
-        if not outcome.cancel():  # it ended in this very moment, or raised a TimeoutError of its own
+        if outcome.done():  # in this very moment, or it raised a TimeoutError of its own
             return outcome.result()
+
+    def dispose(late: Future[T]) -> None:
+        if late.exception() is None:
+            when_late(late.result())
+
+    outcome.add_done_callback(dispose)
     raise Late
 
 
@@ -315,46 +307,33 @@ def active() -> bool:
     return _active
 
 
-def load(guard: GuardContext[M]) -> None:
-    with _lock:
-        guard.state.raise_if_closed()
-        if guard.state.current is None:
-            _install(guard, resolve(guard.options.load()))
-
-
-async def aload(guard: GuardContext[M]) -> None:
-    """:func:`load` on the running event loop."""
-    guard.state.raise_if_closed()
-    if guard.state.current is None:
-        made: Any = guard.options.load()
-        loaded = await made if asyncio.iscoroutine(made) else made
-        with _lock:
-            if guard.state.current is None:  # another task may have been faster
-                _install(guard, loaded)
-
-
 class Inline(NamedTuple):
     """The step of who waits for a model: it is loaded by that caller."""
 
     guard: GuardContext[Any]
 
     def block(self) -> None:
-        load(self.guard)
+        with _lock:
+            if self._is_needed():
+                self._install(resolve(self.guard.options.load()))
 
     async def suspend(self) -> None:
-        await aload(self.guard)
+        if self._is_needed():
+            made = self.guard.options.load()
+            loaded = await made if asyncio.iscoroutine(made) else made
+            with _lock:
+                if self._is_needed():  # another task may have been faster
+                    self._install(loaded)
 
+    def _is_needed(self) -> bool:
+        self.guard.state.raise_if_closed()
+        return self.guard.state.current is None
 
-def unload(guard: GuardContext[Any]) -> None:
-    with _lock:
-        guard.state.retire_until_next_use(if_unused=False)
-
-
-def _install(guard: GuardContext[Any], loaded: object) -> None:
-    state, number = guard.state, guard.state.generations
-    installed = state.install(LoadJob((), urgent=True), guard.made(loaded, 0.0), discardable=False)
-    _tell([] if installed is None else installed[1])
-    _undo.append(lambda: state.forget_current(number))
+    def _install(self, loaded: object) -> None:
+        state, number = self.guard.state, self.guard.state.generations
+        installed = state.install(LoadJob((), urgent=True), self.guard.made(loaded, 0.0), discardable=False)
+        _tell([] if installed is None else installed[1])
+        _undo.append(lambda: state.forget_current(number))
 
 
 def _tell(waiting: Iterable[Future[Outcome]]) -> None:
