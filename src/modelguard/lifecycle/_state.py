@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.facts._proc import ShownPause, ShownVersion
@@ -205,22 +205,6 @@ class LeftBehind:
         self._least = memory if self._least is None else min(self._least, memory)
 
 
-class HeldLease(Protocol):
-    """A lease that an object holds, rather than a running call."""
-
-    def held_here(self) -> Generation[Any] | None:
-        """Its generation, if this thread last used it; None otherwise and after its end."""
-        ...
-
-    def survives_fork(self) -> bool:
-        """Whether a child that was just forked still uses it."""
-        ...
-
-    def retake_in_child(self) -> None:
-        """Take it again in that child."""
-        ...
-
-
 #: What a context holds while a call runs: the call's generation and how deeply calls on it are nested. The end of the
 #: call empties the list, so a context that outlives its call (a task started inside it) can tell.
 Enclosing = list[Any]
@@ -241,7 +225,8 @@ class GuardState(Generic[M]):
         draining: Retired generations that are to be released when their calls have ended.
         abandoned: Those of them whose calls have taken too long.
         closed: Whether calls are refused.
-        held_leases: Leases that objects hold, which a forked child may have to take again.
+        held_leases: Each :class:`~modelguard.lifecycle._lease.Lease` that an object holds, rather than a running call.
+            A forked child may have to take it again.
         generations: The number of the last one that took calls.
         pinned: A rollback has made the current generation current again, and its source has not changed since.
         unloaded: There is no generation because it was released until its next use.
@@ -265,7 +250,7 @@ class GuardState(Generic[M]):
         self.draining: set[Generation[M]] = set()
         self.abandoned: set[Generation[M]] = set()
         self.closed = False
-        self.held_leases: WeakRegistry[HeldLease] = WeakRegistry()
+        self.held_leases: WeakRegistry[Any] = WeakRegistry()
         self.generations = 0
         self.pinned = False
         self.unloaded = False
