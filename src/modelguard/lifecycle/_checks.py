@@ -425,7 +425,8 @@ class Checks(Generic[M]):
 
     def _asked(self) -> tuple[Policy, ...]:
         """What decides now. After a rollback that is only a new change of the source."""
-        members = self._members_if_pinned if self._guard.state.pinned else self._members
+        current = self._guard.state.current
+        members = self._members_if_pinned if current is not None and current.pinned else self._members
         workers = self._guard.options.workers
         if workers is None or not workers.workers_ended:
             return members

@@ -63,6 +63,7 @@ class Generation(Generic[M]):
             predecessor was gone; None if it used none.
         dropped: No call may run on it any more; its model is being released.
         demanded: Why it is to be replaced, besides the policies.
+        pinned: A rollback has made it current again.
     """
 
     number: int
@@ -87,6 +88,7 @@ class Generation(Generic[M]):
     retired: bool = field(init=False, default=False)
     dropped: bool = field(init=False, default=False)
     demanded: tuple[Reason, ...] = field(init=False, default=())
+    pinned: bool = field(init=False, default=False)
 
     def drop(self) -> M:
         model = self.model
@@ -228,8 +230,8 @@ class GuardState(Generic[M]):
         held_leases: Each :class:`~modelguard.lifecycle._lease.Lease` that an object holds, rather than a running call.
             A forked child may have to take it again.
         generations: The number of the last one that took calls.
-        pinned: A rollback has made the current generation current again, and its source has not changed since.
         unloaded: There is no generation because it was released until its next use.
+        outage: There is no generation because a reload has taken it out of service, and has none to take its place yet.
         postponed: What the policies of the current generation ask for, and must wait.
         least_memory: The least private memory, in bytes, that a release has left so far.
         left_behind: What replacements leave behind. Used by the one load that runs.
@@ -252,8 +254,7 @@ class GuardState(Generic[M]):
         self.closed = False
         self.held_leases: WeakRegistry[Any] = WeakRegistry()
         self.generations = 0
-        self.pinned = False
-        self.unloaded = False
+        self.unloaded = self.outage = False
         self.postponed: PostponedJob | None = None
         self.last_release: GenerationReleased | None = None
         self.least_memory: int | None = None
@@ -415,6 +416,7 @@ class GuardState(Generic[M]):
             old, self.current = self.current, None
             if old is not None:
                 self._retire(old)
+                self.outage = job is not None
             return old
 
     def await_next_use(self) -> None:
@@ -431,7 +433,7 @@ class GuardState(Generic[M]):
         with self.lock:
             if self.current is None or (if_unused and self.current.leases):
                 return None
-            self.unloaded, self.pinned = True, False
+            self.unloaded = True
             self._forget_failures()  # a retry would load before the next use
             return self.retire_current()
 
@@ -593,12 +595,11 @@ class GuardState(Generic[M]):
             stale = discardable and self.requests > covers and self.current is not None
             if self.closed or job.cancelled or stale:
                 return None
-            after_outage = generation.number > 1 and self.failure is not None and not self.unloaded
-            if job.replaces or after_outage:
+            if self.current is not None or self.outage:
                 self.reloads += 1
             over = [] if (outdated := self.take_previous()) is None else [outdated]
             old, self.current = self.current, generation
-            self.generations, self.pinned, self.unloaded = generation.number, False, False
+            self.generations, self.unloaded, self.outage = generation.number, False, False
             if old is not None:
                 self._retire(old)
                 if keep:
@@ -716,8 +717,8 @@ class GuardState(Generic[M]):
             if old is None or back is None:
                 return None
             self._retire(old)
-            self.current, self.previous, self.pinned = back, None, True
-            back.retired = False
+            self.current, self.previous = back, None
+            back.retired, back.pinned = False, True
             back.errors, back.demanded = 0, ()
             self._forget_failures()
             waiting: list[Future[Outcome]] = []
@@ -733,7 +734,7 @@ class GuardState(Generic[M]):
         """Refuse every further call; returns the generation that was current."""
         with self.lock:
             self.closed = True
-            self.unloaded = self.pinned = False
+            self.unloaded = self.outage = False
             old = self.retire_current()
             waiting = self._answered(math.inf)
         for future in waiting:
@@ -768,7 +769,7 @@ class GuardState(Generic[M]):
         self._renew_locks()
         self.epoch += 1
         self.postponed = self.last_release = self.least_memory = None
-        self.watched = False
+        self.watched = self.outage = False
         self.unloads = 0
         self.draining.clear()
         self.abandoned.clear()
