@@ -207,8 +207,10 @@ class LeftBehind:
         self._least = memory if self._least is None else min(self._least, memory)
 
 
-#: What a context holds while a call runs: the call's generation and how deeply calls on it are nested. The end of the
-#: call empties the list, so a context that outlives its call (a task started inside it) can tell.
+#: A lease, which a context holds while a call runs: the call's generation and how deeply calls on it are nested. The
+#: list is filled in the step that takes the lease, and emptied in the step that returns it. There is no call of a
+#: function in these steps, and so no signal handler, which may raise. And a context that outlives its call (a task
+#: started inside it) can tell.
 Enclosing = list[Any]
 
 
@@ -285,18 +287,17 @@ class GuardState(Generic[M]):
         outer = tuple(self.enclosing.get() or ())  # one read: another thread may be emptying the list
         return outer[0] if outer else None
 
-    def nest(self, generation: Generation[M]) -> Enclosing:
-        """Make what the context holds while a call runs on ``generation``."""
-        outer = self.enclosing.get()
-        if not outer:
-            return [generation, 1]
+    def depth(self, generation: Generation[M]) -> int:
+        """How deeply calls on ``generation`` are nested in one that begins here."""
+        if not (outer := self.enclosing.get()):
+            return 1
         both = tuple(outer)  # one read, as above
-        return [generation, both[1] + 1 if both and both[0] is generation else 1]
+        return both[1] + 1 if both and both[0] is generation else 1
 
     @contextmanager
     def running_on(self, generation: Generation[M]) -> Iterator[None]:
         """Run guarded functions that the block calls on ``generation``. The block itself does not count as a use."""
-        enclosing = self.nest(generation)
+        enclosing = [generation, self.depth(generation)]
         token = self.enclosing.set(enclosing)
         try:
             yield
@@ -304,10 +305,13 @@ class GuardState(Generic[M]):
             enclosing.clear()
             self.enclosing.reset(token)
 
-    def enter(self) -> Generation[M] | None:
+    def enter(self, mine: Enclosing) -> Generation[M] | None:
         """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
 
         :meth:`Engine.wrapper` writes out the common case of this.
+
+        Args:
+            mine: The lease, to be filled.
         """
         outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:
@@ -315,6 +319,7 @@ class GuardState(Generic[M]):
             if generation is None and not self.closed:
                 generation = self._half_used_here()
             if generation is not None:
+                mine[:] = generation, 1
                 generation.leases.append(None)
             return generation
 
@@ -340,8 +345,7 @@ class GuardState(Generic[M]):
 
     @staticmethod
     def leave(generation: Generation[M], failed: bool) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
-        """Return a lease; true if a policy may be due or a drain waits."""
-        generation.leases.pop()
+        """Count a use whose lease was returned; true if a policy may be due or a drain waits."""
         generation.uses = uses = generation.uses + 1
         if failed:
             if generation.errors == 0 and uses > 1:

@@ -40,10 +40,10 @@ class Status:
 
     Attributes:
         name: The guard's name.
-        state: ``new`` (never loaded), ``loading`` (for the first time, after ``idle``, or opened again), ``ready``, ``reloading`` (the
-            old generation takes calls meanwhile), ``draining`` (calls wait while the model is replaced), ``degraded``
-            (the last reload failed, and the old generation takes calls), ``idle`` (the model was released until its
-            next use), ``failed`` (there is no model), ``closed``.
+        state: ``new`` (never loaded), ``loading`` (for the first time, after ``idle``, or opened again), ``ready``,
+            ``reloading`` (the old generation takes calls meanwhile), ``draining`` (calls wait while the model is
+            replaced), ``degraded`` (the last reload failed, and the old generation takes calls), ``idle`` (the model
+            was released until its next use), ``failed`` (there is no model), ``closed``.
         generation: Number of the current generation, 0 if there is none.
         age: Seconds since it began to take calls.
         uses: Calls that have ended on it.
