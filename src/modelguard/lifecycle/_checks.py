@@ -272,8 +272,7 @@ class Checks(Generic[M]):
 
     def follow(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None]) -> None:
         """Ask another policy from the end of the load on that is under way; ``files`` were so before it."""
-        self._decide_by(policy)
-        self.readings.follow(policy, files)
+        self._decide_by(policy, files)
 
     def after_load(self) -> None:
         """Set the policies' alarm for a generation that was just installed. Never raises."""
@@ -293,10 +292,12 @@ class Checks(Generic[M]):
 
     # What is due now
 
-    def _decide_by(self, policy: Policy | None) -> None:
+    def _decide_by(
+        self, policy: Policy | None, files: Mapping[Path, Fingerprint | None] = MappingProxyType({})
+    ) -> None:
         self._members = alternatives(policy)
         self._members_if_pinned = alternatives(source_part(policy))
-        self.readings.decide_by(policy)
+        self.readings.decide_by(policy, files)
 
     def _begin_with_current(self) -> None:
         generation = self._guard.state.current

@@ -282,8 +282,9 @@ class Probe:
         return self._policy.every * (1 - self._policy.jitter * runtime.random())
 
 
-def _probed(policy: Policy | None) -> dict[Changed, None]:
-    return dict.fromkeys(part for part in (policy.parts() if policy is not None else ()) if isinstance(part, Changed))
+def _probed(policy: Policy | None) -> tuple[Changed, ...]:
+    parts = policy.parts() if policy is not None else ()
+    return tuple(dict.fromkeys(part for part in parts if isinstance(part, Changed)))
 
 
 #: A generation has settled after this many calls or seconds, once its predecessor is gone. By then it has built its
@@ -370,25 +371,21 @@ class Readings:
 
     def __init__(self, guard: GuardContext[Any]) -> None:
         self._guard = guard
-        self._watch(guard.options.reload_on)
         self._told: set[Path] = set()  # of which paths it was logged that not all is watched
         self._probes = {part: Probe(guard.name, part) for part in _probed(guard.options.reload_on)}
-        self._asked = tuple(self._probes)
-        self._at_load: dict[Path, Fingerprint | None] = {}
         self._before: dict[Path, Fingerprint | None] = {}  # the load that is under way
+        self._at_load: dict[Path, Fingerprint | None] = {}
         self._idle_since = guard.runtime.clock()
         self.start(None)
 
-    def _watch(self, policy: Policy | None) -> None:
-        self._reads_memory = policy is not None and policy.reads_memory
-        self._reads_gpu = policy is not None and policy.reads_gpu
+    def decide_by(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None] = MappingProxyType({})) -> None:
+        """Read what this policy needs from now on; its ``files`` were so before the load that is under way."""
         parts = policy.parts() if policy is not None else ()
-        self._paths = tuple({part.path for part in parts if isinstance(part, Modified)})
+        self._reads_memory = any(part.reads_memory for part in parts)
+        self._reads_gpu = any(part.reads_gpu for part in parts)
         self._limit = self._guard.runtime.limit() if self._reads_memory else None
-
-    def follow(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None]) -> None:
-        """Read what another policy needs, which has no probes; ``files`` were so before the load that is under way."""
-        self._watch(policy)
+        self._paths = tuple({part.path for part in parts if isinstance(part, Modified)})
+        self._asked = _probed(policy)
         self._before.update(files)
 
     def start(self, generation: Generation[Any] | None) -> None:
@@ -404,9 +401,6 @@ class Readings:
     def baseline(self) -> int | None:
         """Private memory when the generation had settled, None until then."""
         return self._memory.level.baseline
-
-    def decide_by(self, policy: Policy | None) -> None:
-        self._asked = tuple(_probed(policy))
 
     @property
     def _polled(self) -> tuple[Changed, ...]:
