@@ -56,47 +56,8 @@ class Rejected(Exception):
     """The model was loaded but is not accepted."""
 
 
-#: Releases a generation that was made and is not used.
-Discard = Callable[[Generation[M], "DiscardCause"], None]
-
-
-def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Generation[M]:
-    """Load, validate and warm up a model within the timeout of the load.
-
-    Args:
-        guard: Whose model.
-        job: The load that it is made for.
-        discard: Called with a generation that was rejected, or came too late.
-
-    Raises:
-        Late: That has passed. The loader's thread is left behind.
-        Rejected: The loader returned no model, or ``validate`` rejected it.
-        Unwanted: The loader has ended it.
-        BaseException: Whatever the loader or the warm-up raised.
-    """
-
-    def work() -> Generation[M]:
-        me = threading.get_ident()
-        added = me not in job.threads  # else it is the thread of the job, which goes on
-        job.threads.add(me)
-        try:
-            return _make(guard, discard)
-        finally:
-            _effect.end_openmp_pool()  # this thread may be kept, and idle for minutes
-            if added:
-                job.threads.discard(me)  # the next thread may get the same identity
-
-    with guard.runtime.returning():  # ends here with the wait for a loader that does not end
-        return _within(
-            guard.options.loading.timeout,
-            work,
-            start_thread=guard.runtime.start_thread,
-            name=f"modelguard-loader-{guard.name}",
-            when_late=lambda generation: discard(generation, "late"),
-        )
-
-
-def _make(guard: GuardContext[M], discard: Discard[M]) -> Generation[M]:
+def _made(guard: GuardContext[M], discard: Callable[[Generation[M], DiscardCause], None]) -> Generation[M]:
+    """Load, validate and warm up a model, and measure what that took; ``discard`` gets one that is rejected."""
     runtime = guard.runtime
     before, handed_out_before, started = runtime.private(), runtime.handed_out(), runtime.clock()
     on_gpus = {one.device: one.allocated for one in runtime.gpu.devices()}
@@ -649,7 +610,7 @@ class Reload(Generic[M]):
         telemetry.emit(event)
         before = guard.runtime.private()
         try:
-            return make(guard, self._job, self._discard)
+            return self._in_time()
         except Late:
             timeout = guard.options.loading.timeout
             self.fail(
@@ -668,6 +629,36 @@ class Reload(Generic[M]):
             said = "; ".join(filter(None, (text_of(cause), shortage)))
             self.fail(LoadFailed, f"{type(cause).__name__}: {said}", cause)
         return None
+
+    def _in_time(self) -> Generation[M]:
+        """Load, validate and warm up a model within the timeout of the load.
+
+        Raises:
+            Late: That has passed. The loader's thread is left behind.
+            Rejected: The loader returned no model, or ``validate`` rejected it.
+            Unwanted: The loader has ended it.
+            BaseException: Whatever the loader or the warm-up raised.
+        """
+        guard = self._guard
+        with guard.runtime.returning():  # ends here with the wait for a loader that does not end
+            return _within(
+                guard.options.loading.timeout,
+                self._work,
+                start_thread=guard.runtime.start_thread,
+                name=f"modelguard-loader-{guard.name}",
+                when_late=lambda generation: self._discard(generation, "late"),
+            )
+
+    def _work(self) -> Generation[M]:
+        me, threads = threading.get_ident(), self._job.threads
+        added = me not in threads  # else it is the thread of the job, which goes on
+        threads.add(me)
+        try:
+            return _made(self._guard, self._discard)
+        finally:
+            _effect.end_openmp_pool()  # this thread may be kept, and idle for minutes
+            if added:
+                threads.discard(me)  # the next thread may get the same identity
 
     def _shortage(self, before: int) -> str:
         """What a load that ran out of memory had taken, and what was left."""
