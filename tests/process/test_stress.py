@@ -176,7 +176,7 @@ def test_no_call_is_lost_and_nothing_left_alive(swap: str, reloads: int) -> None
 
 @pytest.mark.timeout(100)
 def test_exceptions_of_signal_handlers_leave_no_lease() -> None:
-    """Wherever in a call, a nested one, a block or a stream they come: each lease is returned, and no context has one."""
+    """Wherever in a call, a nested one, a block or a stream they come: each lease is returned; no context has one."""
     program = """
         import json, random, signal, time
         from modelguard import guard

@@ -694,7 +694,8 @@ class Sized(Jittered):
         self._set(size=parsed, jitter=share(jitter, "jitter"))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({_show(self.size)!r})"
+        size = str(self.size) if isinstance(self.size, _units.Percentage) else _units.format_bytes(self.size)
+        return f"{type(self).__name__}({size!r})"
 
 
 class _Memory(Sized):
@@ -895,10 +896,6 @@ def _bound(size: int | _units.Percentage, now: Snapshot) -> int | None:
     return size
 
 
-def _show(size: int | _units.Percentage) -> str:
-    return str(size) if isinstance(size, _units.Percentage) else _units.format_bytes(size)
-
-
 #: How old a model must be before it is replaced for errors that the last reload has not ended.
 _WHILE_FRUITLESS = Backoff("1m", "1h")
 
@@ -1031,8 +1028,8 @@ class Idle(Value):
         if keep not in ("mold", None):
             fix = "Write keep='mold', or leave it out to release the model too."
             raise InvalidOption("keep", keep, why="must be 'mold' or None", fix=fix)
-        self._set(after=_units.seconds(after, "after"), ready=ready, keep=keep)
-        self._set(unloads=keep is None, ends_workers=keep is not None)
+        seconds = _units.seconds(after, "after")
+        self._set(after=seconds, ready=ready, keep=keep, unloads=keep is None, ends_workers=keep is not None)
 
     def due(self, now: Snapshot) -> bool:
         return now.idle >= self.after
