@@ -9,7 +9,6 @@ import itertools
 import math
 import os
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -446,7 +445,7 @@ class Backoff:
         vars(self).update(
             first=_units.seconds(first, "first"),
             longest=_units.seconds(longest, "longest"),
-            factor=factor_of(factor, "factor", most=_STEEPEST, fix="Write for example factor=2."),
+            factor=_units.number(factor, "factor", at_least=1, most=_STEEPEST, fix="Write for example factor=2."),
         )
         if self.longest < self.first:
             fix = f"Give at least {first!r}."
@@ -463,30 +462,15 @@ class Backoff:
 
 
 def share(value: object, argument: str, *, example: float = 0.1) -> float:
-    """Check a share.
+    """Check a share, from 0 to 1.
 
     Raises:
-        InvalidOption: It is not a number from 0 to 1.
+        InvalidOption: It is none.
     """
-    given = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not 0 <= given <= 1:
-        percent = 1 < given <= 100  # noqa: PLR2004 - of a hundred
-        fix = f"Write {argument}={given / 100:g}." if percent else f"Write for example {argument}={example}."
-        raise InvalidOption(argument, value, why="must be a number from 0 to 1", fix=fix)
-    return float(given)
-
-
-def factor_of(value: object, argument: str, *, most: float, fix: str) -> float:
-    """Check by how many times something may grow.
-
-    Raises:
-        InvalidOption: It is not a number of at least 1, or more than ``most``.
-    """
-    given = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not 1 <= given <= most:
-        bound = "a factor of at least 1" if most == sys.float_info.max else f"between 1 and {most:g}"
-        raise InvalidOption(argument, value, why=f"must be {bound}", fix=fix)
-    return float(given)
+    fix = f"Write for example {argument}={example}."
+    if isinstance(value, int | float) and 1 < value <= 100:  # noqa: PLR2004 - of a hundred
+        fix = f"Write {argument}={value / 100:g}."
+    return _units.number(value, argument, at_least=0, most=1, fix=fix)
 
 
 def _check_path(path: object) -> None:
