@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 from modelguard import _units, telemetry
 from modelguard.errors import told
 from modelguard.facts._gpu import use_of
-from modelguard.lifecycle import _reload, runtime
+from modelguard.lifecycle import runtime
 from modelguard.lifecycle._readings import Readings
 from modelguard.lifecycle._state import Generation, GuardContext, LoadJob, PostponedJob
 from modelguard.lifecycle.policies import Backoff, GpuPolicy, Policy, Snapshot, alternatives, source_part, subset
 from modelguard.lifecycle.runtime import Fingerprint
+from modelguard.runtime import own_thread
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -160,7 +161,7 @@ class Checks(Generic[M]):
             sample: Whether there is time to read memory and files, which the end of a call does not have.
             insist: Whether a thread that is asking at this moment has to ask again.
         """
-        if _reload.active():
+        if own_thread.is_inline():
             return False
         due = self._due(sample=sample, insist=insist)
         over = None if due is None else due.generation

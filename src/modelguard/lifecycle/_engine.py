@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, NoPreviousModel, Reloading, WouldDeadlock
-from modelguard.lifecycle import _misuse, _reload
+from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._checks import Checks
 from modelguard.lifecycle._release import drain_and_release, release_and_report, unload
-from modelguard.lifecycle._reload import Reload, free, named
+from modelguard.lifecycle._reload import Inline, Reload, free, named
 from modelguard.lifecycle._state import Enclosing, Generation, GuardContext, GuardState, LoadJob, Outcome
 from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.runtime import Fingerprint
@@ -170,8 +170,8 @@ class Engine(GuardContext[M], fork.Forkable):
         return self.options.wait_timeout if self.state.generations else None
 
     def _until_loaded(self, limit: Timeout) -> Steps[None]:
-        if _reload.active():
-            yield _reload.Inline(self)
+        if own_thread.is_inline():
+            yield Inline(self)
         elif (future := self.join_load()) is not None:
             yield from until_loaded(self.state, future, limit)
 
@@ -192,8 +192,8 @@ class Engine(GuardContext[M], fork.Forkable):
         Raises:
             GuardClosed, LoadFailed: None begins.
         """
-        if _reload.active():
-            _reload.Inline(self).block()
+        if own_thread.is_inline():
+            Inline(self).block()
             return None
         state = self.state
         with state.lock:
@@ -425,7 +425,7 @@ class Engine(GuardContext[M], fork.Forkable):
     def _until_unloaded(self, limit: Timeout) -> Steps[None]:
         self.raise_inside_call("unload")
         self.state.raise_if_closed()
-        if _reload.active():
+        if own_thread.is_inline():
             self.state.retire_until_next_use(if_unused=False)
             return
         with waiting_for(self.state), self.state.about_to_unload():

@@ -241,31 +241,7 @@ class StallMeter:
 # Inline mode, for tests: no policies, reloads or background work; models load in the thread that needs them.
 
 
-_active = False
 _lock = threading.RLock()
-_undo: list[Callable[[], object]] = []
-
-
-@contextmanager
-def inline() -> Iterator[None]:
-    """Run every guard of this process inline inside the block.
-
-    A guard without a model calls its loader in the thread that needs the model, and the loader's own error is raised;
-    there is no warm-up, no validation and no policy. At the end, models that were loaded inline are dropped, so that
-    the next use loads them in the normal way.
-    """
-    global _active
-    _active = True
-    try:
-        yield
-    finally:
-        _active = False
-        while _undo:
-            _undo.pop()()
-
-
-def active() -> bool:
-    return _active
 
 
 class Inline(NamedTuple):
@@ -294,7 +270,7 @@ class Inline(NamedTuple):
         state, number = self.guard.state, self.guard.state.generations
         installed = state.install(LoadJob((), urgent=True), self.guard.made(loaded, 0.0), discardable=False)
         _tell([] if installed is None else installed[1])
-        _undo.append(lambda: state.forget_current(number))
+        own_thread.after_inline(partial(state.forget_current, number))  # the next use loads in the normal way
 
 
 def _tell(waiting: Iterable[Future[Outcome]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from modelguard import _units, memory
 from modelguard.errors import InvalidOption
 from modelguard.facts._gpu import DeviceMemory, Gpu
-from modelguard.lifecycle import _reload, runtime
+from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._pool_engine import pool_engines
 from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
@@ -337,5 +337,5 @@ def off() -> Iterator[None]:
     caller gets its result or error for that item. At the end, models that were loaded in the block are dropped, so that
     the next use loads in the normal way.
     """
-    with _reload.inline(), own_thread.inline():
+    with own_thread.inline():
         yield
