@@ -163,15 +163,24 @@ def whole_number(value: int, argument: str, *, at_least: int = 1, most: int = sy
     return value
 
 
-def number(value: object, argument: str, *, fix: str, above: float = 0.0, most: float = sys.float_info.max) -> float:
+#: The largest number that is not infinite.
+_MOST = sys.float_info.max
+
+
+def number(
+    value: object, argument: str, *, fix: str, above: float = 0.0, at_least: float | None = None, most: float = _MOST
+) -> float:
     """Check a number, which may have a fraction; True and False are not numbers here.
 
     Raises:
-        InvalidOption: It is not a number, or not more than ``above``, or more than ``most``.
+        InvalidOption: It is not a number, or not more than ``above``, or less than ``at_least`` where that is given, or
+            more than ``most``.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:
-        bound = "" if most == sys.float_info.max else f" and at most {most:g}"
-        raise InvalidOption(argument, value, why=f"must be a number above {above:g}{bound}", fix=fix)
+    least = math.nextafter(above, math.inf) if at_least is None else at_least
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        low = f"above {above:g}" if at_least is None else f"of at least {at_least:g}"
+        high = "" if most == _MOST else f" and at most {most:g}"
+        raise InvalidOption(argument, value, why=f"must be a number {low}{high}", fix=fix)
     return float(value)
 
 

@@ -175,6 +175,53 @@ def test_no_call_is_lost_and_nothing_left_alive(swap: str, reloads: int) -> None
 
 
 @pytest.mark.timeout(100)
+def test_exceptions_of_signal_handlers_leave_no_lease() -> None:
+    """Wherever in a call, a nested one, a block or a stream they come: each lease is returned; no context has one."""
+    program = """
+        import json, random, signal, time
+        from modelguard import guard
+
+        nlp = guard(dict, reload_on=None, name="nlp")
+        plain = nlp(lambda model, number: number)
+        nested = nlp(lambda model, number: plain(number))
+        stream = nlp(lambda model, number: iter([number]))
+
+        def block(number):
+            with nlp.lease():
+                pass
+
+        class Alarm(Exception):
+            pass
+
+        def interrupt(*_):
+            if armed:
+                raise Alarm
+
+        signal.signal(signal.SIGALRM, interrupt)
+        armed, count, dice = False, 0, random.Random(1)
+        nlp.load()
+        for use in (plain, nested, block, lambda number: list(stream(number))):
+            enough, until = count + 500, time.monotonic() + 15
+            while count < enough and time.monotonic() < until:
+                try:
+                    armed = True
+                    signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.00002, 0.0006))
+                    for number in range(1000):
+                        use(number)
+                except Alarm:
+                    count += 1
+                armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        left = nlp.status().in_flight
+        nlp.reload()  # as outside of any call
+        print(json.dumps([count, left]))
+    """
+    count, left = run_python(program, 90)
+    assert count > 100
+    assert 0 == left
+
+
+@pytest.mark.timeout(100)
 def test_a_pool_keeps_its_budget_and_its_leases_under_16_threads() -> None:
     """No model is evicted while leased, and the models that are loaded never take more than the budget."""
     in_use: dict[int, int] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from modelguard.lifecycle._models import PlainAdapter
+from modelguard.lifecycle._models import Adapter
 
 
-class LlamaAdapter(PlainAdapter):
+class LlamaAdapter(Adapter):
     """Measures a model by its weights, which are mapped from their file and so are no private memory.
 
     A model frees its memory with its last reference, and llama.cpp keeps none.

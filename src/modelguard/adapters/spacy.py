@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 from modelguard import _extras, _units
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported, Overloaded
 from modelguard.lifecycle._misuse import plain_function
-from modelguard.lifecycle._models import PlainAdapter
+from modelguard.lifecycle._models import Adapter
 from modelguard.lifecycle._wrappers import Guarded, is_lazy
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.handle import Decorator
@@ -368,7 +368,7 @@ _BYTES_PER_CELL = 16 * 2
 _LEAST_NUMBER = 1_000_000
 
 
-class SpacyAdapter(PlainAdapter):
+class SpacyAdapter(Adapter):
     """Figures of a pipeline's vocabulary. Its arrays are in many places: the guard measures the load."""
 
     def gauges(self, model: Any) -> Mapping[str, int]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, ov
 from modelguard import _extras, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle._misuse import plain_function
-from modelguard.lifecycle._models import PlainAdapter
+from modelguard.lifecycle._models import Adapter
 from modelguard.lifecycle._wrappers import BoundByReference, ByReference
 
 try:
@@ -557,7 +557,7 @@ def _check(function: Any, bucketing: _Bucketing) -> None:
             raise InvalidOption(option, name, why=why, fix=f"It has: {', '.join(parameters) or 'none'}.")
 
 
-class TorchAdapter(PlainAdapter):
+class TorchAdapter(Adapter):
     """Measures a model by its parameters and buffers."""
 
     def size(self, model: Any) -> int | None:

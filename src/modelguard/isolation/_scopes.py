@@ -26,7 +26,7 @@ from modelguard.lifecycle._engine import Engine, raise_outcome
 from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_models import afresh
-from modelguard.lifecycle._state import Generation
+from modelguard.lifecycle._state import Enclosing, Generation
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.lifecycle.status import Postponed, State
 from modelguard.runtime import waiting
@@ -38,19 +38,23 @@ from modelguard.telemetry import Reason, WorkerEndCause
 class _Loan:
     """A lease on a mold: each call takes one, and the object that blocks and coroutines use would cost it 5 us."""
 
-    __slots__ = ("engine", "generation")
+    __slots__ = ("engine", "taken")
 
-    def __init__(self, engine: Engine[Mold], generation: Generation[Mold]) -> None:
+    def __init__(self, engine: Engine[Mold]) -> None:
         self.engine = engine
-        self.generation = generation
+        self.taken: Enclosing = []
+
+    @property
+    def generation(self) -> Generation[Mold]:
+        return self.taken[0]  # type: ignore[no-any-return] # it is one of this guard's
 
     @property
     def model(self) -> Mold:
         return self.generation.model
 
     def end(self, *, failed: bool) -> None:
-        if self.engine.state.leave(self.generation, failed):
-            self.engine.after_call(self.generation)
+        self.generation.leases.pop()
+        self.engine.leave(self.generation, failed=failed)
 
 
 #: What a call holds: a lease on a mold, of its guard or of a pool.
@@ -229,8 +233,8 @@ class ProcessScope(MoldScope):
 
     def _lend(self, key: Any) -> Loan | None:
         del key
-        generation = self._engine.state.enter()
-        return None if generation is None else _Loan(self._engine, generation)
+        loan = _Loan(self._engine)
+        return None if self._engine.state.enter(loan.taken) is None else loan
 
     def _until_lent(self, claim: Claim) -> Steps[Loan]:
         while (loan := self._lend(None)) is None:

@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.errors import told
 from modelguard.facts._gpu import use_of
-from modelguard.lifecycle import _reload, runtime
+from modelguard.lifecycle import runtime
 from modelguard.lifecycle._readings import Readings
 from modelguard.lifecycle._state import Generation, GuardContext, LoadJob, PostponedJob
 from modelguard.lifecycle.policies import Backoff, GpuPolicy, Policy, Snapshot, alternatives, source_part, subset
 from modelguard.lifecycle.runtime import Fingerprint
+from modelguard.runtime import own_thread
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -41,24 +42,22 @@ M = TypeVar("M")
 _IDLE = 1.0
 
 
-#: What a policy asks for: the release until the next use, another model, or the end of an isolated function's workers.
-#: The first of them is done where several are asked for: what nobody uses is not loaded afresh, unless a mold is kept
-#: for the next call, and that one is to be as new as others.
-Action = Literal["unload", "load", "end_workers"]
-_ACTIONS: tuple[Action, ...] = get_args(Action)
-
-
 class Due(NamedTuple, Generic[M]):
     reasons: tuple[Reason, ...]
     generation: Generation[M] | None
-    action: Action = "load"
     members: Mapping[Reason, Policy] = MappingProxyType({})  # of the policy: which gives each reason
 
+    @property
+    def action(self) -> Literal["unload", "load", "end_workers"]:
+        """The release until the next use, another model, or the end of an isolated function's workers.
 
-def _asked_by(member: Policy) -> Action:
-    if member.unloads:
-        return "unload"
-    return "end_workers" if member.ends_workers else "load"
+        In this order where several are asked for: what nobody uses is not loaded afresh, unless a mold is kept for the
+        next call, and that one is to be as new as others.
+        """
+        members = self.members.values()
+        if any(member.unloads for member in members):
+            return "unload"
+        return "end_workers" if members and all(member.ends_workers for member in members) else "load"
 
 
 def _reasons_of(member: Policy, snapshot: Snapshot) -> tuple[Reason, ...]:
@@ -100,8 +99,6 @@ class Checks(Generic[M]):
         self._guard = guard
         self._start = start
         self.readings = Readings(guard)
-        parts = () if guard.options.reload_on is None else guard.options.reload_on.parts()
-        self._gpu_parts = tuple(part for part in parts if isinstance(part, GpuPolicy))
         self._decide_by(guard.options.reload_on)
         self._pause = math.inf  # seconds until the next evaluation is useful; infinity if only the ends of calls matter
         self._again = False
@@ -164,7 +161,7 @@ class Checks(Generic[M]):
             sample: Whether there is time to read memory and files, which the end of a call does not have.
             insist: Whether a thread that is asking at this moment has to ask again.
         """
-        if _reload.active():
+        if own_thread.is_inline():
             return False
         due = self._due(sample=sample, insist=insist)
         over = None if due is None else due.generation
@@ -259,9 +256,8 @@ class Checks(Generic[M]):
 
     def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
         self._guard.state.raise_if_closed()
-        self._ask_for_process, self._recycles_here = ask, True
-        if not renews:
-            self._decide_by(subset(self._guard.options.reload_on, renews=False))
+        self._ask_for_process, self._recycles_here, self._shares = ask, True, not renews
+        self._decide_by(self._policy)
 
     @property
     def _policy(self) -> Policy | None:
@@ -277,8 +273,7 @@ class Checks(Generic[M]):
 
     def follow(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None]) -> None:
         """Ask another policy from the end of the load on that is under way; ``files`` were so before it."""
-        self._decide_by(policy)
-        self.readings.follow(policy, files)
+        self._decide_by(policy, files)
 
     def after_load(self) -> None:
         """Set the policies' alarm for a generation that was just installed. Never raises."""
@@ -298,10 +293,12 @@ class Checks(Generic[M]):
 
     # What is due now
 
-    def _decide_by(self, policy: Policy | None) -> None:
+    def _decide_by(
+        self, policy: Policy | None, files: Mapping[Path, Fingerprint | None] = MappingProxyType({})
+    ) -> None:
         self._members = alternatives(policy)
         self._members_if_pinned = alternatives(source_part(policy))
-        self.readings.decide_by(policy)
+        self.readings.decide_by(policy, files)
 
     def _begin_with_current(self) -> None:
         generation = self._guard.state.current
@@ -363,8 +360,7 @@ class Checks(Generic[M]):
             state.postpone(None)
             return None
         state.set_alarm(generation, math.inf)
-        asked = {_asked_by(member) for member in reasons.values()} or {"load"}
-        return Due(found, generation, next(one for one in _ACTIONS if one in asked), reasons)
+        return Due(found, generation, reasons)
 
     def _due_retry(self) -> Due[M] | None:
         state = self._guard.state
@@ -431,7 +427,8 @@ class Checks(Generic[M]):
 
     def _asked(self) -> tuple[Policy, ...]:
         """What decides now. After a rollback that is only a new change of the source."""
-        members = self._members_if_pinned if self._guard.state.pinned else self._members
+        current = self._guard.state.current
+        members = self._members_if_pinned if current is not None and current.pinned else self._members
         workers = self._guard.options.workers
         if workers is None or not workers.workers_ended:
             return members
@@ -444,8 +441,9 @@ class Checks(Generic[M]):
 
     def _check_gpu_cache(self, now: Snapshot) -> None:
         """Empty torch's cache if a policy finds it too large, and not too soon after the last time."""
-        part = next((part for part in self._gpu_parts if part.cache_too_large(now)), None)
-        runtime = self._guard.runtime
+        policy, runtime = self._guard.options.reload_on, self._guard.runtime
+        parts = () if policy is None else (one for one in policy.parts() if isinstance(one, GpuPolicy))
+        part = next((one for one in parts if one.cache_too_large(now)), None)
         if part is None or runtime.clock() < self._empty_again:
             return
         self._emptied += 1

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, NoPreviousModel, Reloading, WouldDeadlock
-from modelguard.lifecycle import _misuse, _reload
+from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._checks import Checks
 from modelguard.lifecycle._release import drain_and_release, release_and_report, unload
-from modelguard.lifecycle._reload import Reload, free, named
-from modelguard.lifecycle._state import Generation, GuardContext, GuardState, LoadJob, Outcome
+from modelguard.lifecycle._reload import Inline, Reload, free, named
+from modelguard.lifecycle._state import Enclosing, Generation, GuardContext, GuardState, LoadJob, Outcome
 from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.runtime import Fingerprint
 from modelguard.runtime import fork, own_thread, waiting
@@ -166,19 +166,19 @@ class Engine(GuardContext[M], fork.Forkable):
         return self.options.wait_timeout if self.state.generations else None
 
     def _until_loaded(self, limit: Timeout) -> Steps[None]:
-        if _reload.active():
-            yield _reload.Inline(self)
+        if own_thread.is_inline():
+            yield Inline(self)
         elif (future := self.join_load()) is not None:
             yield from until_loaded(self.state, future, limit)
 
-    def until_entered(self, timeout: float | None) -> Steps[Generation[M]]:
+    def until_entered(self, mine: Enclosing, timeout: float | None) -> Steps[Generation[M]]:
         """Take a lease, after a load if need be.
 
         Raises:
             GuardClosed, LoadFailed, Reloading, WouldDeadlock: There is no generation to run on.
         """
         limit = Timeout(self.load_patience if timeout is None else timeout)
-        while (generation := self.state.enter()) is None:
+        while (generation := self.state.enter(mine)) is None:
             yield from self._until_loaded(limit)
         return generation
 
@@ -188,8 +188,8 @@ class Engine(GuardContext[M], fork.Forkable):
         Raises:
             GuardClosed, LoadFailed: None begins.
         """
-        if _reload.active():
-            _reload.load(self)
+        if own_thread.is_inline():
+            Inline(self).block()
             return None
         state = self.state
         with state.lock:
@@ -233,49 +233,46 @@ class Engine(GuardContext[M], fork.Forkable):
 
     # Calls
 
-    def enter(self, timeout: float | None = None) -> Generation[M]:
-        generation = self.state.enter()
-        return waiting.block(self.until_entered(timeout)) if generation is None else generation
+    def enter(self, mine: Enclosing, timeout: float | None = None) -> Generation[M]:
+        generation = self.state.enter(mine)
+        return waiting.block(self.until_entered(mine, timeout)) if generation is None else generation
 
-    async def aenter(self, timeout: float | None = None) -> Generation[M]:
-        generation = self.state.enter()
-        if generation is None:
+    async def aenter(self, mine: Enclosing, timeout: float | None = None) -> None:
+        if self.state.enter(mine) is None:
             self.state.raise_if_closed()  # whatever the loop
-            generation = await waiting.suspend(self.until_entered(timeout))
-        return generation
+            await waiting.suspend(self.until_entered(mine, timeout))
 
     def leave(self, generation: Generation[M], *, failed: bool) -> None:
         if self.state.leave(generation, failed):
             self.after_call(generation)
 
     def leave_dropped(self, generation: Generation[M]) -> None:
-        """Return a lease that nobody has ended. Takes no lock: the garbage collector may have interrupted any code.
+        """:meth:`leave` for a lease that nobody has ended.
 
-        So no policy is asked, and no hook called, which may wait for a lock that this thread holds: the next call asks,
-        or the ticker.
+        Takes no lock: the garbage collector may have interrupted any code. So no policy is asked, and no hook called,
+        which may wait for a lock that this thread holds: the next call asks, or the ticker.
         """
         state = self.state
         if state.leave(generation, False) and (generation.retired or state.watched):  # noqa: FBT003 - by position, it is the hot path
             self._in_background(partial(self.after_call, generation))
 
-    def wrapper(  # noqa: C901 - the hot path is written out
+    def wrapper(  # noqa: C901, PLR0915 - the hot path is written out
         self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]
     ) -> Wrapper:
         """Make the body of a decorated plain function.
 
-        This is the hot path. It writes out :meth:`GuardState.enter`, :meth:`GuardState.nest` and a lease, and makes
+        This is the hot path. It writes out :meth:`GuardState.enter`, :meth:`GuardState.leave` and a lease, and makes
         nothing but the context's list and token: 300 ns over a bare decorator. Everything else uses leases.
 
         Args:
             is_lazy: Whether a result of this type does its work later.
-            keep: Hands a lease that was taken on this generation over to a lazy result.
+            keep: Has a lazy result take a lease of its own on this generation.
         """
         state = self.state
         enclosing = state.enclosing
 
         def hand_over(generation: Generation[M], result: Any) -> Any:
             """Give a lazy result a lease besides the call's own, which ends now: it counts as one use, at its end."""
-            generation.leases.append(None)
             generation.uses -= 1
             return keep(generation, result)
 
@@ -287,42 +284,55 @@ class Engine(GuardContext[M], fork.Forkable):
                 raise
             return hand_over(generation, result) if is_lazy(type(result)) else result
 
-        def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            generation = state.current
-            if generation is None or enclosing.get():
-                generation = self.enter()
-                mine = state.nest(generation)
-            else:
-                mine = [generation, 1]
-                generation.leases.append(None)
-                if generation.retired:  # in this very moment
-                    generation = mine[0] = self._enter_instead_of(generation)
+        def call(  # noqa: C901, PLR0912 - as above
+            wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            mine: Enclosing | None = None
             token, failed = None, False
             try:
+                generation = state.current
+                if generation is None or enclosing.get():
+                    mine = []
+                    generation = self.enter(mine)
+                    mine[1] = state.depth(generation)
+                else:
+                    mine = [generation, 1]
+                    generation.leases.append(None)
+                    if generation.retired:  # in this very moment
+                        generation = self._enter_instead_of(mine)
                 token = enclosing.set(mine)
-                result = wrapped(generation.model, *args, **kwargs)
-                if (kind := type(result)) in EAGER or not is_lazy(kind):
-                    return result
-                return hand_over(generation, result)
-            except TypeError as error:
-                if (misuse := _misuse.wrong_arguments(error, wrapped, args, kwargs)) is not None:
-                    raise misuse from None  # says nothing about the model, so it does not count as its failure
-                failed = True
-                raise
-            except Exception as error:
-                failed = True
-                if not self.repair(generation, error):
+                try:
+                    result = wrapped(generation.model, *args, **kwargs)
+                    if (kind := type(result)) in EAGER or not is_lazy(kind):
+                        return result
+                    return hand_over(generation, result)
+                except TypeError as error:
+                    if (misuse := _misuse.wrong_arguments(error, wrapped, args, kwargs)) is not None:
+                        raise misuse from None  # says nothing about the model, so it does not count as its failure
+                    failed = True
                     raise
-                result = again(generation, wrapped, args, kwargs)
-                failed = False
-                return result
+                except Exception as error:
+                    failed = True
+                    if not self.repair(generation, error):
+                        raise
+                    result = again(generation, wrapped, args, kwargs)
+                    failed = False
+                    return result
             finally:
-                mine.clear()
-                look_further = state.leave(generation, failed)
-                if token is not None:
-                    enclosing.reset(token)
-                if look_further:
-                    self.after_call(generation)
+                if mine:
+                    used: Generation[M] = mine[0]
+                    del mine[:]
+                    used.leases.pop()
+                    if failed:
+                        look_further = state.leave(used, failed)
+                    else:
+                        used.uses = uses = used.uses + 1
+                        used.errors = 0
+                        look_further = uses >= used.alarm
+                    if token is not None:
+                        enclosing.reset(token)
+                    if look_further:
+                        self.after_call(used)
 
         return call
 
@@ -348,11 +358,13 @@ class Engine(GuardContext[M], fork.Forkable):
             self._wake_checks()  # it may have to wait
         return retry
 
-    def _enter_instead_of(self, retired: Generation[M]) -> Generation[M]:
+    def _enter_instead_of(self, mine: Enclosing) -> Generation[M]:
         """Take a lease again, after one that was taken in the moment of the generation's retirement."""
+        retired = mine[0]
+        del mine[:]
         retired.leases.pop()
         self.after_call(retired)
-        return self.enter()
+        return self.enter(mine)
 
     def after_call(self, generation: Generation[M]) -> None:
         if not generation.retired:
@@ -404,8 +416,8 @@ class Engine(GuardContext[M], fork.Forkable):
     def _until_unloaded(self, limit: Timeout) -> Steps[None]:
         self.raise_inside_call("unload")
         self.state.raise_if_closed()
-        if _reload.active():
-            _reload.unload(self)
+        if own_thread.is_inline():
+            self.state.retire_until_next_use(if_unused=False)
             return
         with waiting_for(self.state), self.state.about_to_unload():
             yield from until_ended(self.state, self.state.job, limit)  # a load that has nothing to replace counts too

@@ -88,7 +88,7 @@ class Replay:
     ) -> None:
         fix = "Write max_slowdown=2 for twice as long, or None."
         if max_slowdown is not None:
-            max_slowdown = policies.factor_of(max_slowdown, "max_slowdown", most=sys.float_info.max, fix=fix)
+            max_slowdown = _units.number(max_slowdown, "max_slowdown", at_least=1, fix=fix)
         _units.function(same, "same", "two answers", fix="Write for example same=numpy.allclose.", arguments=2)
         vars(self).update(
             count=_units.whole_number(count, "count"),

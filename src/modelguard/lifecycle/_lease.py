@@ -9,7 +9,7 @@ from contextvars import Token
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
 from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._state import Enclosing, Generation, GuardState
+from modelguard.lifecycle._state import Enclosing, Generation
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -24,11 +24,10 @@ class Lease(Generic[M]):
 
     __slots__ = (
         "__weakref__",
-        "_enclosing",
         "_engine",
         "_entered",
         "_epoch",
-        "_generation",
+        "_taken",
         "_thread",
         "_timeout",
         "_token",
@@ -37,31 +36,42 @@ class Lease(Generic[M]):
     def __init__(self, engine: Engine[M], timeout: float | None = None) -> None:
         self._engine = engine
         self._timeout = timeout
-        self._generation: Generation[M] | None = None
+        self._taken: Enclosing = []
         self._token: Token[Enclosing | None] | None = None
-        self._enclosing: Enclosing = []
         self._entered = False
 
     @classmethod
     def of(cls, engine: Engine[M], generation: Generation[M]) -> Lease[M]:
-        """Make an object of a lease that was taken on ``generation``."""
+        """Take another lease on a generation that the caller has one on."""
         lease = cls(engine)
-        lease._hold(generation)
+        taken = lease.slot()
+        taken[:] = generation, 1
+        generation.leases.append(None)
         return lease
 
     @classmethod
     def take(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
-        return cls.of(engine, engine.enter(timeout))
+        lease = cls(engine)
+        engine.enter(lease.slot(), timeout)
+        return lease
 
     @classmethod
     def take_now(cls, engine: Engine[M]) -> Lease[M] | None:
         """Take a lease if that needs no waiting; None if it does."""
-        generation = engine.state.enter()
-        return None if generation is None else cls.of(engine, generation)
+        lease = cls(engine)
+        return None if engine.state.enter(lease.slot()) is None else lease
 
     @classmethod
     async def atake(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
-        return cls.of(engine, await engine.aenter(timeout))
+        lease = cls(engine)
+        await engine.aenter(lease.slot(), timeout)
+        return lease
+
+    def slot(self) -> Enclosing:
+        """What this thread is about to take."""
+        self._thread = threading.get_ident()
+        self._epoch = self._engine.state.epoch
+        return self._taken
 
     if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
 
@@ -74,12 +84,14 @@ class Lease(Generic[M]):
     def __enter__(self) -> M:
         if self._entered:
             self._raise_on_second_use()
-        return self._begin(self._engine.enter(self._timeout))
+        self._engine.enter(self.slot(), self._timeout)
+        return self.enter_taken()
 
     async def __aenter__(self) -> M:
         if self._entered:
             self._raise_on_second_use()
-        return self._begin(await self._engine.aenter(self._timeout))
+        await self._engine.aenter(self.slot(), self._timeout)
+        return self.enter_taken()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end_with(error)
@@ -88,13 +100,18 @@ class Lease(Generic[M]):
         self.end_with(error)
 
     def __del__(self) -> None:
-        # The last resort: a generator, coroutine or lazy result that was dropped without being closed.
-        if getattr(self, "_generation", None) is not None:
+        # The last resort: a generator, coroutine or lazy result that was dropped without being closed, or a signal
+        # handler that has raised on the way.
+        if getattr(self, "_taken", None):
             self.drop()
 
     def enter_taken(self) -> M:
-        assert self._generation is not None  # noqa: S101 - it was taken and has not ended
-        return self._begin(self._generation)
+        """Run what this context calls from now on on this lease."""
+        state, generation = self._engine.state, self._taken[0]
+        self._entered = True
+        self._taken[1] = state.depth(generation)
+        self._token = state.enclosing.set(self._taken)
+        return generation.model  # type: ignore[no-any-return] # it is one of this guard's
 
     @property
     def model(self) -> M:
@@ -103,47 +120,53 @@ class Lease(Generic[M]):
         Raises:
             RuntimeError: The lease has not begun, or has ended.
         """
-        if self._generation is None:
+        generation = self.generation
+        if generation is None:
             raise RuntimeError(
                 f"a lease of guard {self._engine.name!r} has a model only inside its block. Write: with guard.lease() "
                 "as model: ..."
             )
-        return self._generation.model
+        return generation.model
 
     @property
     def generation(self) -> Generation[M] | None:
         """The generation that it lends; None before and after its use."""
-        return self._generation
+        taken = tuple(self._taken)  # one read: another thread may end it
+        return taken[0] if taken else None
 
     def step(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run one step of lazy work; guarded functions that it calls run on this lease's generation."""
-        generation = self._generation
+        generation = self.generation
         if generation is None:
             return work(*args, **kwargs)
         state = self._engine.state
         self._thread = threading.get_ident()
-        enclosing = state.nest(generation)
-        token = state.enclosing.set(enclosing)
+        enclosing = [generation, state.depth(generation)]
+        token = None
         try:
+            token = state.enclosing.set(enclosing)
             return work(*args, **kwargs)
         finally:
-            enclosing.clear()
-            state.enclosing.reset(token)
+            del enclosing[:]  # before any call of a function, in which a signal handler may raise
+            if token is not None:
+                state.enclosing.reset(token)
 
     async def astep(self, work: Awaitable[T]) -> T:
         """Await one step of lazy work."""
-        generation = self._generation
+        generation = self.generation
         if generation is None:
             return await work
         state = self._engine.state
-        enclosing = state.nest(generation)
-        token = state.enclosing.set(enclosing)
+        enclosing = [generation, state.depth(generation)]
+        token = None
         try:
+            token = state.enclosing.set(enclosing)
             return await work
         finally:
-            enclosing.clear()
-            with suppress(ValueError):  # dropped half way, and finalized in another context
-                state.enclosing.reset(token)
+            del enclosing[:]
+            if token is not None:
+                with suppress(ValueError):  # dropped half way, and finalized in another context
+                    state.enclosing.reset(token)
 
     def end_with(self, error: BaseException | None) -> None:
         if isinstance(error, GeneratorExit):  # of a generator that may have been dropped
@@ -162,7 +185,8 @@ class Lease(Generic[M]):
         Raises:
             CudaAfterFork: CUDA cannot be used in this process.
         """
-        return self._generation is not None and self._engine.repair(self._generation, error, last=last)
+        generation = self.generation
+        return generation is not None and self._engine.repair(generation, error, last=last)
 
     def end(self, *, failed: bool) -> None:
         generation = self._give_up()
@@ -177,20 +201,22 @@ class Lease(Generic[M]):
 
     def _give_up(self) -> Generation[M] | None:
         """Hold the generation no longer; returns it if the lease counts in this process."""
-        generation, self._generation = self._generation, None
-        if generation is None:
+        if not (taken := self._taken):
             return None
-        own = bool(self._enclosing)
-        self._enclosing.clear()
+        state, generation = self._engine.state, taken[0]
+        counts = self._epoch == state.epoch
+        del taken[:]
+        if counts:
+            generation.leases.pop()
         token, self._token = self._token, None
-        state = self._engine.state
         if token is not None:
             try:
                 state.enclosing.reset(token)
             except ValueError:  # ended in another context than it began in, as dependency injectors do
-                own = False
-        # After a fork only the leases of the forking thread have been carried over.
-        counts = self._epoch == state.epoch or (own and self._thread == threading.get_ident())
+                token = None
+        if not counts and token is not None and self._thread == threading.get_ident():
+            generation.leases.pop()  # after a fork only the leases of the forking thread have been carried over
+            counts = True
         return generation if counts else None
 
     def detach(self) -> None:
@@ -199,30 +225,16 @@ class Lease(Generic[M]):
 
     def held_here(self) -> Generation[M] | None:
         """Its generation, if this thread last used it; None otherwise and after its end."""
-        return self._generation if self._thread == threading.get_ident() else None
+        return self.generation if self._thread == threading.get_ident() else None
 
     def survives_fork(self) -> bool:
         """Whether a child that was just forked still uses it: the forking thread holds it, outside of any context."""
-        return self._generation is not None and not self._enclosing and self._thread == threading.get_ident()
+        return self._token is None and self.held_here() is not None
 
     def retake_in_child(self) -> None:
-        if self._generation is not None:
+        if (generation := self.generation) is not None:
             self._epoch = self._engine.state.epoch
-            self._generation.leases.append(None)
-
-    def _begin(self, generation: Generation[M]) -> M:
-        state = self._hold(generation)
-        self._enclosing = enclosing = state.nest(generation)
-        self._token = state.enclosing.set(enclosing)
-        return generation.model
-
-    def _hold(self, generation: Generation[M]) -> GuardState[M]:
-        state = self._engine.state
-        self._entered = True
-        self._thread = threading.get_ident()
-        self._epoch = state.epoch
-        self._generation = generation
-        return state
+            generation.leases.append(None)
 
     def _raise_on_second_use(self) -> Never:
         raise RuntimeError(f"a lease of guard {self._engine.name!r} can be used once; call lease() again for another")

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
@@ -21,29 +21,22 @@ __all__ = ["Loaded"]
 M = TypeVar("M")
 
 
-class Adapter(Protocol):
-    """What modelguard can find out about the models of one library. Every method is fast and never raises."""
+class Adapter:
+    """What modelguard can find out about the models of one library: nothing, where none says more.
 
-    def size(self, model: Any) -> int | None:
-        """Bytes of the model's own arrays, None if unknown."""
-        ...
-
-    def gauges(self, model: Any) -> Mapping[str, int]:
-        """Figures of the model that policies may read."""
-        ...
-
-
-class PlainAdapter:
-    """The adapter of every model without one, and what others do not know."""
+    Every method is fast and never raises.
+    """
 
     def size(self, model: Any) -> int | None:  # noqa: ARG002 - nothing is known about it
+        """Bytes of the model's own arrays, None if unknown."""
         return None
 
     def gauges(self, model: Any) -> Mapping[str, int]:  # noqa: ARG002 - nothing is known about it
+        """Figures of the model that policies may read."""
         return MappingProxyType({})
 
 
-PLAIN: Adapter = PlainAdapter()
+PLAIN = Adapter()
 
 # Base class of a library's models -> module with its `ADAPTER`. By name, so that nothing is imported here.
 _MODULES = {

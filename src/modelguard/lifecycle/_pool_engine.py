@@ -592,7 +592,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                 self._raise_if_gone(key, model)
             if woken:
                 engine.state.await_next_use()
-            at_load = UNKNOWN if probe is None else probe.wait(*probe.ask(self.runtime))
+            at_load = UNKNOWN if probe is None else probe.wait(probe.ask(self.runtime))
             engine.load()
             if probe is not None:
                 probe.loaded(at_load, self.runtime)

@@ -156,10 +156,9 @@ class Probe:
     def _start(self) -> None:
         self._lock = threading.RLock()  # reentrant: values compare by code of their own, and signal handlers interrupt
         self._next = math.inf  # until a model is loaded
-        self._asked = 0
-        self._newest = 0  # of the calls that have returned, the one that was made last
-        self._running: dict[int, float] = {}  # calls that are awaited, and when they were made
-        self._hanging: set[int] = set()
+        self._newest = -math.inf  # when the latest call was made of those that have returned
+        self._running: dict[Future[object], float] = {}  # calls that are awaited, and when they were made
+        self._hanging: set[Future[object]] = set()
         self._sound = 0
         self._reported: set[str] = set()
 
@@ -196,36 +195,34 @@ class Probe:
         if ask:
             self.ask(runtime)
 
-    def ask(self, runtime: Runtime) -> tuple[int, Future[object]]:
-        """Ask now, in a thread; returns the number of the call, and what becomes its value, ``UNKNOWN`` if it fails."""
-        future: Future[object] = Future()
+    def ask(self, runtime: Runtime) -> Future[object]:
+        """Ask now, in a thread; returns what becomes the value, ``UNKNOWN`` if the call fails."""
+        call: Future[object] = Future()
         with self._lock:
             if len(self._hanging) + len(self._running) >= MOST_HANGING:
-                future.set_result(UNKNOWN)
-                return 0, future
-            self._asked += 1
-            call = self._asked
+                call.set_result(UNKNOWN)
+                return call
             self._running[call] = runtime.clock()
         try:
-            runtime.start_once(partial(self._call, call, future, runtime), f"modelguard-probe-{self._guard}")
+            runtime.start_once(partial(self._call, call, runtime), f"modelguard-probe-{self._guard}")
         except RuntimeError as error:  # the system gives no thread, or the interpreter is shutting down
             self._failed(call, error)
-            future.set_result(UNKNOWN)
-        return call, future
+            call.set_result(UNKNOWN)
+        return call
 
-    def wait(self, call: int, future: Future[object]) -> object:
+    def wait(self, call: Future[object]) -> object:
         """Wait for a call up to the probe's ``timeout``; returns its value, ``UNKNOWN`` if there is none by then."""
         try:
-            return future.result(self._policy.timeout)
+            return call.result(self._policy.timeout)
         except TimeoutError:
             with self._lock:
-                if future.done():  # in this very moment
-                    return future.result()
+                if call.done():  # in this very moment
+                    return call.result()
                 self._give_up(call)
             self._report_late()
             return UNKNOWN
 
-    def _call(self, call: int, future: Future[object], runtime: Runtime) -> None:
+    def _call(self, call: Future[object], runtime: Runtime) -> None:
         value: object = UNKNOWN
         try:
             value = resolve(self._policy.probe())
@@ -236,18 +233,17 @@ class Probe:
             value = UNKNOWN
             self._failed(call, error)
         finally:
-            future.set_result(value)
+            call.set_result(value)
 
-    def _answered(self, call: int, value: object, runtime: Runtime) -> None:
+    def _answered(self, call: Future[object], value: object, runtime: Runtime) -> None:
         with self._lock:
-            self._running.pop(call, None)
-            if call in self._hanging:  # too late: the value may be an old one
-                self._hanging.discard(call)
-                return
-            if call < self._newest:
+            made = self._running.get(call)
+            if made is None or made < self._newest:  # too late: the value may be an old one
+                self._ended(call)
                 return
             self._source.answered(value)
-            self._newest = call
+            self._newest = made
+            self._ended(call)
             self._sound += 1
             if self._sound >= _SOUND:
                 self._reported.clear()
@@ -255,15 +251,18 @@ class Probe:
                 soon = max(_SOONEST, self._policy.every * _CONFIRM)
                 self._next = min(self._next, runtime.clock() + min(soon, self._policy.every))
 
-    def _failed(self, call: int, error: BaseException) -> None:
+    def _failed(self, call: Future[object], error: BaseException) -> None:
         with self._lock:
-            self._running.pop(call, None)
-            was_given_up = call in self._hanging
-            self._hanging.discard(call)
-        if not was_given_up:
+            made = self._ended(call)
+        if made is not None:
             self._report(type(error).__name__, told(error))
 
-    def _give_up(self, call: int) -> None:
+    def _ended(self, call: Future[object]) -> float | None:
+        """When a call was made that has ended; None if it was given up."""
+        self._hanging.discard(call)
+        return self._running.pop(call, None)
+
+    def _give_up(self, call: Future[object]) -> None:
         if self._running.pop(call, None) is not None:
             self._hanging.add(call)
 
@@ -283,8 +282,9 @@ class Probe:
         return self._policy.every * (1 - self._policy.jitter * runtime.random())
 
 
-def _probed(policy: Policy | None) -> dict[Changed, None]:
-    return dict.fromkeys(part for part in (policy.parts() if policy is not None else ()) if isinstance(part, Changed))
+def _probed(policy: Policy | None) -> tuple[Changed, ...]:
+    parts = policy.parts() if policy is not None else ()
+    return tuple(dict.fromkeys(part for part in parts if isinstance(part, Changed)))
 
 
 #: A generation has settled after this many calls or seconds, once its predecessor is gone. By then it has built its
@@ -371,25 +371,21 @@ class Readings:
 
     def __init__(self, guard: GuardContext[Any]) -> None:
         self._guard = guard
-        self._watch(guard.options.reload_on)
         self._told: set[Path] = set()  # of which paths it was logged that not all is watched
         self._probes = {part: Probe(guard.name, part) for part in _probed(guard.options.reload_on)}
-        self._asked = tuple(self._probes)
-        self._at_load: dict[Path, Fingerprint | None] = {}
         self._before: dict[Path, Fingerprint | None] = {}  # the load that is under way
+        self._at_load: dict[Path, Fingerprint | None] = {}
         self._idle_since = guard.runtime.clock()
         self.start(None)
 
-    def _watch(self, policy: Policy | None) -> None:
-        self._reads_memory = policy is not None and policy.reads_memory
-        self._reads_gpu = policy is not None and policy.reads_gpu
+    def decide_by(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None] = MappingProxyType({})) -> None:
+        """Read what this policy needs from now on; its ``files`` were so before the load that is under way."""
         parts = policy.parts() if policy is not None else ()
-        self._paths = tuple({part.path for part in parts if isinstance(part, Modified)})
+        self._reads_memory = any(part.reads_memory for part in parts)
+        self._reads_gpu = any(part.reads_gpu for part in parts)
         self._limit = self._guard.runtime.limit() if self._reads_memory else None
-
-    def follow(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None]) -> None:
-        """Read what another policy needs, which has no probes; ``files`` were so before the load that is under way."""
-        self._watch(policy)
+        self._paths = tuple({part.path for part in parts if isinstance(part, Modified)})
+        self._asked = _probed(policy)
         self._before.update(files)
 
     def start(self, generation: Generation[Any] | None) -> None:
@@ -406,9 +402,6 @@ class Readings:
         """Private memory when the generation had settled, None until then."""
         return self._memory.level.baseline
 
-    def decide_by(self, policy: Policy | None) -> None:
-        self._asked = tuple(_probed(policy))
-
     @property
     def _polled(self) -> tuple[Changed, ...]:
         return self._asked if self._guard.runtime.probes else ()
@@ -422,7 +415,7 @@ class Readings:
     def before_load(self) -> AtLoad:
         """The state of the source. Take it before the loader reads it. Waits for probes, up to their ``timeout``."""
         asked = [(part, self._probes[part].ask(self._guard.runtime)) for part in self._polled]  # all of them at once
-        answers = {part: self._probes[part].wait(*call) for part, call in asked}
+        answers = {part: self._probes[part].wait(call) for part, call in asked}
         found = {path: self._guard.runtime.fingerprint(path) for path in self._paths}
         for path, files in found.items():
             if path not in self._told and not is_whole(files):

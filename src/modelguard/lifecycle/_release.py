@@ -98,16 +98,12 @@ def _release(
     handed_out = runtime.handed_out()
     model = generation.drop()
     error = unload(guard, model)
-    watch = _watch(model)
-    immortal = _is_immortal(model)
+    watch, immortal = _watch(model), _is_immortal(model)
     del model
 
-    collected = False
-    alive = None if watch is None else watch() is not None
-    if alive is not False and not immortal:
+    collected = not immortal and (watch is None or watch() is not None)
+    if collected:
         _collect(runtime)
-        collected = True
-        alive = None if watch is None else watch() is not None
     trim, after = _return_memory(runtime)
     gpu_after = use_of(runtime.gpu)
     if not (collected or immortal) and (
@@ -118,6 +114,7 @@ def _release(
         collected = True
         trim, after = _return_memory(runtime)
         gpu_after = use_of(runtime.gpu)
+    alive = None if watch is None else watch() is not None
     return telemetry.GenerationReleased(
         guard=guard.name,
         generation=generation.number,

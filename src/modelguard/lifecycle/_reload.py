@@ -25,7 +25,7 @@ from modelguard.lifecycle._models import is_plain_value
 from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release, release_and_report
 from modelguard.lifecycle._state import Generation, GuardContext, LoadJob, Outcome
-from modelguard.runtime import own_thread
+from modelguard.runtime import own_thread, waiting
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import resolve
 from modelguard.telemetry import logger
@@ -56,47 +56,8 @@ class Rejected(Exception):
     """The model was loaded but is not accepted."""
 
 
-#: Releases a generation that was made and is not used.
-Discard = Callable[[Generation[M], "DiscardCause"], None]
-
-
-def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Generation[M]:
-    """Load, validate and warm up a model within the timeout of the load.
-
-    Args:
-        guard: Whose model.
-        job: The load that it is made for.
-        discard: Called with a generation that was rejected, or came too late.
-
-    Raises:
-        Late: That has passed. The loader's thread is left behind.
-        Rejected: The loader returned no model, or ``validate`` rejected it.
-        Unwanted: The loader has ended it.
-        BaseException: Whatever the loader or the warm-up raised.
-    """
-
-    def work() -> Generation[M]:
-        me = threading.get_ident()
-        added = me not in job.threads  # else it is the thread of the job, which goes on
-        job.threads.add(me)
-        try:
-            return _make(guard, discard)
-        finally:
-            _effect.end_openmp_pool()  # this thread may be kept, and idle for minutes
-            if added:
-                job.threads.discard(me)  # the next thread may get the same identity
-
-    with guard.runtime.returning():  # ends here with the wait for a loader that does not end
-        return _within(
-            guard.options.loading.timeout,
-            work,
-            start_thread=guard.runtime.start_thread,
-            name=f"modelguard-loader-{guard.name}",
-            when_late=lambda generation: discard(generation, "late"),
-        )
-
-
-def _make(guard: GuardContext[M], discard: Discard[M]) -> Generation[M]:
+def _made(guard: GuardContext[M], discard: Callable[[Generation[M], DiscardCause], None]) -> Generation[M]:
+    """Load, validate and warm up a model, and measure what that took; ``discard`` gets one that is rejected."""
     runtime = guard.runtime
     before, handed_out_before, started = runtime.private(), runtime.handed_out(), runtime.clock()
     on_gpus = {one.device: one.allocated for one in runtime.gpu.devices()}
@@ -238,26 +199,18 @@ def _within(
     """
     if timeout is None:
         return work()
-    outcome: Future[T] = Future()  # cancelled if the work is left behind
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
-            if outcome.set_running_or_notify_cancel():
-                outcome.set_exception(error)
-            return
-        if outcome.set_running_or_notify_cancel():
-            outcome.set_result(result)
-        else:
-            when_late(result)
-
-    start_thread(run, name)
+    outcome = waiting.start(work, name, start_thread)
     try:
         return outcome.result(timeout)
     except TimeoutError:
-        if not outcome.cancel():  # it ended in this very moment, or raised a TimeoutError of its own
+        if outcome.done():  # in this very moment, or it raised a TimeoutError of its own
             return outcome.result()
+
+    def dispose(late: Future[T]) -> None:
+        if late.exception() is None:
+            when_late(late.result())
+
+    outcome.add_done_callback(dispose)
     raise Late
 
 
@@ -288,49 +241,7 @@ class StallMeter:
 # Inline mode, for tests: no policies, reloads or background work; models load in the thread that needs them.
 
 
-_active = False
 _lock = threading.RLock()
-_undo: list[Callable[[], object]] = []
-
-
-@contextmanager
-def inline() -> Iterator[None]:
-    """Run every guard of this process inline inside the block.
-
-    A guard without a model calls its loader in the thread that needs the model, and the loader's own error is raised;
-    there is no warm-up, no validation and no policy. At the end, models that were loaded inline are dropped, so that
-    the next use loads them in the normal way.
-    """
-    global _active
-    _active = True
-    try:
-        yield
-    finally:
-        _active = False
-        while _undo:
-            _undo.pop()()
-
-
-def active() -> bool:
-    return _active
-
-
-def load(guard: GuardContext[M]) -> None:
-    with _lock:
-        guard.state.raise_if_closed()
-        if guard.state.current is None:
-            _install(guard, resolve(guard.options.load()))
-
-
-async def aload(guard: GuardContext[M]) -> None:
-    """:func:`load` on the running event loop."""
-    guard.state.raise_if_closed()
-    if guard.state.current is None:
-        made: Any = guard.options.load()
-        loaded = await made if asyncio.iscoroutine(made) else made
-        with _lock:
-            if guard.state.current is None:  # another task may have been faster
-                _install(guard, loaded)
 
 
 class Inline(NamedTuple):
@@ -339,22 +250,27 @@ class Inline(NamedTuple):
     guard: GuardContext[Any]
 
     def block(self) -> None:
-        load(self.guard)
+        with _lock:
+            if self._is_needed():
+                self._install(resolve(self.guard.options.load()))
 
     async def suspend(self) -> None:
-        await aload(self.guard)
+        if self._is_needed():
+            made = self.guard.options.load()
+            loaded = await made if asyncio.iscoroutine(made) else made
+            with _lock:
+                if self._is_needed():  # another task may have been faster
+                    self._install(loaded)
 
+    def _is_needed(self) -> bool:
+        self.guard.state.raise_if_closed()
+        return self.guard.state.current is None
 
-def unload(guard: GuardContext[Any]) -> None:
-    with _lock:
-        guard.state.retire_until_next_use(if_unused=False)
-
-
-def _install(guard: GuardContext[Any], loaded: object) -> None:
-    state, number = guard.state, guard.state.generations
-    installed = state.install(LoadJob((), urgent=True), guard.made(loaded, 0.0), discardable=False)
-    _tell([] if installed is None else installed[1])
-    _undo.append(lambda: state.forget_current(number))
+    def _install(self, loaded: object) -> None:
+        state, number = self.guard.state, self.guard.state.generations
+        installed = state.install(LoadJob((), urgent=True), self.guard.made(loaded, 0.0), discardable=False)
+        _tell([] if installed is None else installed[1])
+        own_thread.after_inline(partial(state.forget_current, number))  # the next use loads in the normal way
 
 
 def _tell(waiting: Iterable[Future[Outcome]]) -> None:
@@ -670,7 +586,7 @@ class Reload(Generic[M]):
         telemetry.emit(event)
         before = guard.runtime.private()
         try:
-            return make(guard, self._job, self._discard)
+            return self._in_time()
         except Late:
             timeout = guard.options.loading.timeout
             self.fail(
@@ -689,6 +605,36 @@ class Reload(Generic[M]):
             said = "; ".join(filter(None, (text_of(cause), shortage)))
             self.fail(LoadFailed, f"{type(cause).__name__}: {said}", cause)
         return None
+
+    def _in_time(self) -> Generation[M]:
+        """Load, validate and warm up a model within the timeout of the load.
+
+        Raises:
+            Late: That has passed. The loader's thread is left behind.
+            Rejected: The loader returned no model, or ``validate`` rejected it.
+            Unwanted: The loader has ended it.
+            BaseException: Whatever the loader or the warm-up raised.
+        """
+        guard = self._guard
+        with guard.runtime.returning():  # ends here with the wait for a loader that does not end
+            return _within(
+                guard.options.loading.timeout,
+                self._work,
+                start_thread=guard.runtime.start_thread,
+                name=f"modelguard-loader-{guard.name}",
+                when_late=lambda generation: self._discard(generation, "late"),
+            )
+
+    def _work(self) -> Generation[M]:
+        me, threads = threading.get_ident(), self._job.threads
+        added = me not in threads  # else it is the thread of the job, which goes on
+        threads.add(me)
+        try:
+            return _made(self._guard, self._discard)
+        finally:
+            _effect.end_openmp_pool()  # this thread may be kept, and idle for minutes
+            if added:
+                threads.discard(me)  # the next thread may get the same identity
 
     def _shortage(self, before: int) -> str:
         """What a load that ran out of memory had taken, and what was left."""

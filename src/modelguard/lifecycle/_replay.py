@@ -121,15 +121,15 @@ class RecordedCall:
     def size(self) -> int:
         return len(self._arguments)
 
-    def prepared(self) -> Callable[[Any], Any] | None:
-        """What calls the function on a model with fresh arguments; None if the method's instance is gone.
+    def prepared(self) -> Callable[[Any], Any]:
+        """What calls the function on a model with fresh arguments.
 
         Raises:
-            Exception: The arguments cannot be restored.
+            Exception: The arguments cannot be restored, or the method's instance is gone.
         """
         function = self._function()
         if function is None:
-            return None
+            raise ReferenceError
         args, kwargs = pickle.loads(self._arguments)  # noqa: S301 - it was pickled in this process, or in its parent
         return lambda model: function(model, *args, **kwargs)
 
@@ -213,11 +213,9 @@ class RecordedCalls:
             self._size -= self._calls.popleft().size
 
 
-class _TooLarge(Exception):
-    """The arguments are larger than all calls together may be."""
-
-
 class _Bounded(io.BytesIO):
+    """A file in memory that raises when more is written to it than the limit: the arguments are too large."""
+
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._left = limit
@@ -225,7 +223,7 @@ class _Bounded(io.BytesIO):
     def write(self, data: Any, /) -> int:
         self._left -= len(data) if isinstance(data, bytes) else memoryview(data).nbytes
         if self._left < 0:
-            raise _TooLarge
+            raise OverflowError
         return super().write(data)
 
 
@@ -365,78 +363,72 @@ def compare(
     recorded = calls.snapshot()
     found = Comparison(rule, len(recorded))
     with asyncio.Runner() as runner:
-        run = _Run(runner, clock, end)
-
-        def on_new(call: RecordedCall) -> Answer | None:
-            # It needs no turn, but waits for one, as the other does, so that both are timed after a wait.
-            with calls.exclusion.turn(end - clock()):
-                pass
-            with new.running():
-                return run.answer(call, new.model)
-
-        def on_current(call: RecordedCall) -> Answer | None:
-            with calls.exclusion.turn(end - clock()) as free, current.running():
-                return run.answer(call, current.model) if free else None
-
+        both = _Both(runner, clock, end, new, current, calls.exclusion)
         for number, call in enumerate(recorded):
             if clock() >= end or retired():
                 break
-            _compare_one(found, call, on_new, on_current, new_first=bool(number % 2))
+            both.compare(call, found, new_first=bool(number % 2))
     found.cut_short = clock() >= end
     return found
 
 
-def _compare_one(
-    found: Comparison,
-    call: RecordedCall,
-    on_new: Callable[[RecordedCall], Answer | None],
-    on_current: Callable[[RecordedCall], Answer | None],
-    *,
-    new_first: bool,
-) -> None:
-    """Take turns: the second one finds the caches warm. The answers are gone when this returns."""
-    if new_first:
-        new = on_new(call)
-        current = None if new is None else on_current(call)
-    else:
-        current = on_current(call)
-        new = None if current is None or current.error is not None else on_new(call)
-    if new is not None and current is not None:
-        found.add(new, current)
+class _Both(NamedTuple):
+    """Runs calls on both models to their end, whatever kind of function they are of.
 
-
-class _Run:
-    """Runs calls to their end, whatever kind of function they are of.
-
-    Args:
+    Attributes:
         runner: Runs coroutines, all of them on one loop.
         clock: Measures the calls.
         end: When time is up, on that clock.
+        new: The new model.
+        current: The one that takes calls.
+        exclusion: Between these calls and others on the current one.
     """
 
-    def __init__(self, runner: asyncio.Runner, clock: Callable[[], float], end: float) -> None:
-        self._runner = runner
-        self._clock = clock
-        self._end = end
+    runner: asyncio.Runner
+    clock: Callable[[], float]
+    end: float
+    new: Side
+    current: Side
+    exclusion: Exclusion
 
-    def answer(self, call: RecordedCall, model: object) -> Answer | None:
+    def compare(self, call: RecordedCall, found: Comparison, *, new_first: bool) -> None:
+        """Take turns: the second one finds the caches warm. The answers are gone when this returns."""
+        if new_first:
+            new = self._on_new(call)
+            current = None if new is None else self._on_current(call)
+        else:
+            current = self._on_current(call)
+            new = None if current is None or current.error is not None else self._on_new(call)
+        if new is not None and current is not None:
+            found.add(new, current)
+
+    def _on_new(self, call: RecordedCall) -> Answer | None:
+        # It needs no turn, but waits for one, as the other does, so that both are timed after a wait.
+        with self.exclusion.turn(self.end - self.clock()):
+            pass
+        return self._answer(call, self.new)
+
+    def _on_current(self, call: RecordedCall) -> Answer | None:
+        with self.exclusion.turn(self.end - self.clock()) as free:
+            return self._answer(call, self.current) if free else None
+
+    def _answer(self, call: RecordedCall, side: Side) -> Answer | None:
         """The answer of a model; None if there is none to compare."""
-        try:
-            prepared = call.prepared()
-        except Exception:  # noqa: BLE001 - whatever an argument raises when it is restored
-            return None
-        if prepared is None:
-            return None
-        began = self._clock()
-        try:
-            value = self._finish(prepared(model))
-        except _LeftOut:
-            return None
-        except _TimeIsUp:
-            return Answer(None, None, self._clock() - began, ended=False)
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - an answer like any other
-            return Answer(None, type(error).__name__, self._clock() - began)
-        return Answer(value, None, self._clock() - began)
+        with side.running():
+            try:
+                prepared = call.prepared()
+            except Exception:  # noqa: BLE001 - whatever an argument raises when it is restored
+                return None
+            began = self.clock()
+            try:
+                value = self._finish(prepared(side.model))
+            except _LeftOut:
+                return None
+            except _TimeIsUp:
+                return Answer(None, None, self.clock() - began, ended=False)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - an answer like any other
+                return Answer(None, type(error).__name__, self.clock() - began)
+            return Answer(value, None, self.clock() - began)
 
     def _finish(self, result: Any) -> Any:
         """What a result amounts to: lazy ones do their work here."""
@@ -444,36 +436,26 @@ class _Run:
         if inspect.iscoroutine(result):
             return self._run(result)
         if hasattr(kind, "__anext__"):
-            return self._run(self._acollect(result))
+            return self._run(self._listed(result))
         if hasattr(kind, "__next__"):
-            return self._collect(result)
+            return [self._in_time(item) for item in result]
         if hasattr(kind, "add_done_callback"):
             raise _LeftOut
         return result
 
-    def _collect(self, items: Iterator[Any]) -> list[Any]:
-        found = []
-        for item in items:
-            self._raise_if_late()
-            found.append(item)
-        return found
+    async def _listed(self, items: AsyncIterator[Any]) -> list[Any]:
+        return [self._in_time(item) async for item in items]
 
-    async def _acollect(self, items: AsyncIterator[Any]) -> list[Any]:
-        found = []
-        async for item in items:
-            self._raise_if_late()
-            found.append(item)
-        return found
-
-    def _raise_if_late(self) -> None:
-        if self._clock() >= self._end:
+    def _in_time(self, item: Any) -> Any:
+        if self.clock() >= self.end:
             raise _TimeIsUp
+        return item
 
     def _run(self, coroutine: Awaitable[Any]) -> Any:
         """Run a coroutine in the context of this call, which knows its generation."""
 
         async def bounded() -> Any:
-            limit = asyncio.timeout(max(0.0, self._end - self._clock()))
+            limit = asyncio.timeout(max(0.0, self.end - self.clock()))
             try:
                 async with limit:
                     return await coroutine
@@ -482,4 +464,4 @@ class _Run:
                     raise _TimeIsUp from None
                 raise
 
-        return self._runner.run(bounded(), context=copy_context())
+        return self.runner.run(bounded(), context=copy_context())

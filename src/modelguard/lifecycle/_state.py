@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.facts._proc import ShownPause, ShownVersion
@@ -63,6 +63,7 @@ class Generation(Generic[M]):
             predecessor was gone; None if it used none.
         dropped: No call may run on it any more; its model is being released.
         demanded: Why it is to be replaced, besides the policies.
+        pinned: A rollback has made it current again.
     """
 
     number: int
@@ -87,6 +88,7 @@ class Generation(Generic[M]):
     retired: bool = field(init=False, default=False)
     dropped: bool = field(init=False, default=False)
     demanded: tuple[Reason, ...] = field(init=False, default=())
+    pinned: bool = field(init=False, default=False)
 
     def drop(self) -> M:
         model = self.model
@@ -205,24 +207,10 @@ class LeftBehind:
         self._least = memory if self._least is None else min(self._least, memory)
 
 
-class HeldLease(Protocol):
-    """A lease that an object holds, rather than a running call."""
-
-    def held_here(self) -> Generation[Any] | None:
-        """Its generation, if this thread last used it; None otherwise and after its end."""
-        ...
-
-    def survives_fork(self) -> bool:
-        """Whether a child that was just forked still uses it."""
-        ...
-
-    def retake_in_child(self) -> None:
-        """Take it again in that child."""
-        ...
-
-
-#: What a context holds while a call runs: the call's generation and how deeply calls on it are nested. The end of the
-#: call empties the list, so a context that outlives its call (a task started inside it) can tell.
+#: A lease, which a context holds while a call runs: the call's generation and how deeply calls on it are nested. The
+#: list is filled in the step that takes the lease, and emptied in the step that returns it. There is no call of a
+#: function in these steps, and so no signal handler, which may raise. And a context that outlives its call (a task
+#: started inside it) can tell.
 Enclosing = list[Any]
 
 
@@ -241,10 +229,11 @@ class GuardState(Generic[M]):
         draining: Retired generations that are to be released when their calls have ended.
         abandoned: Those of them whose calls have taken too long.
         closed: Whether calls are refused.
-        held_leases: Leases that objects hold, which a forked child may have to take again.
+        held_leases: Each :class:`~modelguard.lifecycle._lease.Lease` that an object holds, rather than a running call.
+            A forked child may have to take it again.
         generations: The number of the last one that took calls.
-        pinned: A rollback has made the current generation current again, and its source has not changed since.
         unloaded: There is no generation because it was released until its next use.
+        outage: There is no generation because a reload has taken it out of service, and has none to take its place yet.
         postponed: What the policies of the current generation ask for, and must wait.
         least_memory: The least private memory, in bytes, that a release has left so far.
         left_behind: What replacements leave behind. Used by the one load that runs.
@@ -265,10 +254,9 @@ class GuardState(Generic[M]):
         self.draining: set[Generation[M]] = set()
         self.abandoned: set[Generation[M]] = set()
         self.closed = False
-        self.held_leases: WeakRegistry[HeldLease] = WeakRegistry()
+        self.held_leases: WeakRegistry[Any] = WeakRegistry()
         self.generations = 0
-        self.pinned = False
-        self.unloaded = False
+        self.unloaded = self.outage = False
         self.postponed: PostponedJob | None = None
         self.last_release: GenerationReleased | None = None
         self.least_memory: int | None = None
@@ -299,18 +287,17 @@ class GuardState(Generic[M]):
         outer = tuple(self.enclosing.get() or ())  # one read: another thread may be emptying the list
         return outer[0] if outer else None
 
-    def nest(self, generation: Generation[M]) -> Enclosing:
-        """Make what the context holds while a call runs on ``generation``."""
-        outer = self.enclosing.get()
-        if not outer:
-            return [generation, 1]
+    def depth(self, generation: Generation[M]) -> int:
+        """How deeply calls on ``generation`` are nested in one that begins here."""
+        if not (outer := self.enclosing.get()):
+            return 1
         both = tuple(outer)  # one read, as above
-        return [generation, both[1] + 1 if both and both[0] is generation else 1]
+        return both[1] + 1 if both and both[0] is generation else 1
 
     @contextmanager
     def running_on(self, generation: Generation[M]) -> Iterator[None]:
         """Run guarded functions that the block calls on ``generation``. The block itself does not count as a use."""
-        enclosing = self.nest(generation)
+        enclosing = [generation, self.depth(generation)]
         token = self.enclosing.set(enclosing)
         try:
             yield
@@ -318,10 +305,13 @@ class GuardState(Generic[M]):
             enclosing.clear()
             self.enclosing.reset(token)
 
-    def enter(self) -> Generation[M] | None:
+    def enter(self, mine: Enclosing) -> Generation[M] | None:
         """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
 
         :meth:`Engine.wrapper` writes out the common case of this.
+
+        Args:
+            mine: The lease, to be filled.
         """
         outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:
@@ -329,6 +319,7 @@ class GuardState(Generic[M]):
             if generation is None and not self.closed:
                 generation = self._half_used_here()
             if generation is not None:
+                mine[:] = generation, 1
                 generation.leases.append(None)
             return generation
 
@@ -354,8 +345,7 @@ class GuardState(Generic[M]):
 
     @staticmethod
     def leave(generation: Generation[M], failed: bool) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
-        """Return a lease; true if a policy may be due or a drain waits."""
-        generation.leases.pop()
+        """Count a use whose lease was returned; true if a policy may be due or a drain waits."""
         generation.uses = uses = generation.uses + 1
         if failed:
             if generation.errors == 0 and uses > 1:
@@ -430,6 +420,7 @@ class GuardState(Generic[M]):
             old, self.current = self.current, None
             if old is not None:
                 self._retire(old)
+                self.outage = job is not None
             return old
 
     def await_next_use(self) -> None:
@@ -446,7 +437,7 @@ class GuardState(Generic[M]):
         with self.lock:
             if self.current is None or (if_unused and self.current.leases):
                 return None
-            self.unloaded, self.pinned = True, False
+            self.unloaded = True
             self._forget_failures()  # a retry would load before the next use
             return self.retire_current()
 
@@ -608,12 +599,11 @@ class GuardState(Generic[M]):
             stale = discardable and self.requests > covers and self.current is not None
             if self.closed or job.cancelled or stale:
                 return None
-            after_outage = generation.number > 1 and self.failure is not None and not self.unloaded
-            if job.replaces or after_outage:
+            if self.current is not None or self.outage:
                 self.reloads += 1
             over = [] if (outdated := self.take_previous()) is None else [outdated]
             old, self.current = self.current, generation
-            self.generations, self.pinned, self.unloaded = generation.number, False, False
+            self.generations, self.unloaded, self.outage = generation.number, False, False
             if old is not None:
                 self._retire(old)
                 if keep:
@@ -731,8 +721,8 @@ class GuardState(Generic[M]):
             if old is None or back is None:
                 return None
             self._retire(old)
-            self.current, self.previous, self.pinned = back, None, True
-            back.retired = False
+            self.current, self.previous = back, None
+            back.retired, back.pinned = False, True
             back.errors, back.demanded = 0, ()
             self._forget_failures()
             waiting: list[Future[Outcome]] = []
@@ -748,7 +738,7 @@ class GuardState(Generic[M]):
         """Refuse every further call; returns the generation that was current."""
         with self.lock:
             self.closed = True
-            self.unloaded = self.pinned = False
+            self.unloaded = self.outage = False
             old = self.retire_current()
             waiting = self._answered(math.inf)
         for future in waiting:
@@ -783,7 +773,7 @@ class GuardState(Generic[M]):
         self._renew_locks()
         self.epoch += 1
         self.postponed = self.last_release = self.least_memory = None
-        self.watched = False
+        self.watched = self.outage = False
         self.unloads = 0
         self.draining.clear()
         self.abandoned.clear()

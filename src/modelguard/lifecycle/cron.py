@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, tzinfo
 from functools import lru_cache
 from itertools import islice, pairwise, takewhile
-from typing import Any
 
 from modelguard import _extras, _public, _units
 from modelguard.errors import InvalidOption
@@ -16,15 +15,6 @@ from modelguard.lifecycle.policies import NextCheck, Snapshot, Value
 __all__ = ["Cron"]
 
 _FIELDS = 5
-_NAMED = {
-    "@hourly": "0 * * * *",
-    "@daily": "0 0 * * *",
-    "@midnight": "0 0 * * *",
-    "@weekly": "0 0 * * 0",
-    "@monthly": "0 0 1 * *",
-    "@yearly": "0 0 1 1 *",
-    "@annually": "0 0 1 1 *",
-}
 #: How many of its moments, and in which time, are looked at for the shortest time between two of them.
 _LOOKED_AT = 400
 _SECONDS_LOOKED_AT = 5 * 366 * 86_400
@@ -95,11 +85,8 @@ def _check_fields(expression: object) -> str:
     """The expression with single spaces, if it has the form of one."""
     fix = "Write five fields, as in '0 3 * * *': minute, hour, day of the month, month, day of the week."
     words = _units.instance(expression, "expression", str, "a cron expression", fix=fix).split()
-    if len(words) == 1 and words[0].lower() in _NAMED:
-        instead = _NAMED[words[0].lower()]
-        raise InvalidOption("expression", expression, why="is not supported", fix=f"Write {instead!r}.")
     if len(words) != _FIELDS:
-        raise InvalidOption("expression", expression, why=f"has {len(words)} fields, not five", fix=fix)
+        raise InvalidOption("expression", expression, why=f"must have five fields, and has {len(words)}", fix=fix)
     return " ".join(words)
 
 
@@ -123,7 +110,7 @@ def _shortest_gap(expression: str) -> float:
     # daylight saving time may bring two moments together once a year, which then count as one.
     first = datetime(2024, 1, 1, tzinfo=UTC).timestamp()
     if next(_moments(expression, first, UTC), None) is None:
-        raise _never(expression)
+        raise _invalid(expression, "no moment in fifty years")
     near = takewhile(lambda moment: moment < first + _SECONDS_LOOKED_AT, _moments(expression, first, UTC))
     moments = list(islice(near, _LOOKED_AT))
     return min((later - earlier for earlier, later in pairwise(moments)), default=math.inf)
@@ -134,28 +121,13 @@ def _moments(expression: str, since: float, zone: tzinfo) -> Iterator[float]:
     try:
         simulated = cronsim.CronSim(expression, datetime.fromtimestamp(since, zone))
     except cronsim.CronSimError as error:
-        if _is_valid_without_month(cronsim, expression):
-            raise _never(expression) from None
-        fix = "Write for example '0 3 * * *' for 3 o'clock."
-        why = f"is not a cron expression ({str(error).lower()})"
-        raise InvalidOption("expression", expression, why=why, fix=fix) from None
+        raise _invalid(expression, str(error).lower()) from None
     return (moment.timestamp() for moment in simulated)
 
 
-def _is_valid_without_month(cronsim: Any, expression: str) -> bool:
-    """Whether each field is valid by itself, and it is the month that does not have the day."""
-    minute, hour, day, month, weekday = expression.split()
-    try:
-        for words in (f"{minute} {hour} {day} * {weekday}", f"{minute} {hour} * {month} {weekday}"):
-            cronsim.CronSim(words, datetime(2024, 1, 1, tzinfo=UTC))
-    except cronsim.CronSimError:
-        return False
-    return True
-
-
-def _never(expression: str) -> InvalidOption:
-    why = "never comes: its months do not have such a day"
-    return InvalidOption("expression", expression, why=why, fix="Write 'L' as the day for the last one of a month.")
+def _invalid(expression: str, error: str) -> InvalidOption:
+    fix = "Write for example '0 3 * * *' for 3 o'clock, and 'L' for the last day of a month."
+    return InvalidOption("expression", expression, why=f"is not a cron expression, or never comes ({error})", fix=fix)
 
 
 _public.set_module(globals(), "modelguard")

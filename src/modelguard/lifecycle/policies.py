@@ -8,7 +8,7 @@ import inspect
 import itertools
 import math
 import os
-import sys
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -254,11 +254,7 @@ class Policy(ABC):
     def __and__(self, other: "Policy") -> "Policy":
         return _All((self, _operand(other, "&")))
 
-    def __ror__(self, other: object) -> "Policy":
-        return _Any((_operand(other, "|"), self))
-
-    def __rand__(self, other: object) -> "Policy":
-        return _All((_operand(other, "&"), self))
+    __ror__, __rand__ = __or__, __and__  # both refuse what is no policy
 
     def __bool__(self) -> bool:  # TTL("1h") or Uses(5) would be the first of the two
         why = "is a policy, which is neither true nor false"
@@ -449,7 +445,7 @@ class Backoff:
         vars(self).update(
             first=_units.seconds(first, "first"),
             longest=_units.seconds(longest, "longest"),
-            factor=factor_of(factor, "factor", most=_STEEPEST, fix="Write for example factor=2."),
+            factor=_units.number(factor, "factor", at_least=1, most=_STEEPEST, fix="Write for example factor=2."),
         )
         if self.longest < self.first:
             fix = f"Give at least {first!r}."
@@ -466,30 +462,15 @@ class Backoff:
 
 
 def share(value: object, argument: str, *, example: float = 0.1) -> float:
-    """Check a share.
+    """Check a share, from 0 to 1.
 
     Raises:
-        InvalidOption: It is not a number from 0 to 1.
+        InvalidOption: It is none.
     """
-    given = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not 0 <= given <= 1:
-        percent = 1 < given <= 100  # noqa: PLR2004 - of a hundred
-        fix = f"Write {argument}={given / 100:g}." if percent else f"Write for example {argument}={example}."
-        raise InvalidOption(argument, value, why="must be a number from 0 to 1", fix=fix)
-    return float(given)
-
-
-def factor_of(value: object, argument: str, *, most: float, fix: str) -> float:
-    """Check by how many times something may grow.
-
-    Raises:
-        InvalidOption: It is not a number of at least 1, or more than ``most``.
-    """
-    given = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not 1 <= given <= most:
-        bound = "a factor of at least 1" if most == sys.float_info.max else f"between 1 and {most:g}"
-        raise InvalidOption(argument, value, why=f"must be {bound}", fix=fix)
-    return float(given)
+    fix = f"Write for example {argument}={example}."
+    if isinstance(value, int | float) and 1 < value <= 100:  # noqa: PLR2004 - of a hundred
+        fix = f"Write {argument}={value / 100:g}."
+    return _units.number(value, argument, at_least=0, most=1, fix=fix)
 
 
 def _check_path(path: object) -> None:
@@ -697,7 +678,8 @@ class Sized(Jittered):
         self._set(size=parsed, jitter=share(jitter, "jitter"))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({_show(self.size)!r})"
+        size = str(self.size) if isinstance(self.size, _units.Percentage) else _units.format_bytes(self.size)
+        return f"{type(self).__name__}({size!r})"
 
 
 class _Memory(Sized):
@@ -898,10 +880,6 @@ def _bound(size: int | _units.Percentage, now: Snapshot) -> int | None:
     return size
 
 
-def _show(size: int | _units.Percentage) -> str:
-    return str(size) if isinstance(size, _units.Percentage) else _units.format_bytes(size)
-
-
 #: How old a model must be before it is replaced for errors that the last reload has not ended.
 _WHILE_FRUITLESS = Backoff("1m", "1h")
 
@@ -1034,8 +1012,8 @@ class Idle(Value):
         if keep not in ("mold", None):
             fix = "Write keep='mold', or leave it out to release the model too."
             raise InvalidOption("keep", keep, why="must be 'mold' or None", fix=fix)
-        self._set(after=_units.seconds(after, "after"), ready=ready, keep=keep)
-        self._set(unloads=keep is None, ends_workers=keep is not None)
+        seconds = _units.seconds(after, "after")
+        self._set(after=seconds, ready=ready, keep=keep, unloads=keep is None, ends_workers=keep is not None)
 
     def due(self, now: Snapshot) -> bool:
         return now.idle >= self.after
@@ -1094,12 +1072,10 @@ class Between(Value):
 
 
 def _time_of_day(argument: str, given: object) -> str:
-    hour, colon, minute = given.partition(":") if isinstance(given, str) else ("", "", "")
-    digits = len(hour) == len(minute) == 2 and (hour + minute).isascii() and (hour + minute).isdigit()  # noqa: PLR2004 - HH and MM
-    if not (colon and digits and int(hour) < 24 and int(minute) < 60):  # noqa: PLR2004 - hours and minutes
-        why = "must be a time of day as HH:MM"
-        raise InvalidOption(argument, given, why=why, fix=f"Write for example {argument}='02:30'.")
-    return str(given)
+    if isinstance(given, str) and re.fullmatch(r"([01][0-9]|2[0-3]):[0-5][0-9]", given):
+        return given
+    why = "must be a time of day as HH:MM"
+    raise InvalidOption(argument, given, why=why, fix=f"Write for example {argument}='02:30'.")
 
 
 _public.set_module(globals(), "modelguard")

@@ -27,7 +27,6 @@ from modelguard.runtime.waiting import Line, Steps, TimeIsOver, Timeout, Wait
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._state import Generation
     from modelguard.lifecycle.status import Status
 
 __all__ = ["ModelReplicas", "replicas"]
@@ -93,11 +92,11 @@ class FreeReplicas(fork.Forkable, Generic[M]):
         at = None if self.line else self._take_free(or_load=False)
         if at is None:
             return None
-        generation = self._engines[at].state.enter()
-        if generation is None:
-            self.give_back(at)
-            return None
-        return self._bound(at, generation)
+        lease = self._bound(at)
+        if self._engines[at].state.enter(lease.slot()) is not None:
+            return lease
+        lease.drop()
+        return None
 
     def _until_taken(self, timeout: float | None) -> Steps[Lease[M]]:
         wait = self._wait if timeout is None else timeout
@@ -105,14 +104,16 @@ class FreeReplicas(fork.Forkable, Generic[M]):
             at = yield from self.line.wait(None, Timeout(wait), search=self._search)
         except TimeIsOver:
             raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s") from None
+        lease = self._bound(at)
         try:
-            return self._bound(at, (yield from self._engines[at].until_entered(timeout)))
+            yield from self._engines[at].until_entered(lease.slot(), timeout)
         except BaseException:
-            self.give_back(at)
+            lease.drop()
             raise
+        return lease
 
-    def _bound(self, at: int, generation: Generation[M]) -> Lease[M]:
-        lease: Any = _ExclusiveLease.of(self._engines[at], generation)
+    def _bound(self, at: int) -> Lease[M]:
+        lease: Any = _ExclusiveLease(self._engines[at])
         lease.give_back = partial(self._end, at, self._process)
         return lease  # type: ignore[no-any-return]
 

@@ -40,10 +40,10 @@ class Status:
 
     Attributes:
         name: The guard's name.
-        state: ``new`` (never loaded), ``loading`` (for the first time or after ``idle``), ``ready``, ``reloading`` (the
-            old generation takes calls meanwhile), ``draining`` (calls wait while the model is replaced), ``degraded``
-            (the last reload failed, and the old generation takes calls), ``idle`` (the model was released until its
-            next use), ``failed`` (there is no model), ``closed``.
+        state: ``new`` (never loaded), ``loading`` (for the first time, after ``idle``, or opened again), ``ready``,
+            ``reloading`` (the old generation takes calls meanwhile), ``draining`` (calls wait while the model is
+            replaced), ``degraded`` (the last reload failed, and the old generation takes calls), ``idle`` (the model
+            was released until its next use), ``failed`` (there is no model), ``closed``.
         generation: Number of the current generation, 0 if there is none.
         age: Seconds since it began to take calls.
         uses: Calls that have ended on it.
@@ -145,7 +145,7 @@ def of(engine: Engine[Any]) -> Status:
             growth=runtime.found(),
             version=current.version if current is not None else None,
             previous=state.previous.number if state.previous is not None else 0,
-            pinned=state.pinned,
+            pinned=current is not None and current.pinned,
             paused=state.paused,
             postponed=_postponed(state.postponed, now),
             gpu_allocated=None if gpu is None else gpu.allocated,
@@ -169,6 +169,5 @@ def state_of(state: GuardState[Any]) -> State:
             replacing = state.job is not None and state.job.replaces
             return "degraded" if state.failures else "reloading" if replacing else "ready"
         if state.job is not None:
-            waking = state.unloaded and not state.job.unloads
-            return "draining" if state.generations and not waking else "loading"
+            return "draining" if state.outage or state.job.unloads else "loading"
         return "failed" if state.failures else "idle" if state.unloaded else "new"

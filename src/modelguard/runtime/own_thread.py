@@ -7,7 +7,7 @@ being warmed up. Inside :func:`stay` it computes the item at once instead; insid
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -15,8 +15,9 @@ from modelguard.runtime import fork
 
 #: How many blocks are open in this process; one look at it saves the context look-up of :func:`required`.
 open_blocks = 0
-#: How many of them hold for the whole process.
+#: How many of them hold for the whole process, and what is undone at the end of the last one.
 _inline = 0
+_undo: list[Callable[[], object]] = []
 _lock = threading.RLock()  # reentrant: a signal handler may fork
 fork.at_fork(fork.Rank.LOCKS, before=_lock.acquire, in_parent=_lock.release, in_child=_lock.release)
 
@@ -37,16 +38,29 @@ def stay() -> Iterator[None]:
 
 @contextmanager
 def inline() -> Iterator[None]:
-    """Compute inline inside the block, in the whole process.
+    """Run guards and batched functions inline inside the block, in the whole process.
 
-    A call runs the batch function with a list of its one item, in the calling thread. There is no queue, no deadline,
-    no breaker, and nothing is counted. Arguments and results are checked as always, and a closed function stays closed.
+    A guard without a model calls its loader in the thread that needs the model, and the loader's own error is raised;
+    there is no warm-up, no validation and no policy. A call of a batched function runs it with a list of its one item,
+    in the calling thread: there is no queue, no deadline, no breaker, and nothing is counted. Arguments and results are
+    checked as always, and what is closed stays closed.
     """
     _change(1, inline=1)
     try:
         yield
     finally:
         _change(-1, inline=-1)
+        while _undo and not is_inline():
+            _undo.pop()()
+
+
+def is_inline() -> bool:
+    return _inline > 0
+
+
+def after_inline(undo: Callable[[], object]) -> None:
+    """Call ``undo`` when nothing is inline any more."""
+    _undo.append(undo)
 
 
 def _change(by: int, *, inline: int = 0) -> None:
@@ -56,7 +70,7 @@ def _change(by: int, *, inline: int = 0) -> None:
 
 
 def required() -> bool:
-    return _inline > 0 or _in_own_thread.get()
+    return is_inline() or _in_own_thread.get()
 
 
 # Calls that only look for the item at fault, in a batch that has raised.

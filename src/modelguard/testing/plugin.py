@@ -56,10 +56,9 @@ def modelguard_off(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(
             "modelguard_off switches off the policies that modelguard_clock drives: use only one of them", pytrace=False
         )
-    from modelguard.lifecycle import _reload
     from modelguard.runtime import own_thread
 
-    with _reload.inline(), own_thread.inline():
+    with own_thread.inline():
         yield
 
 

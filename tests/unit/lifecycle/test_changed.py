@@ -421,7 +421,7 @@ class Unhashable:
         (lambda: Changed(len, every=0), r"every=0"),
         (lambda: Changed(len, timeout="10"), r"timeout='10'.*has no unit"),
         (lambda: Changed(len, timeout=None), r"timeout=None"),  # type: ignore[arg-type]
-        (lambda: Changed(len, jitter=2), r"jitter=2: must be a number from 0 to 1"),
+        (lambda: Changed(len, jitter=2), r"jitter=2: must be a number of at least 0 and at most 1"),
     ],
 )
 def test_bad_input_is_rejected_at_the_definition(make: Callable[[], object], says: str) -> None:

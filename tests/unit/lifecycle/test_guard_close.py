@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, World, number, outcome, until
 
-from modelguard import Uses, replicas, telemetry
+from modelguard import Backoff, Loading, Uses, replicas, telemetry
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle.runtime import use
 from modelguard.telemetry import GenerationAbandoned, GenerationReleased, LoadErrored, LoadFinished
@@ -63,6 +63,27 @@ def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: Wo
         ending.set()
         remove()
     assert (2, 2) == (outcome(first), outcome(again))
+
+
+def test_a_first_load_after_reopening_is_no_reload(world: World) -> None:
+    """Nor is it one if it fails at first: it replaces nothing, and no call waits for a replacement."""
+    seen: list[str] = []
+
+    def load() -> Any:
+        seen.append(guard.status().state)
+        return world.loader()
+
+    guard = world.guard(load, loading=Loading(backoff=Backoff(1, 1)))
+    with guard:
+        pass
+    world.loader.fails = True
+    guard.engine.reopen()
+    with pytest.raises(LoadFailed):
+        guard.load()
+    world.loader.fails = False
+    world.tick(1)
+    guard.load()
+    assert (0, ["loading"] * 3) == (guard.status().reloads, seen)
 
 
 def test_calls_under_way_are_waited_for(world: World) -> None:

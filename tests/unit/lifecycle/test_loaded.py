@@ -15,7 +15,7 @@ from modelguard import Loaded, telemetry
 from modelguard.errors import InvalidOption, ModelRejected
 from modelguard.facts._proc import ShownVersion, maps, versions_in
 from modelguard.frameworks._web import Web
-from modelguard.lifecycle import _reload
+from modelguard.runtime import own_thread
 
 linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no /proc")
 
@@ -177,7 +177,7 @@ def test_inline_guards_have_it_too(world: World) -> None:
     def words(model: Any, text: str) -> list[str]:
         return list(model.words(text))
 
-    with _reload.inline():
+    with own_thread.inline():
         assert ["a"] == run(words("a"))
         assert "v1" == guard.version
 

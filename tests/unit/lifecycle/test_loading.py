@@ -14,6 +14,7 @@ from tests.unit.lifecycle.world import TIMEOUT, World
 from modelguard.lifecycle import _reload
 from modelguard.lifecycle._reload import Late, StallMeter
 from modelguard.lifecycle._reload import _within as within
+from modelguard.runtime import waiting
 from modelguard.runtime.waiting import resolve
 from modelguard.telemetry import LoadFinished
 
@@ -116,14 +117,14 @@ class TestWithin:
         """Work that ends just when its time is over is not thrown away."""
         threads = Threads()
 
-        class LastMoment(_reload.Future):  # type: ignore[type-arg]
+        class LastMoment(waiting.Future):  # type: ignore[type-arg]
             def result(self, timeout: float | None = None) -> Any:
                 if timeout is not None:
                     threads.join()  # so it ends between the time-out and its notice
                     raise TimeoutError
                 return super().result()
 
-        monkeypatch.setattr(_reload, "Future", LastMoment)
+        monkeypatch.setattr(waiting, "Future", LastMoment)
         made = within(1, lambda: "made", start_thread=threads.start, name="loader", when_late=pytest.fail)
         assert "made" == made
 

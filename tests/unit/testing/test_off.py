@@ -11,6 +11,7 @@ import pytest
 
 from modelguard import Batched, Uses, batched, guard, pool
 from modelguard.errors import GuardClosed, WrongResults
+from modelguard.testing._clock import off
 
 made: list[str] = []
 
@@ -52,6 +53,16 @@ def test_the_next_test_begins_anew() -> None:
     assert "D" == shout("d")
     assert made == [name for name in made if name.startswith("modelguard-load")] != []
     at_module_level.close()
+
+
+def test_a_block_inside_another_ends_nothing(modelguard_off: None) -> None:
+    """Only after the outermost one do guards load as usual, with their warm-up."""
+    warm: list[Voice] = []
+    guarded = guard(Voice, reload_on=None, warmup=warm.append)(Voice.say)
+    with off():
+        assert "A" == guarded("a")
+    assert ("B", []) == (guarded("b"), warm)
+    assert 1 == len(made)
 
 
 def test_methods_coroutines_and_generators_run_plain(modelguard_off: None) -> None:
