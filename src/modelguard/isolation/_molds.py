@@ -179,8 +179,8 @@ class Mold(MoldOrders):
 
     # What its workers ask for
 
-    def start_worker(self, number: int) -> None:
-        self._supervisor.call(lambda: self._start(number))
+    def start_worker(self, worker: Worker) -> None:
+        self._supervisor.call(lambda: self._start(worker))
 
     def give_up(self) -> None:
         how = "its workers end before they can take a call"
@@ -244,29 +244,28 @@ class Mold(MoldOrders):
             with suppress(OSError):
                 self._programs[_FORKER].control.send(("end", 0))
 
-    def _start(self, number: int) -> None:
+    def _start(self, worker: Worker) -> None:
         program = self._programs.get(_FORKER)
         if program is None or self._ending:
             return
         try:
             ours, theirs = pair()
         except OSError as error:  # no descriptor is left
-            self.workers.not_started(number, str(error))
+            self.workers.not_started(worker, str(error))
             return
         # A call waits for the first worker, so that one does not stand back.
         is_first = not any(map(self.workers.is_starting, self._running.values()))
         awaited = is_first and self.workers.presence == "returning"
-        worker = self._add_worker(number, ours)
+        self._add_worker(worker, ours)
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
             beside_calls = not awaited and (self._loaded.done() or self.instructions.beside_calls)
-            program.control.send(("fork", number, beside_calls), [theirs.fileno()])
+            program.control.send(("fork", worker.number, beside_calls), [theirs.fileno()])
         self._check_later(worker, _START)
 
-    def _add_worker(self, number: int, ours: socket.socket) -> Worker:
-        worker = self._running[number] = Worker(number, Channel(ours))
-        self.workers.add(worker)
+    def _add_worker(self, worker: Worker, ours: socket.socket) -> None:
+        worker.channel = Channel(ours)
+        self._running[worker.number] = worker
         self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
-        return worker
 
     def _check_later(self, worker: Worker, seconds: float) -> None:
         self._supervisor.later(seconds, weakly(self.end_late, worker.number))
@@ -321,7 +320,8 @@ class Mold(MoldOrders):
         if what == "exit":
             self.workers.exited(worker, _processes.describe_exit(*details))
         else:
-            self.workers.not_started(number, *details)
+            worker.channel.close()
+            self.workers.not_started(worker, *details)
 
     def _gone(self, program: Launched) -> None:
         how = f"its mold ended: {self._collect(program, 0.5 if self._ending else 0.1)}"
@@ -408,7 +408,7 @@ class SpawnedWorkers(Mold):
                 child_processes.kill_group(worker.pid)
         self._note_end()
 
-    def _start(self, number: int) -> None:
+    def _start(self, worker: Worker) -> None:
         if self._ending:
             return
         ends: tuple[socket.socket, ...] = ()
@@ -416,18 +416,18 @@ class SpawnedWorkers(Mold):
             ends = ours, theirs = pair()
             with theirs:
                 program = launch(self.instructions)
-                program.control.send(("serve", number), [theirs.fileno()])  # it is read after the load
+                program.control.send(("serve", worker.number), [theirs.fileno()])  # it is read after the load
         except Exception as error:  # noqa: BLE001 - no process is left, or a pool's key cannot be sent to one
             for end in ends:
                 end.close()
             if not isinstance(error, OSError):
                 self._fail(error)
-            self.workers.not_started(number, str(error))
+            self.workers.not_started(worker, str(error))
             return
-        worker = self._add_worker(number, ours)
+        self._add_worker(worker, ours)
         worker.pid = program.process.pid
         worker.pidfd = child_processes.opened(worker.pid)  # a child that nobody has waited for, so it is this one
-        self._programs[number] = program
+        self._programs[worker.number] = program
         self._listen_to(program, lambda: self._worker_gone(program, worker))
         self._kill_if_ending()
         if self._load_timeout is not None:

@@ -58,21 +58,20 @@ Loan: TypeAlias = _Loan | Lease[Mold]
 
 
 class TakenWorker:
-    """A worker for the call that has a loan on its mold; none before :attr:`number` is set."""
+    """A worker for the call that has a loan on its mold, while it is held."""
 
-    __slots__ = ("_loan", "_process", "_workers", "number", "worker")
+    __slots__ = ("_loan", "_process", "held", "worker")
     worker: Worker
 
     def __init__(self, loan: Loan) -> None:
-        self.number = 0
+        self.held = False
         self._process = os.getpid()
         self._loan = loan
-        self._workers = loan.model.workers
 
     def __del__(self) -> None:
         # An exception of a signal handler has come between two steps of its call. In a forked child it is the parent's.
-        if getattr(self, "number", 0) and os.getpid() == self._process:
-            supervisor().call(partial(_lose, self._loan, self.number))
+        if getattr(self, "held", False) and os.getpid() == self._process:
+            supervisor().call(partial(_lose, self._loan, self.worker))
 
     @property
     def channel(self) -> Channel:
@@ -87,24 +86,24 @@ class TakenWorker:
         return self._loan.model
 
     def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        self._workers.release(self.worker, worn=worn, counts=counts)
+        self.mold.workers.release(self.worker, worn=worn, counts=counts)
         self._end()
 
     def put_back(self) -> None:
         self.release(worn=(), counts=False)
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        how = self._workers.lose(self.worker, cause, blame=blame)
+        how = self.mold.workers.lose(self.worker, cause, blame=blame)
         self._end()
         return how
 
     def _end(self) -> None:
-        self.number = 0
+        self.held = False
         self._loan.end(failed=False)
 
 
-def _lose(loan: Loan, number: int) -> None:
-    loan.model.workers.lose_number(number)
+def _lose(loan: Loan, worker: Worker) -> None:
+    loan.model.workers.lose(worker, "cancelled")
     loan.end(failed=False)
 
 
@@ -133,16 +132,13 @@ class MoldScope(Source):
 
     def _take_now(self, loan: Loan) -> Taken | None:
         """Take a worker if that needs no waiting: most calls do without a claim."""
-        taken, worker = TakenWorker(loan), None
+        taken = TakenWorker(loan)
         try:
-            worker = loan.model.workers.take_now(taken)
+            loan.model.workers.take_now(taken)
         finally:
-            if not taken.number:
+            if not taken.held:
                 loan.end(failed=False)
-        if worker is None:
-            return None
-        taken.worker = worker
-        return taken
+        return taken if taken.held else None
 
     def until_taken(self, claim: Claim) -> Steps[Taken]:
         taken = None
@@ -157,24 +153,24 @@ class MoldScope(Source):
         workers, taken = loan.model.workers, TakenWorker(loan)
         waiter = Waiter(claim.client, holder=taken, arrived=claim.limits.arrived, admitted=claim.admitted)
         try:
-            worker = workers.request(waiter)
+            workers.request(waiter)
         except BaseException:
             workers.withdraw(waiter)
-            if not taken.number:
+            if not taken.held:
                 loan.end(failed=False)
             raise
-        if worker is None and workers.gone:
+        if taken.held:
+            return taken
+        if workers.gone:
             yield from self._until_replaced(claim, loan, waiter)
             return None
+        worker = None
         try:
-            if worker is None and not self._is_replaced(loan):
+            if not self._is_replaced(loan):
                 claim.admitted = True
                 yield from self._await(claim, waiter, self.timeout, partial(self._too_late, claim))
                 worker = waiter.result()
-            if worker is None:
-                return None
-            taken.worker = worker
-            return taken
+            return None if worker is None else taken
         finally:
             if worker is None:
                 self._leave_line(loan, taken, waiter)
@@ -202,14 +198,12 @@ class MoldScope(Source):
         return generation is not None and generation.retired and not self.closed
 
 
-def _return(loan: Loan, taken: TakenWorker, waiter: Future[Worker | None]) -> None:
+def _return(loan: Loan, taken: TakenWorker, _waiter: Future[Worker | None]) -> None:
     """Give back what a call in line has got that has gone meanwhile. In the thread that gives it."""
-    worker = None if waiter.exception() is not None else waiter.result()
-    if worker is None:
-        loan.end(failed=False)
-    else:
-        taken.worker = worker
+    if taken.held:
         supervisor().call(taken.put_back)
+    else:
+        loan.end(failed=False)
 
 
 # ``scope="process"``: the mold and the workers belong to this process, and end with it.

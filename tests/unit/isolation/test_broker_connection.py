@@ -59,12 +59,10 @@ class Mold:
         self.starting: list[Worker] = []
         self.ends: dict[int, socket.socket] = {}
 
-    def start_worker(self, number: int) -> None:
+    def start_worker(self, worker: Worker) -> None:
         """Start one."""
-        ours, theirs = pair()
-        worker = Worker(number, Channel(ours))
-        self.ends[number] = theirs
-        self.workers.add(worker)
+        ours, self.ends[worker.number] = pair()
+        worker.channel = Channel(ours)
         self.starting.append(worker)
 
     def give_up(self) -> None:

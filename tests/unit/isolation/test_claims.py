@@ -77,7 +77,9 @@ class Scope(MoldScope):
 
     def grant(self) -> None:
         """Give the first in line a worker."""
-        self.line.pop(0).set_result(self)  # type: ignore[arg-type]
+        waiter: Any = self.line.pop(0)
+        waiter.holder.worker, waiter.holder.held = self, True
+        waiter.set_result(self)
 
 
 @pytest.fixture
