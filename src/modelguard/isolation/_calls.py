@@ -492,6 +492,8 @@ class Caller:
         try:
             content = _channel.dumps((*call.arguments, call.trace))
         except Exception as error:
+            if _channel.of_a_signal(error):
+                raise
             why = f"{_culprit(call.arguments)}: {told(error)}"
             raise TransferRefused(self._name, what="arguments", why=why) from error
         size = _channel.size(content)
