@@ -425,7 +425,7 @@ class _Broker:
 
     def _report(self) -> None:
         ours, theirs = _supervisor.report_pair()
-        self._read_events = functools.partial(_supervisor.replay_all, ours)
+        self._read_events = functools.partial(_supervisor.replay, ours)
         reporter = _supervisor.Reporter(theirs)
         reporter.install(self._orders.origin.levels)
 

@@ -158,12 +158,13 @@ class Membership:
         """Be a client no more. The broker has so many seconds to answer; the last one waits until it has ended."""
         self.gone = True  # first: the end of the broker must not close what its answer is read from
         with suppress(OSError, EOFError):
+            limit = Timeout(patience)
             self._joined.channel.set_timeout(max(patience, 0.001))
             self._joined.channel.send(("leave",))
             if patience:
                 _, last = self._joined.channel.receive()
                 if last and (broker := child_processes.opened(self.pid)) is not None:
-                    child_processes.await_end(broker, _END)
+                    child_processes.await_end(broker, limit.left() or 0.0)
                     os.close(broker)
         self._end()
         if patience:
@@ -195,7 +196,7 @@ class Membership:
                 self._broker_ended()
             return False
         if message[:1] == _host.REPORT:
-            _supervisor.replay(message[1:])
+            _supervisor.heed(message[1:])
         else:
             state = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
             self.ready, self._family, self.version, paused = state

@@ -47,7 +47,7 @@ def main(control: int, news: int) -> NoReturn:
         leave(1)
     # While it loads, Python runs no signal handler in time.
     child_processes.end_with_parent(instructions.owner, signal.SIGKILL)
-    reporter = _supervisor.Reporter(socket.socket(fileno=news))
+    reporter = _supervisor.Reporter(socket.socket(fileno=news), instructions.options.name)
     started = time.monotonic()
     place = _processes.place()
     plain = instructions.shared or instructions.options.stub is not None

@@ -448,8 +448,7 @@ class Workers:
             if not self.gone and len(self._waiters) >= self._max_queue and not waiter.admitted:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=RETRY_AFTER)
             self._waiters.append(waiter)
-            if self._plan.presence == "ended":
-                self._call_back()
+            self.call_back()
             return None
 
     def send_on(self) -> None:
@@ -546,9 +545,15 @@ class Workers:
         return [order.worker.number for order in orders]
 
     def call_back(self) -> None:
+        """Start the workers that have ended until the next call."""
         with self._lock:
-            if self._plan.presence == "ended":
-                self._call_back()
+            if self._plan.presence != "ended":
+                return
+            now = time.monotonic()
+            self._plan.call_back()
+            self._act(self._plan.settle(now))
+            if self._plan.start_at > now:
+                self._mold.settle_later(self._plan.start_at - now)
 
     def close(self) -> None:
         with self._lock:
@@ -605,13 +610,6 @@ class Workers:
 
     # Under the lock
 
-    def _call_back(self) -> None:
-        now = time.monotonic()
-        self._plan.call_back()
-        self._act(self._plan.settle(now))
-        if self._plan.start_at > now:
-            self._mold.settle_later(self._plan.start_at - now)
-
     def _postpone(self, worker: Worker, reasons: tuple[Reason, ...]) -> None:
         """Remember why a worker is to be replaced, and report each reason once."""
         self._postponed[worker.number] = reasons
@@ -626,10 +624,9 @@ class Workers:
 
     def _hand_over(self) -> None:
         while self._waiters:
-            answer: Worker | Exception | None = self._refusal()
+            answer = self._refusal() or self._plan.take(self._waiters.first.holder)
             if answer is None:
-                if (answer := self._plan.take(self._waiters.first.holder)) is None:
-                    return
+                return
             self._answers.append((self._waiters.popleft(), answer))
 
     def _act(self, orders: Iterable[Order]) -> None:

@@ -123,7 +123,7 @@ class Mold(MoldOrders):
 
     def end_load(self) -> None:
         """End it if it still loads. Does not block."""
-        self._supervisor.call(self._end_load)
+        self._supervisor.call(lambda: self._fail(Unwanted()))
 
     def begin_to_end(self) -> None:
         self._ending = True
@@ -160,7 +160,7 @@ class Mold(MoldOrders):
 
     def replay_news(self) -> None:
         for program in list(self._programs.values()):
-            _supervisor.replay_all(program.news)
+            _supervisor.replay(program.news)
 
     @property
     def belongs_here(self) -> bool:
@@ -191,9 +191,6 @@ class Mold(MoldOrders):
 
     # In the supervisor's thread
 
-    def _end_load(self) -> None:
-        self._fail(Unwanted())
-
     def _begin(self) -> None:
         if self._ending:
             return
@@ -223,7 +220,7 @@ class Mold(MoldOrders):
             gone()
 
     def _read_news(self, news: socket.socket) -> None:
-        if not _supervisor.replay_next(news):
+        if not _supervisor.replay(news):
             self._supervisor.forget(news.fileno())
 
     def _collect(self, program: Launched, patience: float) -> str:
@@ -234,7 +231,7 @@ class Mold(MoldOrders):
         child_processes.kill_group(program.process.pid)
         how = _processes.describe_exit(program.process.wait())
         self._supervisor.forget(program.news.fileno())
-        _supervisor.replay_all(program.news)  # what it has reported last
+        _supervisor.replay(program.news)  # what it has reported last
         program.control.close()
         program.news.close()
         return how
@@ -260,15 +257,12 @@ class Mold(MoldOrders):
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
             beside_calls = not awaited and (self._loaded.done() or self.instructions.beside_calls)
             program.control.send(("fork", worker.number, beside_calls), [theirs.fileno()])
-        self._check_later(worker, _START)
+        self._supervisor.later(_START, weakly(self.end_late, worker.number))
 
     def _add_worker(self, worker: Worker, ours: socket.socket) -> None:
         worker.channel = Channel(ours)
         self._running[worker.number] = worker
         self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
-
-    def _check_later(self, worker: Worker, seconds: float) -> None:
-        self._supervisor.later(seconds, weakly(self.end_late, worker.number))
 
     def _hear_first(self, worker: Worker) -> None:
         """A worker is ready; from now on its channel belongs to its callers. Or it has died."""
@@ -431,7 +425,7 @@ class SpawnedWorkers(Mold):
         self._listen_to(program, lambda: self._worker_gone(program, worker))
         self._kill_if_ending()
         if self._load_timeout is not None:
-            self._check_later(worker, self._load_timeout)
+            self._supervisor.later(self._load_timeout, weakly(self.end_late, worker.number))
 
     def _worker_gone(self, program: Launched, worker: Worker) -> None:
         self._supervisor.forget(worker.channel.fileno())
@@ -586,17 +580,15 @@ class MoldGuard:
             del mold  # a drained mold is released, and must not be alive then
             time.sleep(_LOOK)
 
-    def set_paused(self, *, paused: bool) -> None:
-        """Let no policy replace a mold or a worker, or let them again. Does not block."""
-        self.guard.engine.set_paused(paused=paused)
-        self._settle()
+    def set_paused(self, *, paused: bool, reported: bool = True) -> None:
+        """Let no policy replace a mold or a worker, or let them again. Does not block.
 
-    def follow_pause(self, *, paused: bool) -> None:
-        """:meth:`set_paused` where the owner of several reports it. Does not block."""
-        self.guard.engine.state.set_paused(paused=paused)
-        self._settle()
-
-    def _settle(self) -> None:
+        Args:
+            paused: Whether it is paused.
+            reported: False where the owner of several reports it.
+        """
+        engine = self.guard.engine
+        (engine if reported else engine.state).set_paused(paused=paused)
         for mold in (self.current, self.previous):
             if mold is not None:
                 mold.workers.settle()

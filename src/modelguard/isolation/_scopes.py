@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -258,8 +258,9 @@ class ProcessScope(MoldScope):
 
     def status(self) -> IsolationStatus:
         molds, mold = self._molds.guard.status(), self._molds.current
-        return IsolationStatus(
-            **{field: getattr(molds, field) for field in _OF_ITS_GUARD},
+        shared = {one.name: getattr(molds, one.name) for one in fields(IsolationStatus) if hasattr(molds, one.name)}
+        return replace(
+            IsolationStatus(**shared),
             name=self.name,
             state=_state(molds.state, mold),
             ready=self.ready,
@@ -291,21 +292,6 @@ class ProcessScope(MoldScope):
     def refuse_calls(self) -> None:
         self._refuse_waiting()
         self._engine.state.close()
-
-
-#: What the status of a function has from that of the guard of its molds.
-_OF_ITS_GUARD = (
-    "generation",
-    "age",
-    "in_flight",
-    "reloads",
-    "failures",
-    "last_error",
-    "version",
-    "previous",
-    "pinned",
-    "paused",
-)
 
 
 def _of_workers(molds: list[Mold]) -> dict[str, Any]:
@@ -351,7 +337,7 @@ class PoolScope(MoldScope):
         options = replace(self._options, name=_units.KeyedName(self.name, key))
         molds = MoldGuard(options, self._source.options_for(key), key=key, retries=False)
         self._guards.add(molds)
-        molds.follow_pause(paused=self._pool.paused)  # last, so that no pause is missed
+        molds.set_paused(paused=self._pool.paused, reported=False)  # last, so that no pause is missed
         return molds.guard.engine
 
     def _lend(self, key: Any) -> Loan | None:
@@ -427,7 +413,7 @@ class PoolScope(MoldScope):
         """Hold back what the pool's options and ``recycle_on`` ask for, or no longer."""
         self._pool.set_paused(paused=paused)
         for molds in list(self._guards):
-            molds.follow_pause(paused=paused)
+            molds.set_paused(paused=paused, reported=False)
 
     def unload(self, timeout: float | None) -> None:
         self._pool.unload((), Timeout(timeout))
