@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from modelguard import telemetry
 from modelguard.isolation import _host, _supervisor
-from modelguard.isolation._calls import Claim, Followed, Limits, Taken, Withdrawn
+from modelguard.isolation._calls import Claim, Followed, Limits, Taken
 from modelguard.isolation._channel import AT_ONCE, Channel, Unreadable
 from modelguard.isolation._host import Answer, BrokerOrders, Identity, Request
 from modelguard.isolation._molds import MoldGuard, end_all
@@ -59,7 +59,6 @@ class ClientConnection:
             "join": self._join,
             "call": self._call,
             "take": self._take,
-            "withdraw": self._withdraw,
             "release": self._release,
             "lose": self._lose,
             "load": lambda: self._do_aside(lambda: broker.scope.load(None)),
@@ -77,6 +76,8 @@ class ClientConnection:
                 self._obey(*self.channel.receive())
                 if not self.channel.has_unread:
                     return
+        except ConnectionResetError:  # it has hung up before it has read that a worker was granted
+            self.end(unread=True)
         except (EOFError, OSError, Unreadable):
             self.end()
         except Exception:  # noqa: BLE001 - a message of no client, or a fault of this module, costs one connection
@@ -97,17 +98,24 @@ class ClientConnection:
             return False
         return True
 
-    def end(self) -> None:
-        """The client has closed the connection, or has ended. The worker of its call ends too: it may still compute."""
-        if self._closed:
-            return
-        self._closed = True
-        self._broker.supervisor.forget(self.channel.fileno())
+    def end(self, *, unread: bool = False) -> None:
+        """The client has closed the connection, or has ended. The worker of its call ends too: it may still compute.
+
+        Args:
+            unread: Whether the client has not heard of that worker.
+        """
+        was_closed, self._closed = self._closed, True
         if self._claim is not None:
             self._claim.withdraw()
-        self._lose_here("cancelled", blame=False)
-        self.channel.close()
-        self._broker.ended(self)
+        taken = self._take_back()
+        if taken is not None and unread:
+            taken.put_back()
+        elif taken is not None:
+            taken.lose("cancelled", blame=False)
+        if not was_closed:
+            self._broker.supervisor.forget(self.channel.fileno())
+            self.channel.close()
+            self._broker.ended(self)
 
     # Membership
 
@@ -141,26 +149,16 @@ class ClientConnection:
         """The call has its worker, or an error. From any thread."""
         if taken is None:
             assert error is not None  # noqa: S101 - for the checkers
-            answer = ("withdrawn",) if isinstance(error, Withdrawn) else ("failed", *_host.packed(error))
-            self._broker.supervisor.call(functools.partial(self.answer, *answer))
+            self._broker.supervisor.call(functools.partial(self.answer, "failed", *_host.packed(error)))
             return
         assert isinstance(taken, TakenWorker)  # noqa: S101 - for the checkers
         self._taken, self.granted_at = taken, time.monotonic()
         self._broker.granted(self, taken.pid)
         if self._closed or not self.answer("granted", taken.pid, fds=[taken.channel.fileno()]):
-            self._broker.supervisor.call(self._end_granted)
-
-    def _end_granted(self) -> None:
-        self.end()
-        self._lose_here("cancelled", blame=False)  # if it had ended before the worker came
-
-    def _withdraw(self) -> None:
-        """The client's time is over. If a worker has been granted in this moment, the client finds that instead."""
-        if self._claim is not None:
-            self._claim.withdraw()
+            self._broker.supervisor.call(functools.partial(self.end, unread=True))
 
     def _release(self, worn: tuple[Reason, ...], counts: bool) -> None:  # noqa: FBT001 - as they come
-        taken, self._taken, self.granted_at = self._taken, None, None
+        taken = self._take_back()
         if taken is None:
             raise EOFError
         taken.mold.replay_news()  # of this call, before the worker's reports are those of the next one's client
@@ -175,12 +173,13 @@ class ClientConnection:
             start_thread(functools.partial(self._lost, cause, blame), "modelguard-lost")
 
     def _lost(self, cause: WorkerEndCause, blame: bool) -> None:  # noqa: FBT001 - as they come
-        self.answer("ended", *self._lose_here(cause, blame=blame))
+        taken = self._take_back()
+        self.answer("ended", *("unknown", 0) if taken is None else (taken.lose(cause, blame=blame), taken.pid))
 
-    def _lose_here(self, cause: WorkerEndCause, *, blame: bool) -> tuple[str, int]:
+    def _take_back(self) -> TakenWorker | None:
         with self._ending_call:  # two threads may find at once that the call is over
             taken, self._taken, self.granted_at = self._taken, None, None
-        return ("unknown", 0) if taken is None else (taken.lose(cause, blame=blame), taken.pid)
+        return taken
 
     # The mold
 

@@ -42,20 +42,18 @@ from modelguard.telemetry import logger
 #: * ``join`` (token, identity, code; with a socket for reports): become a client. The connection stands for the
 #:   process.
 #: * ``call`` (token): this connection is for calls of that client.
-#: * ``take`` (), ``withdraw`` (), ``release`` (worn), ``lose`` (cause, blame): one worker.
+#: * ``take`` (), ``release`` (worn), ``lose`` (cause, blame): one worker. Who no longer wants one hangs up.
 #: * ``load`` (), ``reload`` (wait), ``unload`` (), ``pause`` (whether to pause or to resume), ``status`` ().
 #: * ``leave`` (): be a client no more.
-Request = Literal[
-    "join", "call", "take", "withdraw", "release", "lose", "load", "reload", "unload", "pause", "status", "leave"
-]
+Request = Literal["join", "call", "take", "release", "lose", "load", "reload", "unload", "pause", "status", "leave"]
 
 #: What the broker answers:
 #:
 #: * ``welcome`` (its pid) and ``unwelcome`` (why, text) to ``join``. Why: ``identity``, if the names are equal by
 #:   accident; ``code``, if a file is not as it was for the process that has started it, or for its mold.
-#: * ``loading`` (), ``waiting`` (), ``granted`` (worker's pid; with its socket), ``withdrawn`` () to ``take``.
+#: * ``loading`` (), ``waiting`` (), ``granted`` (worker's pid; with its socket) to ``take``.
 #: * ``ended`` (how) to ``lose``, ``done`` (value) to the others, ``failed`` (error, cause, text) to all of them.
-Answer = Literal["welcome", "unwelcome", "loading", "waiting", "granted", "withdrawn", "ended", "done", "failed"]
+Answer = Literal["welcome", "unwelcome", "loading", "waiting", "granted", "ended", "done", "failed"]
 
 #: How a message on a client's socket for reports starts: with what follows.
 REPORT, STATE = b"r", b"s"
@@ -465,12 +463,13 @@ class Election:
         self._serving: set[str] = set()
         self._hung = False
 
-    def join(self, give_up: Callable[[], bool]) -> Joined | None:
-        """Become the client of a broker. Blocks."""
+    def join(self, check: Callable[[], object]) -> Joined | None:
+        """Become the client of a broker. Blocks, unless ``check`` raises that there is nothing to wait for."""
         longest = time.monotonic() + _LONGEST
 
         def over() -> bool:
-            return give_up() or time.monotonic() > longest
+            check()
+            return time.monotonic() > longest
 
         while (found := self._attempt(over)) is None and self._elect:
             if over():

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from modelguard import telemetry
 from modelguard.errors import GuardClosed, LoadFailed, NotSupported, Reloading
 from modelguard.isolation import _host, _processes, _supervisor, status
-from modelguard.isolation._calls import Claim, Followed, Source, Taken, Waits
+from modelguard.isolation._calls import Claim, Source, Taken
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import ANSWER_SOON, Election, Joined, Request
 from modelguard.isolation._isolation_options import IsolationOptions
@@ -90,6 +90,11 @@ class Connection(Channel):
 
     def give_back(self) -> None:
         self.membership.keep(self)
+
+    def hang_up(self) -> None:
+        """Close it, in the supervisor's thread, which may watch it."""
+        supervisor().forget(self.fileno())
+        self.close()
 
 
 class Membership:
@@ -376,13 +381,8 @@ class HostScope(Source):
                 kind, *details = connection.hear()
         except Unreadable as error:  # no descriptor is free for the worker, which ends with the connection
             raise LoadFailed(self.name, f"no worker can be taken: {error}") from None
-        except BrokerGone:
-            raise
-        except (Exception, GeneratorExit):
-            supervisor().call(Followed(self._until_taken_back(connection), lambda *_: None, Waits()).begin)
-            raise
-        except BaseException:  # from a signal handler; its worker ends with the connection
-            connection.close()
+        except BaseException:  # the call has gone: a worker that is granted in this moment stays unread, and goes back
+            supervisor().call(connection.hang_up)
             raise
         if kind != "granted":
             connection.give_back()
@@ -392,22 +392,6 @@ class HostScope(Source):
             taken.put_back()
             raise GuardClosed(self.name)
         return taken
-
-    def _until_taken_back(self, connection: Connection) -> Steps[None]:
-        """Take a question back whose call has gone; a worker that is granted in this moment goes back too."""
-        with suppress(OSError):  # its end of file is read next
-            connection.set_timeout(ANSWER)
-            connection.send(("withdraw",))
-        kind, *details = ("waiting",)
-        while kind in {"loading", "waiting"}:
-            if not connection.has_unread:
-                reading: Any = Incoming(connection, Timeout(None))
-                yield reading
-            kind, *details = connection.hear()
-        if kind == "granted":
-            GrantedWorker(self, connection, *details).put_back()
-        else:
-            connection.give_back()
 
     @property
     def _known(self) -> Membership | None:
@@ -439,7 +423,7 @@ class HostScope(Source):
         membership = self._known
         if membership is None:
             election = Election(self._options, self._source, elect=elect, paused=self._paused)
-            joined = election.join(self._gives_up)
+            joined = election.join(self._raise_if_refusing)
             renew = partial(start_thread, self._renew, f"modelguard-host-{self.name}")
             self.membership = None if joined is None else Membership(joined, self._hear_pause, renew)
             if (membership := self.membership) is not None:
@@ -448,11 +432,6 @@ class HostScope(Source):
                     with suppress(BrokerGone, BlockingIOError):
                         self._pass_on_pause(membership)
         return membership
-
-    def _gives_up(self) -> bool:
-        """Whether a search is over, as it is told while it waits: by this error, once the function is closed."""
-        self._raise_if_refusing()
-        return False
 
     def _raise_if_refusing(self) -> None:
         if self._ended.is_set():

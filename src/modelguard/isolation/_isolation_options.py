@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pkgutil import resolve_name
@@ -444,7 +444,7 @@ class _NoModel:
     pass
 
 
-def source_of(function: Any, name: str, kind: FunctionKind, recycle_on: Policy | None) -> Source | PoolSource:
+def source_of(function: Any, name: str, recycle_on: Policy | None) -> Source | PoolSource:
     """Find the guard or the pool of a function. One without gets a guard that only counts."""
     owner = owner_of(function)
     if isinstance(owner, PooledFunction):
@@ -454,7 +454,7 @@ def source_of(function: Any, name: str, kind: FunctionKind, recycle_on: Policy |
         return Source(function, owner)
     counting: ModelGuard[_NoModel] = guard(_NoModel, reload_on=recycle_on, name=name)
     hide(counting)
-    return Source(counting(_with_model(function, kind)), counting)
+    return Source(counting(_with_model(function)), counting)
 
 
 def source_of_stub(where: Reference, stub: Stub, name: str, start: StartMethod) -> Source:
@@ -479,7 +479,7 @@ def source_of_stub(where: Reference, stub: Stub, name: str, start: StartMethod) 
     check_source(function, owner, stub.recycle_on, start)
     if isinstance(owner, ModelGuard):
         return Source(function, owner)
-    return source_of(function, name, kind, stub.recycle_on).for_key(None)
+    return source_of(function, name, stub.recycle_on).for_key(None)
 
 
 def _guards_in(function: Any) -> list[Any]:
@@ -531,26 +531,15 @@ def _libraries_in(function: Any) -> set[str]:
     return {str(origin).partition(".")[0] for origin in origins} & MODEL_LIBRARIES
 
 
-def _with_model(function: Any, kind: FunctionKind) -> Any:
-    """Put a parameter for the model before the others. A guard looks at the kind of the function that it decorates."""
+def _with_model(function: Any) -> Any:
+    """Put a parameter for the model before the others. What it returns may be a coroutine, which a guard knows."""
 
     def call(_model: _NoModel, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    async def acall(_model: _NoModel, *args: Any, **kwargs: Any) -> Any:
-        return await function(*args, **kwargs)
-
-    def items(_model: _NoModel, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        yield from function(*args, **kwargs)
-
-    async def aitems(_model: _NoModel, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        async for item in function(*args, **kwargs):
-            yield item
-
-    chosen = {"function": call, "coroutine": acall, "generator": items, "async generator": aitems}[kind]
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):  # no __wrapped__, which has no such parameter
-        setattr(chosen, name, getattr(function, name))
-    return chosen
+        setattr(call, name, getattr(function, name))
+    return call
 
 
 _public.set_module(globals(), "modelguard")

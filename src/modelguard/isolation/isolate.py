@@ -463,7 +463,7 @@ def isolate(
             scope=scope,
             name=name,
         )
-        source = _isolation_options.source_of(function, options.name, options.kind, recycle_on)
+        source = _isolation_options.source_of(function, options.name, recycle_on)
         return Isolated(options, function, source)
 
     return decorate

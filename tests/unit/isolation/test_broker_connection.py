@@ -164,7 +164,7 @@ class Client:
 
 
 class Connections(RuleBasedStateMachine):
-    """Clients take, wait, withdraw, release, lose and die; workers end; the promise holds after every step."""
+    """Clients take, wait, release, lose and die; workers end; the promise holds after every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,12 +184,6 @@ class Connections(RuleBasedStateMachine):
         if (client := self.holder(number, "idle")) is not None:
             client.state = "waiting"
             client.say("take")
-
-    @rule(number=st.integers(0, 9))
-    def withdraw(self, number: int) -> None:
-        """A call whose time is over; it may have been granted in this moment."""
-        if (client := self.holder(number, "waiting")) is not None:
-            client.say("withdraw")
 
     @rule(number=st.integers(0, 9), worn=st.booleans())
     def release(self, number: int, worn: bool) -> None:  # noqa: FBT001 - Hypothesis passes it
@@ -264,6 +258,30 @@ def test_a_connection_of_no_client_gets_no_worker() -> None:
         channel.close()
         assert (0, 1) == (broker.scope.leases, broker.has_ended)
         broker.mold.close()
+
+
+def test_a_worker_that_is_granted_to_a_call_that_has_gone_goes_back() -> None:
+    """Its client hangs up before it has read that: nothing has begun, and no worker ends for it."""
+    broker = Broker()
+    broker.mold.workers.settle()
+    for worker in broker.mold.starting:
+        broker.mold.workers.ready(worker)
+    clients = [Client(broker, b"a") for _ in range(SIZE + 2)]
+    for client in clients:
+        client.say("take")
+    for client in clients[:SIZE]:
+        client.listen()
+        assert "holding" == client.state
+        client.say("release", (), True)  # noqa: FBT003 - as it is sent
+    for late in clients[SIZE:]:  # of which some have been granted one
+        late.channel.close()
+        late.connection.heed()
+    assert (0, 0) == (broker.scope.leases, broker.mold.workers.counts["cancelled"])
+    assert {"idle"} == {state for _, state, *_ in broker.mold.workers.listed()}
+    for client in clients[:SIZE]:
+        client.channel.close()
+        client.connection.heed()
+    broker.mold.close()
 
 
 TestConnections = Connections.TestCase
