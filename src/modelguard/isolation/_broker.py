@@ -28,7 +28,7 @@ from modelguard import telemetry
 from modelguard.isolation import _host, _supervisor
 from modelguard.isolation._calls import Claim, Followed, Limits, Taken
 from modelguard.isolation._channel import AT_ONCE, Channel, Unreadable
-from modelguard.isolation._host import Answer, BrokerOrders, Identity, Request
+from modelguard.isolation._host import Answer, BrokerOrders, Request
 from modelguard.isolation._molds import MoldGuard, end_all
 from modelguard.isolation._scopes import ProcessScope, TakenWorker
 from modelguard.isolation._supervisor import Files, supervisor
@@ -119,9 +119,9 @@ class ClientConnection:
 
     # Membership
 
-    def _join(self, token: bytes, identity: Identity, code: Files) -> None:
+    def _join(self, token: bytes, code: Files) -> None:
         self.token = token
-        self._broker.join(self, token, identity, code)
+        self._broker.join(self, token, code)
 
     def _call(self, token: bytes) -> None:
         self._broker.admit(self, token)
@@ -287,7 +287,6 @@ class _Broker:
         timeout = orders.options.timeout
         streams = "generator" in orders.options.kind  # whose timeout counts for each step
         self._may_keep = math.inf if timeout is None or streams else timeout + _OVERTIME
-        self._looking = False
         self._look_at = math.inf
         self._last_left = -math.inf
         self._left = threading.Event()
@@ -335,16 +334,12 @@ class _Broker:
         self._connections.add(connection)
         self.supervisor.watch(accepted.fileno(), connection.heed)
 
-    def join(self, connection: ClientConnection, token: bytes, identity: Identity, code: _supervisor.Files) -> None:
+    def join(self, connection: ClientConnection, token: bytes, code: Files) -> None:
         reports = socket.socket(fileno=connection.channel.take_fd())
-        different = [word for word, value in self._orders.identity.items() if identity.get(word) != value]
         path = None if self._molds.code is None else _supervisor.changed(self._molds.code, code)
-        if different or path is not None:
+        if path is not None:
             reports.close()
-            if different:
-                connection.answer("unwelcome", "identity", ", ".join(different))
-            else:
-                connection.answer("unwelcome", "code", path)
+            connection.answer("unwelcome", path)
             raise EOFError
         self._clients[token] = _Client(connection, {connection}, reports)
         connection.answer("welcome", os.getpid())
@@ -401,11 +396,11 @@ class _Broker:
         if len(self._holders) > 1000:  # noqa: PLR2004 - most of these workers are gone
             self._holders.clear()
         self._holders[worker] = connection.token
-        if self._may_keep < math.inf and not self._looking:
+        if self._may_keep < math.inf and self._look_at == math.inf:
             self._look_again()
 
     def _look_again(self) -> None:
-        self._looking, self._look_at = True, time.monotonic() + _LOOK
+        self._look_at = time.monotonic() + _LOOK
         self.supervisor.later(_LOOK, self._look)
 
     def _look(self) -> None:
@@ -418,7 +413,7 @@ class _Broker:
             if connection.granted_at < now - self._may_keep:
                 logger.warning("%s: process %d keeps a worker for too long", self.name, connection.pid)
                 connection.end()
-        self._looking = False
+        self._look_at = math.inf
         if holding:
             self._look_again()
 

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from modelguard import _units
 from modelguard.errors import (
@@ -52,28 +52,36 @@ class Limits(NamedTuple):
     until: float = math.inf
 
 
-class Taken(Protocol):
+class Taken:
+    """A worker that a call has. One of its methods ends that."""
+
+    __slots__ = ()
+
     @property
-    def channel(self) -> Channel: ...
+    def channel(self) -> Channel:
+        raise NotImplementedError
 
     @property
     def pid(self) -> int:
         """Its process id; 0 while it is not known."""
-        ...
+        raise NotImplementedError
 
-    # One of these ends it.
+    def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
+        """Give the worker back.
 
-    def release(self, *, worn: tuple[Reason, ...]) -> None:
-        """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
-        ...
+        Args:
+            worn: Why it asked for its replacement, empty if it did not.
+            counts: Whether it has answered.
+        """
+        raise NotImplementedError
 
     def put_back(self) -> None:
         """Give the worker back without a call."""
-        ...
+        self.release(worn=(), counts=False)
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         """Record that the worker has ended in its call, or end it; returns how it ended, for people."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -392,9 +400,6 @@ class _Call:
     begun: bool = False
     awaited: bool = False
 
-    def forget(self) -> None:
-        self.arguments, self.content = ((), {}), None
-
 
 class _Thread(threading.local):
     """What a thread that computes calls does.
@@ -588,11 +593,8 @@ class Caller:
         try:
             SHARED.start(partial(self._run, [job]), "modelguard-isolated-call")
         except RuntimeError as error:  # the system gives no thread
-            supervisor().call(partial(self._give_up, call, future, taken, error))
-
-    def _give_up(self, call: _Call, future: Future[Any], taken: Taken, error: Exception) -> None:
-        taken.put_back()
-        _fail(call, future, error)
+            for work in (taken.put_back, partial(_fail, call, future, error)):
+                supervisor().call(work)
 
     def _run(self, jobs: list[Callable[[], object]]) -> None:
         """Compute a call; then the one that has got its worker, and so on. Keeps none of those that have ended."""
@@ -626,7 +628,7 @@ class Caller:
         if answer is None:
             self._follow(call, future, finish).begin()
         else:
-            call.forget()  # callbacks of the future may take their time
+            call.arguments, call.content = ((), {}), None  # callbacks of the future may take their time
             future.set_result(result)
 
     # Messages

@@ -356,10 +356,17 @@ def check_stub(function: Any, recycle_on: Policy | None, start: StartMethod) -> 
         why = "stands for another one by target=, and takes no model"
         raise InvalidOption("function", function, why=why, fix="Decorate the function that target= names.")
     check_source(function, None, recycle_on, start)
-    for part in () if recycle_on is None else recycle_on.parts():
+    if (part := part_of_own_code(recycle_on)) is not None:
+        why = "is of this program's own code, which the module of target= does not know"
+        raise InvalidOption("recycle_on", part, why=why, fix="Give the function in that module a guard with it.")
+
+
+def part_of_own_code(policy: Policy | None) -> Policy | None:
+    """A part of a policy that runs code of the application; None if there is none."""
+    for part in () if policy is None else policy.parts():
         if isinstance(part, Changed) or type(part).__module__.partition(".")[0] != "modelguard":
-            why = "is of this program's own code, which the module of target= does not know"
-            raise InvalidOption("recycle_on", part, why=why, fix="Give the function in that module a guard with it.")
+            return part
+    return None
 
 
 def check_source(function: Any, owner: object, recycle_on: Policy | None, start: StartMethod) -> None:

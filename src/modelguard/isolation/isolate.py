@@ -195,10 +195,11 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
         waiting.require_loop("awaiting an isolated function")
         opening = step = self._caller.open(arguments, _limits())
+        thread = f"modelguard-isolated-{self.name}"
         try:
             items = await _result(opening)
             while True:
-                step = waiting.start(functools.partial(next, items, _NO_ITEM), self.name, _start_thread)
+                step = waiting.start(functools.partial(next, items, _NO_ITEM), thread, SHARED.start)
                 item = await _result(step)
                 if item is _NO_ITEM:
                     return
@@ -334,10 +335,6 @@ async def _result(future: Future[T]) -> T:
         del future  # it refers to the error, and that to this frame
 
 
-def _start_thread(work: Callable[[], None], name: str) -> None:
-    SHARED.start(work, f"modelguard-isolated-{name}")
-
-
 def _close_after(step: Future[Any], opening: Future[Any]) -> Future[None]:
     """Close a stream in a thread, after the step that still runs; the future tells when it is closed."""
     closed: Future[None] = waiting.promise()
@@ -346,7 +343,7 @@ def _close_after(step: Future[Any], opening: Future[Any]) -> Future[None]:
         if not opening.cancelled() and opening.exception() is None:
             opening.result().close()
 
-    step.add_done_callback(lambda _: waiting.start(close, "close", _start_thread, closed))
+    step.add_done_callback(lambda _: waiting.start(close, "modelguard-isolated-close", SHARED.start, closed))
     return closed
 
 
