@@ -54,6 +54,7 @@ class ClientConnection:
         self._claim: Followed[Taken] | None = None
         self._taken: TakenWorker | None = None
         self._closed = False
+        self._unread = False  # by the client, which has gone: that a worker was granted
         self._ending_call = threading.Lock()
         self._handlers: dict[Request, Callable[..., object]] = {
             "join": self._join,
@@ -77,7 +78,8 @@ class ClientConnection:
                 if not self.channel.has_unread:
                     return
         except ConnectionResetError:  # it has hung up before it has read that a worker was granted
-            self.end(unread=True)
+            self._unread = True
+            self.end()
         except (EOFError, OSError, Unreadable):
             self.end()
         except Exception:  # noqa: BLE001 - a message of no client, or a fault of this module, costs one connection
@@ -98,17 +100,13 @@ class ClientConnection:
             return False
         return True
 
-    def end(self, *, unread: bool = False) -> None:
-        """The client has closed the connection, or has ended. The worker of its call ends too: it may still compute.
-
-        Args:
-            unread: Whether the client has not heard of that worker.
-        """
+    def end(self) -> None:
+        """The client has closed the connection, or has ended. The worker of its call ends too: it may still compute."""
         was_closed, self._closed = self._closed, True
         if self._claim is not None:
             self._claim.withdraw()
         taken = self._take_back()
-        if taken is not None and unread:
+        if taken is not None and self._unread:
             taken.put_back()
         elif taken is not None:
             taken.lose("cancelled", blame=False)
@@ -155,7 +153,8 @@ class ClientConnection:
         self._taken, self.granted_at = taken, time.monotonic()
         self._broker.granted(self, taken.pid)
         if self._closed or not self.answer("granted", taken.pid, fds=[taken.channel.fileno()]):
-            self._broker.supervisor.call(functools.partial(self.end, unread=True))
+            self._unread = True
+            self._broker.supervisor.call(self.end)
 
     def _release(self, worn: tuple[Reason, ...], counts: bool) -> None:  # noqa: FBT001 - as they come
         taken = self._take_back()
