@@ -335,7 +335,7 @@ class _Broker:
 
     def join(self, connection: ClientConnection, token: bytes, code: Files) -> None:
         reports = socket.socket(fileno=connection.channel.take_fd())
-        path = None if self._molds.code is None else _supervisor.changed(self._molds.code, code)
+        path = _supervisor.changed(self._molds.code, code)
         if path is not None:
             reports.close()
             connection.answer("unwelcome", path)

@@ -291,7 +291,6 @@ class Host:
         return value if isinstance(value, Host) else cls() if value == "host" else None
 
 
-_BREAKER_FIX = "Write Breaker(failures=5)."
 _START_FIX = "Write 'spawn', or 'fork', which is right for most models."
 _SCOPE_FIX = "Write 'process', or 'host', which lets all processes of this host share one mold."
 _BOUNDS_FIX = "Write bounds=Bounds(queue=1000)."
@@ -310,11 +309,6 @@ class IsolationOptions:
     breaker: Breaker
     bounds: Bounds
     scope: Host | None
-
-    @property
-    def without_code(self) -> IsolationOptions:
-        """These without what would need the application's modules, and does not apply to workers."""
-        return replace(self, breaker=replace(self.breaker, ignore=(), reload=None))
 
 
 def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, **given: Any) -> IsolationOptions:
@@ -335,12 +329,18 @@ def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, *
         timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
         start=start,
         retry=_units.flag(given["retry"], "retry"),
-        breaker=Breaker()
-        if breaker is None
-        else _units.instance(breaker, "breaker", Breaker, "a Breaker", fix=_BREAKER_FIX),
+        breaker=_without_code(breaker),
         bounds=Bounds() if bounds is None else _units.instance(bounds, "bounds", Bounds, "Bounds", fix=_BOUNDS_FIX),
         scope=scope,
     )
+
+
+def _without_code(breaker: Any) -> Breaker:
+    """The breaker without what does not apply to workers, and would need the application's modules."""
+    if breaker is None:
+        return Breaker()
+    given = _units.instance(breaker, "breaker", Breaker, "a Breaker", fix="Write Breaker(failures=5).")
+    return replace(given, ignore=(), reload=None)
 
 
 def check_function(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:

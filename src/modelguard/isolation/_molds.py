@@ -474,7 +474,7 @@ class MoldGuard:
         self.source = source
         self._origin = origin
         self._key = key
-        self.code: Files | None = None
+        self.code: Files = {}
         self._deaths = 0
         self._ending_workers = threading.Lock()
         world = runtime.Runtime(
@@ -619,7 +619,7 @@ class MoldGuard:
         instructions = Instructions(
             owner=os.getpid(),
             origin=origin,
-            options=self._options.without_code,
+            options=self._options,
             key=self._key,
             beside_calls=self.current is not None,
             code=self.code,

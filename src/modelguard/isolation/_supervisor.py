@@ -343,9 +343,8 @@ def changed(known: Files, now: Files | None = None) -> str | None:
     return next((path for path, was in known.items() if (now.get(path) or _stamp(path)) != was), None)
 
 
-def check_unchanged(known: Files | None) -> None:
-    path = None if known is None else changed(known)
-    if path is not None:
+def check_unchanged(known: Files) -> None:
+    if (path := changed(known)) is not None:
         raise RuntimeError(f"{path} has changed since this server imported it; restart the server")
 
 
@@ -417,7 +416,7 @@ class Instructions:
         options: Of the isolated function.
         key: Of the pool's model that it loads; None if its function has no pool.
         beside_calls: Whether calls run while it loads.
-        code: What files its modules must have; None for any.
+        code: What files of its modules must be like.
         shared: Whether its owner serves callers of other processes, and knows nothing of their modules.
     """
 
@@ -426,7 +425,7 @@ class Instructions:
     options: IsolationOptions
     key: Any
     beside_calls: bool
-    code: Files | None
+    code: Files
     shared: bool
 
 

@@ -324,8 +324,6 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
 async def _result(future: Future[T]) -> T:
     """Await a future. Cancelling the task cancels it."""
     try:
-        if waiting.on_event_loop():
-            return await asyncio.wrap_future(future)
         try:
             await Wait(future, Timeout(None)).suspend()
         finally:
