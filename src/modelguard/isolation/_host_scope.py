@@ -233,7 +233,7 @@ class Membership:
 #: Seconds in which a broker answers whatever it need not wait for.
 ANSWER = 1.0
 
-#: Seconds between two attempts after a broker has ended.
+#: Seconds between two attempts after a broker has ended, and two looks whether calls have.
 _AGAIN = 0.05
 
 
@@ -272,7 +272,7 @@ class GrantedWorker(Taken):
         self.channel.close()  # this process's copy
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._scope.call_ended()
+            self._scope.running.pop()
         return connection
 
 
@@ -339,7 +339,6 @@ class HostScope(Source):
         self._paused = paused  # as the broker has said last, or as it was asked for
         self._unheard = paused  # by the broker
         self.running: list[None] = []  # a call each that has a worker
-        self._closing: list[Future[None]] = []  # wait until there is none
 
     # Calls
 
@@ -590,16 +589,15 @@ class HostScope(Source):
         self._refuse_waiting()
         self._ended.set()
         drain_timeout = self._source.swap.drain_timeout if timeout is None else timeout
-        over: Future[None] = waiting.promise()
-        self._closing.append(over)
-        self._tell_closing()
         limit = Timeout(drain_timeout)
-        Wait(over, limit).block()
-        if over.done():
-            self._leave(min(_END, max(ANSWER, drain_timeout - limit.waited())))
-        else:
+        while self.running and not limit.over:
+            time.sleep(_AGAIN)
+        if self.running:
             self._report_abandoned(drain_timeout)
-            over.add_done_callback(lambda _: supervisor().call(self._leave_late))
+            with suppress(RuntimeError):  # the system gives no thread, so it leaves at its exit
+                start_thread(self._leave_late, f"modelguard-close-{self.name}")
+        else:
+            self._leave(min(_END, max(ANSWER, drain_timeout - limit.waited())))
 
     def _report_abandoned(self, drain_timeout: float) -> None:
         now = self.status()
@@ -613,17 +611,10 @@ class HostScope(Source):
             )
         )
 
-    def call_ended(self) -> None:
-        self.running.pop()
-        self._tell_closing()
-
-    def _tell_closing(self) -> None:
-        with suppress(IndexError):  # each in single steps: the collector may end a dropped stream at any point
-            while not self.running:
-                self._closing.pop().set_result(None)
-
     def _leave_late(self) -> None:
-        start_thread(self._leave, f"modelguard-close-{self.name}")
+        while self.running and self.closed:
+            time.sleep(_AGAIN)
+        self._leave()
 
     def _leave(self, patience: float = _END) -> None:
         with self._joining:

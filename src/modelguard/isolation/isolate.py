@@ -324,12 +324,10 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
 async def _result(future: Future[T]) -> T:
     """Await a future. Cancelling the task cancels it."""
     try:
-        try:
-            await Wait(future, Timeout(None)).suspend()
-        finally:
-            future.cancel()  # which does nothing to one that is done
+        await Wait(future, Timeout(None)).suspend()
         return future.result()
     finally:
+        future.cancel()  # which does nothing to one that is done
         del future  # it refers to the error, and that to this frame
 
 
