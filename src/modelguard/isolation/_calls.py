@@ -640,7 +640,7 @@ class Caller:
             limit = self._timeout
             if limits.until != math.inf:
                 limit = max(_LEAST, min(limit, limits.until - time.monotonic()))
-            channel.set_timeout(0.0 if limit == math.inf else limit)
+            channel.set_timeout(limit)
             channel.send_pickled(*content)
             kind, value, worn = channel.receive(self._loads)
         except ConnectionError:  # at its end the message, or a part of it, was still in its socket

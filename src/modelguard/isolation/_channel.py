@@ -263,12 +263,12 @@ class Channel:
         with suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def set_timeout(self, seconds: float) -> None:
-        """Let all sending and receiving from now on be over within so many seconds; 0 for no limit.
+    def set_timeout(self, seconds: float | None) -> None:
+        """Let all sending and receiving from now on be over within so many seconds; None for no limit.
 
         After that, it fails with ``BlockingIOError``. Signals that interrupt a wait do not make it longer.
         """
-        self._until = time.monotonic() + seconds if seconds else math.inf
+        self._until = math.inf if seconds is None else time.monotonic() + seconds
 
     # Sending
 

@@ -50,7 +50,7 @@ class Connection(Channel):
         super().__init__(connected)
         self.membership = membership
 
-    def say(self, what: Request, *details: Any, limit: float = 0.0) -> None:
+    def say(self, what: Request, *details: Any, limit: float | None = None) -> None:
         """Send a message; ``limit`` bounds this and what is received next, in seconds."""
         try:
             self.set_timeout(limit)
@@ -59,7 +59,7 @@ class Connection(Channel):
             self.close()
             raise BrokerGone from error
 
-    def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
+    def ask(self, what: Request, *details: Any, limit: float | None = None) -> Any:
         """Send a message, and wait for the answer. This connection can be used again unless it fails.
 
         Raises:
@@ -151,7 +151,7 @@ class Membership:
         if self.gone:
             self._close_idle()
 
-    def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
+    def ask(self, what: Request, *details: Any, limit: float | None = None) -> Any:
         kind, *answer = self.connection().ask(what, *details, limit=limit)
         if kind == "failed":
             raise _host.unpacked(*answer)
@@ -164,7 +164,7 @@ class Membership:
         self.gone = True  # first: the end of the broker must not close what its answer is read from
         with suppress(OSError, EOFError):
             limit = Timeout(patience)
-            self._joined.channel.set_timeout(max(patience, 0.001))
+            self._joined.channel.set_timeout(patience)
             self._joined.channel.send(("leave",))
             if patience:
                 _, last = self._joined.channel.receive()
@@ -307,11 +307,6 @@ class Incoming(NamedTuple):
 
         if fd >= 0:
             supervisor().watch(fd, readable)
-
-
-def _seconds(left: float | None) -> float:
-    """For a channel's timeout: 0 for no limit."""
-    return 0.0 if left is None else max(0.001, left)
 
 
 #: Seconds in which a broker obeys what it need not wait for: more than for a look at it, since it must not be lost.
@@ -472,7 +467,7 @@ class HostScope(Source):
         limit, since = Timeout(timeout), None
         while True:
             try:
-                return self._joined(limit).ask(what, *details, limit=_seconds(limit.left()))
+                return self._joined(limit).ask(what, *details, limit=limit.left())
             except BrokerGone:
                 since = time.monotonic() if since is None else since
                 if time.monotonic() - since > self.wait_timeout():
@@ -555,7 +550,7 @@ class HostScope(Source):
         if membership is None:  # nor is there a mold
             return
         try:
-            membership.ask("unload", limit=_seconds(limit.left()))
+            membership.ask("unload", limit=limit.left())
         except BrokerGone:  # with its mold
             return
         except BlockingIOError:
