@@ -178,7 +178,9 @@ class MoldScope(Source):
         loan.end(failed=False)
         try:
             if generation is not None and not generation.retired:
-                yield from self._await(claim, waiter, self.wait_timeout(), partial(self._reloading, since))
+                self._admit(claim)
+                late = partial(self._reloading, since)
+                yield from self._await(claim, waiter, self.wait_timeout(), late, loading=True)
         finally:
             workers.withdraw(waiter)
 
