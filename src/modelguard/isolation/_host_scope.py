@@ -32,6 +32,7 @@ from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import State
 from modelguard.runtime import child_processes, waiting
 from modelguard.runtime.background import start_thread
+from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Steps, Timeout, Wait
 from modelguard.telemetry import Reason, WorkerEndCause, logger
 
@@ -238,12 +239,12 @@ _AGAIN = 0.05
 
 
 class GrantedWorker(Taken):
-    __slots__ = ("_connection", "_scope", "channel", "pid")
+    __slots__ = ("__weakref__", "_connection", "_scope", "channel", "pid")
     channel: Channel
     pid: int
 
     def __init__(self, scope: HostScope, connection: Connection, pid: int) -> None:
-        scope.running.append(None)
+        scope.running.add(self)
         self._scope = scope
         self._connection: Connection | None = connection
         self.channel = Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=connection.take_fd()))
@@ -272,7 +273,7 @@ class GrantedWorker(Taken):
         self.channel.close()  # this process's copy
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._scope.running.pop()
+            self._scope.running.discard(self)
         return connection
 
 
@@ -333,7 +334,7 @@ class HostScope(Source):
         self._pausing = threading.Lock()
         self._paused = paused  # as the broker has said last, or as it was asked for
         self._unheard = paused  # by the broker
-        self.running: list[None] = []  # a call each that has a worker
+        self.running: WeakRegistry[GrantedWorker] = WeakRegistry()  # a call that is interrupted drops its own
 
     # Calls
 
@@ -601,7 +602,7 @@ class HostScope(Source):
                 guard=self.name,
                 generation=now.generation,
                 version=now.version,
-                in_flight=len(self.running),
+                in_flight=len(list(self.running)),
                 drain_timeout=drain_timeout,
             )
         )

@@ -67,7 +67,29 @@ def test_a_call_that_is_granted_a_worker_as_the_function_closes_gives_it_back(is
     with pytest.raises(GuardClosed):
         steps.send(None)
     assert [("take",), ("release", (), False)] == [broker.receive(), broker.receive()]
-    assert ([connection], []) == (membership.kept, scope.running)
+    assert ([connection], []) == (membership.kept, list(scope.running))
+    for one in (worker, other, connection, broker):
+        one.close()
+
+
+def test_a_call_that_was_interrupted_is_not_waited_for(isolated: Isolated[Any, Any]) -> None:
+    """A signal's handler has raised between two steps of it: it has dropped its worker, and says nothing any more."""
+    scope: Any = isolated._scope
+    ours, theirs = pair()
+    membership: Any = Membership()
+    connection, broker = Connection(ours, membership), Channel(theirs)
+    steps = scope._until_answered(Claim(Limits(0.0), blocks=True), connection)
+    next(steps)
+    worker, other = socket.socketpair()
+    broker.send(("granted", os.getpid()), [worker.fileno()])
+    with pytest.raises(StopIteration) as granted:
+        steps.send(None)
+    assert [granted.value.value] == list(scope.running)
+    granted.value.value.channel.close()
+    del granted
+    scope.membership = membership
+    isolated.close("60s")
+    assert membership.patience > 1.0
     for one in (worker, other, connection, broker):
         one.close()
 
