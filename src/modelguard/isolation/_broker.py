@@ -122,7 +122,7 @@ class ClientConnection:
         self._broker.join(self, token, code)
 
     def _call(self, token: bytes) -> None:
-        self._broker.admit(self, token)
+        self._broker.admit(token)
         self.token = token
 
     def _leave(self) -> None:
@@ -255,7 +255,6 @@ def _allow_descriptors() -> None:
 @dataclass(eq=False)
 class _Client:
     connection: ClientConnection
-    connections: set[ClientConnection]
     reports: socket.socket
     state: bytes | None = None
 
@@ -275,7 +274,7 @@ class _Broker:
         self._folder = _host.Folder(Path(orders.folder))
         self._molds = MoldGuard(orders.options, orders.source, orders.origin, paused=orders.paused)
         self._molds.code = orders.code
-        # Times are counted by the clients, which withdraw: a broker needs no timer for each call.
+        # Times are counted by the clients, which hang up: a broker needs no timer for each call.
         self.scope = ProcessScope(replace(orders.options, timeout=None), self._molds)
         self.supervisor = supervisor()
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
@@ -340,15 +339,13 @@ class _Broker:
             reports.close()
             connection.answer("unwelcome", path)
             raise EOFError
-        self._clients[token] = _Client(connection, {connection}, reports)
+        self._clients[token] = _Client(connection, reports)
         connection.answer("welcome", os.getpid())
         self._tell_state()
 
-    def admit(self, connection: ClientConnection, token: bytes) -> None:
-        client = self._clients.get(token)
-        if client is None:
+    def admit(self, token: bytes) -> None:
+        if token not in self._clients:
             raise EOFError
-        client.connections.add(connection)
 
     def leave(self, connection: ClientConnection) -> bool:
         last = len(self._clients) == 1 and connection.token in self._clients
@@ -360,10 +357,7 @@ class _Broker:
     def ended(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
         client = self._clients.get(connection.token)
-        if client is None:
-            return
-        client.connections.discard(connection)
-        if client.connection is connection:
+        if client is not None and client.connection is connection:
             self._forget(connection.token)
             self.supervisor.later(_GRACE, self._end_if_long_alone)
 
@@ -372,8 +366,9 @@ class _Broker:
         if client is None:
             return
         self._last_left = time.monotonic()
-        for one in client.connections - {client.connection}:
-            one.end()
+        for one in tuple(self._connections):
+            if one.token == token and one is not client.connection:
+                one.end()
         if client is not self._last:
             client.reports.close()
 

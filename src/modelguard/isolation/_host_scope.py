@@ -117,17 +117,10 @@ class Membership:
 
     # Connections
 
-    def idle_connection(self) -> Connection | None:
-        """A connection that no other call uses, if there is one already. Does not block."""
-        with suppress(IndexError):
-            return self._idle.pop()
-        return None
-
     def connection(self, patience: float = ANSWER_SOON) -> Connection:
         """A connection that no other call uses, made within so many seconds if there is none."""
-        idle = self.idle_connection()
-        if idle is not None:
-            return idle
+        with suppress(IndexError):
+            return self._idle.pop()
         try:
             connected = None if self.gone else self._joined.folder.connect(self._joined.name, patience)
         except (OSError, _host.ForeignPeer) as error:
@@ -184,8 +177,9 @@ class Membership:
         self._close_idle()
 
     def _close_idle(self) -> None:
-        while (idle := self.idle_connection()) is not None:
-            idle.close()
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
     def _end(self) -> None:
         self.gone, self.ready, self.version = True, False, None

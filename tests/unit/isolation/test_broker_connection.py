@@ -126,7 +126,7 @@ class Broker:
         self.supervisor = Supervisor()
         self.has_ended = 0
 
-    def admit(self, _connection: ClientConnection, _token: bytes) -> None:
+    def admit(self, _token: bytes) -> None:
         """Take everybody."""
 
     def granted(self, _connection: ClientConnection, _worker: int) -> None:
