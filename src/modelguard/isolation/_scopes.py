@@ -86,11 +86,11 @@ class TakenWorker(Taken):
         return self._loan.model
 
     def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        self.mold.workers.release(self.worker, worn=worn, counts=counts)
+        self._loan.model.workers.release(self.worker, worn=worn, counts=counts)
         self._end()
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        how = self.mold.workers.lose(self.worker, cause, blame=blame)
+        how = self._loan.model.workers.lose(self.worker, cause, blame=blame)
         self._end()
         return how
 
