@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard import _units
 from modelguard.errors import (
@@ -52,36 +52,28 @@ class Limits(NamedTuple):
     until: float = math.inf
 
 
-class Taken:
+class Taken(Protocol):
     """A worker that a call has. One of its methods ends that."""
 
-    __slots__ = ()
-
     @property
-    def channel(self) -> Channel:
-        raise NotImplementedError
+    def channel(self) -> Channel: ...
 
     @property
     def pid(self) -> int:
         """Its process id; 0 while it is not known."""
-        raise NotImplementedError
+        ...
 
-    def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        """Give the worker back.
-
-        Args:
-            worn: Why it asked for its replacement, empty if it did not.
-            counts: Whether it has answered.
-        """
-        raise NotImplementedError
+    def release(self, *, worn: tuple[Reason, ...]) -> None:
+        """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
+        ...
 
     def put_back(self) -> None:
         """Give the worker back without a call."""
-        self.release(worn=(), counts=False)
+        ...
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         """Record that the worker has ended in its call, or end it; returns how it ended, for people."""
-        raise NotImplementedError
+        ...
 
 
 @dataclass(slots=True, eq=False, repr=False)
