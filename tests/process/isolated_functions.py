@@ -79,6 +79,13 @@ def where(loaded: Model, delay: float = 0.0) -> tuple[int, int]:
     return loaded.pid, os.getpid()
 
 
+@isolate(workers=1, name="of one name")
+@guard(load, reload_on=None, unload=lambda _: None, name="of one name")
+def of_one_name(loaded: Model) -> int:
+    """Tell the mold's process id."""
+    return loaded.pid
+
+
 @isolate(workers=2, timeout="5s", start="spawn")
 @guard(load, reload_on=None, loading=QUICK)
 def where_spawned(loaded: Model) -> tuple[int, int]:

@@ -135,6 +135,14 @@ class TestCalls:
                 list(items(1, end="exit"))
             assert 0 == items.status().crashed
 
+    def test_a_load_is_told_once(self, seen: list[telemetry.Event]) -> None:
+        """Also where the function and its guard have one name: its loads, and its releases, can be counted."""
+        with using(functions.of_one_name) as function:
+            function()
+        wait_until(lambda: [event for event in seen if isinstance(event, telemetry.GenerationReleased)], "the release")
+        told = [type(event) for event in seen if event.guard == "of one name"]
+        assert (1, 1) == (told.count(telemetry.LoadFinished), told.count(telemetry.GenerationReleased))
+
     def test_log_records_and_events_reach_the_owner(
         self, caplog: pytest.LogCaptureFixture, seen: list[telemetry.Event]
     ) -> None:
@@ -653,6 +661,12 @@ class _Exits:
         return sys.exit, (3,)
 
 
+class _Interrupted:
+    def __reduce__(self) -> tuple[Any, ...]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return str, (os.getpid(),)
+
+
 class TestTransfer:
     @pytest.mark.parametrize("size", [1, 3000, 70_000, 300_000, 7_000_000])
     def test_bytes_of_any_size_arrive(self, size: int) -> None:
@@ -722,6 +736,22 @@ class TestTransfer:
                 assert 1 == echo(1)
                 with ThreadPoolExecutor() as threads, pytest.raises(TransferRefused, match="SystemExit"):
                     threads.submit(echo, functions.Exits(os.getpid())).result(30)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+    def test_a_signal_that_ends_a_call_ends_it_while_something_is_pickled(self) -> None:
+        """What its handler raises reaches the caller as it is, as Celery's soft time limit does."""
+
+        def raise_timeout(*_: object) -> None:
+            raise TimeoutError("the soft limit")
+
+        before = signal.signal(signal.SIGUSR1, raise_timeout)
+        try:
+            with using(functions.echo) as echo:
+                for value in (_Interrupted(), functions.Signals(os.getpid())):
+                    with pytest.raises(TimeoutError, match="the soft limit"):
+                        echo(value)
+                assert 1 == echo(1)
         finally:
             signal.signal(signal.SIGUSR1, before)
 

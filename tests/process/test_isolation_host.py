@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import pickle
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -612,17 +610,6 @@ class TestCode:
             answers = [caller.call()[1] for caller in (one, two, three)]
             assert answers[0] == answers[2] != answers[1]
 
-    def test_a_name_that_is_taken_by_another_function_is_refused(self, folder: Path) -> None:
-        """A broker compares what its name stands for, and says what differs."""
-        with Caller(folder) as one:
-            one.call()
-            name = sockets(folder)[0]
-            with socket.socket(socket.AF_UNIX) as line:
-                line.connect(str(folder / "run" / name))
-                answer = join(line, {"function": "another.function"})
-        assert ("unwelcome", "identity") == answer[:2]
-        assert "function" in answer[2]
-
 
 class TestOtherUsers:
     @pytest.fixture
@@ -708,21 +695,6 @@ class TestOtherUsers:
         with Caller(folder) as one, pytest.raises(CallFailed, match=r"NotSupported.*MODELGUARD_RUNTIME_DIR"):
             one.call()
         assert [] == list(run.iterdir())
-
-
-def join(line: socket.socket, identity: dict[str, str]) -> tuple[str, ...]:
-    """Ask a broker to become its client, as this package does."""
-    import array
-    import struct
-
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    body = pickle.dumps(("join", b"token", identity, {}), 5)
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))]
-    line.sendmsg([struct.pack("<QIHH", len(body), 0, 1, 0) + body], rights)
-    answer = line.recv(65536)
-    ours.close()
-    theirs.close()
-    return tuple(pickle.loads(answer[struct.calcsize("<QIHH") :]))
 
 
 def answers(caller: Caller, function: str = "predict") -> bool:

@@ -171,7 +171,7 @@ def test_results_import_nothing_here() -> None:
         ("items", of_count, {}, r"is a function, and {module}.items .* a generator"),
         ("two", nothing, {}, r"uses the guards 'other' and '.*load', and a mold has one model; {test}.nothing"),
         ("pooled", of_text, {}, r"takes its models from a pool, and {test}.of_text \(.*\) cannot tell"),
-        ("probing", nothing, {}, r"cannot be used with Changed, whose probe is a function of your own"),
+        ("probing", nothing, {}, r"cannot be used with Changed, which asks for new models by code of your own"),
         ("wearing", nothing, {"recycle_on": Uses(5)}, r"recycle_on=Uses\(5\): is for functions without a guard"),
     ],
 )

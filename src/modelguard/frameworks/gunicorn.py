@@ -291,7 +291,7 @@ class _Master:
 
     def _replace(self, stale: list[int]) -> None:
         for pid in stale:
-            self.replacement.request(pid, "there are new weights")
+            self.replacement.request(pid, "there are new weights", at_once=True)
 
     def _log_report(self, report: prefork.ForkReport) -> None:
         log_report(self._server.log, report, _options.on_hazard, self._server.num_workers)
@@ -325,9 +325,11 @@ class RollingReplacement:
         self._signalled = -math.inf
         self._not_before = 0.0
 
-    def request(self, pid: int, why: str) -> None:
-        """Replace a worker after those that were requested before."""
+    def request(self, pid: int, why: str, *, at_once: bool = False) -> None:
+        """Replace a worker after those that were requested before; ``at_once``: whatever has failed before."""
         self._due.setdefault(pid, why)
+        if at_once:
+            self._not_before = 0.0
 
     @property
     def surplus(self) -> bool:

@@ -26,9 +26,9 @@ from typing import Any, NoReturn
 
 from modelguard import telemetry
 from modelguard.isolation import _host, _supervisor
-from modelguard.isolation._calls import Claim, Followed, Limits, Taken, Withdrawn
+from modelguard.isolation._calls import Claim, Followed, Limits, Taken
 from modelguard.isolation._channel import AT_ONCE, Channel, Unreadable
-from modelguard.isolation._host import Answer, BrokerOrders, Identity, Request
+from modelguard.isolation._host import Answer, BrokerOrders, Request
 from modelguard.isolation._molds import MoldGuard, end_all
 from modelguard.isolation._scopes import ProcessScope, TakenWorker
 from modelguard.isolation._supervisor import Files, supervisor
@@ -54,12 +54,12 @@ class ClientConnection:
         self._claim: Followed[Taken] | None = None
         self._taken: TakenWorker | None = None
         self._closed = False
+        self._unread = False  # by the client, which has gone: that a worker was granted
         self._ending_call = threading.Lock()
         self._handlers: dict[Request, Callable[..., object]] = {
             "join": self._join,
             "call": self._call,
             "take": self._take,
-            "withdraw": self._withdraw,
             "release": self._release,
             "lose": self._lose,
             "load": lambda: self._do_aside(lambda: broker.scope.load(None)),
@@ -77,6 +77,9 @@ class ClientConnection:
                 self._obey(*self.channel.receive())
                 if not self.channel.has_unread:
                     return
+        except ConnectionResetError:  # it has hung up before it has read that a worker was granted
+            self._unread = True
+            self.end()
         except (EOFError, OSError, Unreadable):
             self.end()
         except Exception:  # noqa: BLE001 - a message of no client, or a fault of this module, costs one connection
@@ -99,24 +102,27 @@ class ClientConnection:
 
     def end(self) -> None:
         """The client has closed the connection, or has ended. The worker of its call ends too: it may still compute."""
-        if self._closed:
-            return
-        self._closed = True
-        self._broker.supervisor.forget(self.channel.fileno())
+        was_closed, self._closed = self._closed, True
         if self._claim is not None:
             self._claim.withdraw()
-        self._lose_here("cancelled", blame=False)
-        self.channel.close()
-        self._broker.ended(self)
+        taken = self._take_back()
+        if taken is not None and self._unread:
+            taken.put_back()
+        elif taken is not None:
+            taken.lose("cancelled", blame=False)
+        if not was_closed:
+            self._broker.supervisor.forget(self.channel.fileno())
+            self.channel.close()
+            self._broker.ended(self)
 
     # Membership
 
-    def _join(self, token: bytes, identity: Identity, code: Files) -> None:
+    def _join(self, token: bytes, code: Files) -> None:
         self.token = token
-        self._broker.join(self, token, identity, code)
+        self._broker.join(self, token, code)
 
     def _call(self, token: bytes) -> None:
-        self._broker.admit(self, token)
+        self._broker.admit(token)
         self.token = token
 
     def _leave(self) -> None:
@@ -141,26 +147,17 @@ class ClientConnection:
         """The call has its worker, or an error. From any thread."""
         if taken is None:
             assert error is not None  # noqa: S101 - for the checkers
-            answer = ("withdrawn",) if isinstance(error, Withdrawn) else ("failed", *_host.packed(error))
-            self._broker.supervisor.call(functools.partial(self.answer, *answer))
+            self._broker.supervisor.call(functools.partial(self.answer, "failed", *_host.packed(error)))
             return
         assert isinstance(taken, TakenWorker)  # noqa: S101 - for the checkers
         self._taken, self.granted_at = taken, time.monotonic()
         self._broker.granted(self, taken.pid)
         if self._closed or not self.answer("granted", taken.pid, fds=[taken.channel.fileno()]):
-            self._broker.supervisor.call(self._end_granted)
-
-    def _end_granted(self) -> None:
-        self.end()
-        self._lose_here("cancelled", blame=False)  # if it had ended before the worker came
-
-    def _withdraw(self) -> None:
-        """The client's time is over. If a worker has been granted in this moment, the client finds that instead."""
-        if self._claim is not None:
-            self._claim.withdraw()
+            self._unread = True
+            self._broker.supervisor.call(self.end)
 
     def _release(self, worn: tuple[Reason, ...], counts: bool) -> None:  # noqa: FBT001 - as they come
-        taken, self._taken, self.granted_at = self._taken, None, None
+        taken = self._take_back()
         if taken is None:
             raise EOFError
         taken.mold.replay_news()  # of this call, before the worker's reports are those of the next one's client
@@ -175,12 +172,13 @@ class ClientConnection:
             start_thread(functools.partial(self._lost, cause, blame), "modelguard-lost")
 
     def _lost(self, cause: WorkerEndCause, blame: bool) -> None:  # noqa: FBT001 - as they come
-        self.answer("ended", *self._lose_here(cause, blame=blame))
+        taken = self._take_back()
+        self.answer("ended", *("unknown", 0) if taken is None else (taken.lose(cause, blame=blame), taken.pid))
 
-    def _lose_here(self, cause: WorkerEndCause, *, blame: bool) -> tuple[str, int]:
+    def _take_back(self) -> TakenWorker | None:
         with self._ending_call:  # two threads may find at once that the call is over
             taken, self._taken, self.granted_at = self._taken, None, None
-        return ("unknown", 0) if taken is None else (taken.lose(cause, blame=blame), taken.pid)
+        return taken
 
     # The mold
 
@@ -257,7 +255,6 @@ def _allow_descriptors() -> None:
 @dataclass(eq=False)
 class _Client:
     connection: ClientConnection
-    connections: set[ClientConnection]
     reports: socket.socket
     state: bytes | None = None
 
@@ -277,7 +274,7 @@ class _Broker:
         self._folder = _host.Folder(Path(orders.folder))
         self._molds = MoldGuard(orders.options, orders.source, orders.origin, paused=orders.paused)
         self._molds.code = orders.code
-        # Times are counted by the clients, which withdraw: a broker needs no timer for each call.
+        # Times are counted by the clients, which hang up: a broker needs no timer for each call.
         self.scope = ProcessScope(replace(orders.options, timeout=None), self._molds)
         self.supervisor = supervisor()
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
@@ -288,7 +285,6 @@ class _Broker:
         timeout = orders.options.timeout
         streams = "generator" in orders.options.kind  # whose timeout counts for each step
         self._may_keep = math.inf if timeout is None or streams else timeout + _OVERTIME
-        self._looking = False
         self._look_at = math.inf
         self._last_left = -math.inf
         self._left = threading.Event()
@@ -336,26 +332,20 @@ class _Broker:
         self._connections.add(connection)
         self.supervisor.watch(accepted.fileno(), connection.heed)
 
-    def join(self, connection: ClientConnection, token: bytes, identity: Identity, code: _supervisor.Files) -> None:
+    def join(self, connection: ClientConnection, token: bytes, code: Files) -> None:
         reports = socket.socket(fileno=connection.channel.take_fd())
-        different = [word for word, value in self._orders.identity.items() if identity.get(word) != value]
-        path = None if self._molds.code is None else _supervisor.changed(self._molds.code, code)
-        if different or path is not None:
+        path = _supervisor.changed(self._molds.code, code)
+        if path is not None:
             reports.close()
-            if different:
-                connection.answer("unwelcome", "identity", ", ".join(different))
-            else:
-                connection.answer("unwelcome", "code", path)
+            connection.answer("unwelcome", path)
             raise EOFError
-        self._clients[token] = _Client(connection, {connection}, reports)
+        self._clients[token] = _Client(connection, reports)
         connection.answer("welcome", os.getpid())
         self._tell_state()
 
-    def admit(self, connection: ClientConnection, token: bytes) -> None:
-        client = self._clients.get(token)
-        if client is None:
+    def admit(self, token: bytes) -> None:
+        if token not in self._clients:
             raise EOFError
-        client.connections.add(connection)
 
     def leave(self, connection: ClientConnection) -> bool:
         last = len(self._clients) == 1 and connection.token in self._clients
@@ -367,10 +357,7 @@ class _Broker:
     def ended(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
         client = self._clients.get(connection.token)
-        if client is None:
-            return
-        client.connections.discard(connection)
-        if client.connection is connection:
+        if client is not None and client.connection is connection:
             self._forget(connection.token)
             self.supervisor.later(_GRACE, self._end_if_long_alone)
 
@@ -379,8 +366,9 @@ class _Broker:
         if client is None:
             return
         self._last_left = time.monotonic()
-        for one in client.connections - {client.connection}:
-            one.end()
+        for one in tuple(self._connections):
+            if one.token == token and one is not client.connection:
+                one.end()
         if client is not self._last:
             client.reports.close()
 
@@ -402,11 +390,11 @@ class _Broker:
         if len(self._holders) > 1000:  # noqa: PLR2004 - most of these workers are gone
             self._holders.clear()
         self._holders[worker] = connection.token
-        if self._may_keep < math.inf and not self._looking:
+        if self._may_keep < math.inf and self._look_at == math.inf:
             self._look_again()
 
     def _look_again(self) -> None:
-        self._looking, self._look_at = True, time.monotonic() + _LOOK
+        self._look_at = time.monotonic() + _LOOK
         self.supervisor.later(_LOOK, self._look)
 
     def _look(self) -> None:
@@ -419,13 +407,13 @@ class _Broker:
             if connection.granted_at < now - self._may_keep:
                 logger.warning("%s: process %d keeps a worker for too long", self.name, connection.pid)
                 connection.end()
-        self._looking = False
+        self._look_at = math.inf
         if holding:
             self._look_again()
 
     def _report(self) -> None:
         ours, theirs = _supervisor.report_pair()
-        self._read_events = functools.partial(_supervisor.replay_all, ours)
+        self._read_events = functools.partial(_supervisor.replay, ours)
         reporter = _supervisor.Reporter(theirs)
         reporter.install(self._orders.origin.levels)
 

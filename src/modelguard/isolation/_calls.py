@@ -53,6 +53,8 @@ class Limits(NamedTuple):
 
 
 class Taken(Protocol):
+    """A worker that a call has. One of its methods ends that."""
+
     @property
     def channel(self) -> Channel: ...
 
@@ -60,8 +62,6 @@ class Taken(Protocol):
     def pid(self) -> int:
         """Its process id; 0 while it is not known."""
         ...
-
-    # One of these ends it.
 
     def release(self, *, worn: tuple[Reason, ...]) -> None:
         """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
@@ -392,9 +392,6 @@ class _Call:
     begun: bool = False
     awaited: bool = False
 
-    def forget(self) -> None:
-        self.arguments, self.content = ((), {}), None
-
 
 class _Thread(threading.local):
     """What a thread that computes calls does.
@@ -492,6 +489,8 @@ class Caller:
         try:
             content = _channel.dumps((*call.arguments, call.trace))
         except Exception as error:
+            if _channel.of_a_signal(error):
+                raise
             why = f"{_culprit(call.arguments)}: {told(error)}"
             raise TransferRefused(self._name, what="arguments", why=why) from error
         size = _channel.size(content)
@@ -586,11 +585,8 @@ class Caller:
         try:
             SHARED.start(partial(self._run, [job]), "modelguard-isolated-call")
         except RuntimeError as error:  # the system gives no thread
-            supervisor().call(partial(self._give_up, call, future, taken, error))
-
-    def _give_up(self, call: _Call, future: Future[Any], taken: Taken, error: Exception) -> None:
-        taken.put_back()
-        _fail(call, future, error)
+            for work in (taken.put_back, partial(_fail, call, future, error)):
+                supervisor().call(work)
 
     def _run(self, jobs: list[Callable[[], object]]) -> None:
         """Compute a call; then the one that has got its worker, and so on. Keeps none of those that have ended."""
@@ -624,7 +620,7 @@ class Caller:
         if answer is None:
             self._follow(call, future, finish).begin()
         else:
-            call.forget()  # callbacks of the future may take their time
+            call.arguments, call.content = ((), {}), None  # callbacks of the future may take their time
             future.set_result(result)
 
     # Messages
@@ -636,7 +632,7 @@ class Caller:
             limit = self._timeout
             if limits.until != math.inf:
                 limit = max(_LEAST, min(limit, limits.until - time.monotonic()))
-            channel.set_timeout(0.0 if limit == math.inf else limit)
+            channel.set_timeout(limit)
             channel.send_pickled(*content)
             kind, value, worn = channel.receive(self._loads)
         except ConnectionError:  # at its end the message, or a part of it, was still in its socket

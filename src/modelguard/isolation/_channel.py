@@ -16,6 +16,7 @@ import mmap
 import os
 import pickle
 import select
+import signal
 import socket
 import struct
 import sys
@@ -170,9 +171,13 @@ class Unreadable(Exception):
     """A message that cannot be rebuilt in this process. It is lost, and the channel serves on."""
 
 
-def _may_be_of_a_signal() -> bool:
-    """Whether a handler of a signal may have raised, as that of SIGTERM by ``sys.exit()``; workers heed none."""
-    return _processes.role == "owner" and threading.current_thread() is threading.main_thread()
+def of_a_signal(error: BaseException) -> bool:
+    """Whether a handler of a signal has raised it, as that of SIGTERM by ``sys.exit()``. Workers heed none."""
+    if _processes.role != "owner" or threading.current_thread() is not threading.main_thread():
+        return False
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    frames = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, KeyboardInterrupt) or any(frame.f_code in handlers for frame, _ in frames)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -258,12 +263,12 @@ class Channel:
         with suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def set_timeout(self, seconds: float) -> None:
-        """Let all sending and receiving from now on be over within so many seconds; 0 for no limit.
+    def set_timeout(self, seconds: float | None) -> None:
+        """Let all sending and receiving from now on be over within so many seconds; None for no limit.
 
         After that, it fails with ``BlockingIOError``. Signals that interrupt a wait do not make it longer.
         """
-        self._until = time.monotonic() + seconds if seconds else math.inf
+        self._until = math.inf if seconds is None else time.monotonic() + seconds
 
     # Sending
 
@@ -320,7 +325,7 @@ class Channel:
         try:
             return self._rebuilt(data, end, parts, loads, shared=bool(shared))
         except BaseException as error:  # an object that calls sys.exit() must not end who rebuilds it
-            if not isinstance(error, Exception) and _may_be_of_a_signal():
+            if of_a_signal(error):
                 raise
             raise Unreadable(told(error)) from error
 

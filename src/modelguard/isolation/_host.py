@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Never
+from typing import Any, Literal, NamedTuple
 
 from modelguard.errors import InvalidOption, LoadFailed, NotSupported
 from modelguard.facts._proc import peer
@@ -29,7 +29,7 @@ from modelguard.isolation._channel import Channel, RemoteTraceback, pair
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import Files, Origin, start_interpreter, supervisor
 from modelguard.lifecycle._guard_options import GuardOptions
-from modelguard.lifecycle.policies import Changed, subset
+from modelguard.lifecycle.policies import subset
 from modelguard.runtime import child_processes, fork
 from modelguard.runtime.host_lock import private_folder
 from modelguard.telemetry import logger
@@ -39,23 +39,20 @@ from modelguard.telemetry import logger
 
 #: What a client asks on one of its connections:
 #:
-#: * ``join`` (token, identity, code; with a socket for reports): become a client. The connection stands for the
-#:   process.
+#: * ``join`` (token, code; with a socket for reports): become a client. The connection stands for the process.
 #: * ``call`` (token): this connection is for calls of that client.
-#: * ``take`` (), ``withdraw`` (), ``release`` (worn), ``lose`` (cause, blame): one worker.
+#: * ``take`` (), ``release`` (worn), ``lose`` (cause, blame): one worker. Who no longer wants one hangs up.
 #: * ``load`` (), ``reload`` (wait), ``unload`` (), ``pause`` (whether to pause or to resume), ``status`` ().
 #: * ``leave`` (): be a client no more.
-Request = Literal[
-    "join", "call", "take", "withdraw", "release", "lose", "load", "reload", "unload", "pause", "status", "leave"
-]
+Request = Literal["join", "call", "take", "release", "lose", "load", "reload", "unload", "pause", "status", "leave"]
 
 #: What the broker answers:
 #:
-#: * ``welcome`` (its pid) and ``unwelcome`` (why, text) to ``join``. Why: ``identity``, if the names are equal by
-#:   accident; ``code``, if a file is not as it was for the process that has started it, or for its mold.
-#: * ``loading`` (), ``waiting`` (), ``granted`` (worker's pid; with its socket), ``withdrawn`` () to ``take``.
+#: * ``welcome`` (its pid) and ``unwelcome`` (path) to ``join``: that file is not as it was for the process that has
+#:   started it, or for its mold.
+#: * ``loading`` (), ``waiting`` (), ``granted`` (worker's pid; with its socket) to ``take``.
 #: * ``ended`` (how) to ``lose``, ``done`` (value) to the others, ``failed`` (error, cause, text) to all of them.
-Answer = Literal["welcome", "unwelcome", "loading", "waiting", "granted", "withdrawn", "ended", "done", "failed"]
+Answer = Literal["welcome", "unwelcome", "loading", "waiting", "granted", "ended", "done", "failed"]
 
 #: How a message on a client's socket for reports starts: with what follows.
 REPORT, STATE = b"r", b"s"
@@ -69,7 +66,6 @@ class BrokerOrders:
     starter: int
     folder: str
     socket: str
-    identity: Identity
     code: Files
     options: IsolationOptions
     source: GuardOptions[Any]
@@ -106,16 +102,11 @@ def check_shareable(source: GuardOptions[Any], option: str = "scope", value: str
     if source.swap.keep_previous and option == "scope":
         why = "cannot be used with keep_previous=True: the broker keeps no previous mold"
         raise InvalidOption("scope", "host", why=why, fix="Leave keep_previous out, or write scope='process'.")
-    renewing = subset(source.reload_on, renews=True, unloads=True)
-    for part in () if renewing is None else renewing.parts():
-        if isinstance(part, Changed):
-            why = "cannot be used with Changed, whose probe is a function of your own"
-            fix = "Use TTL or Modified, or call reload() when it is time."
-            raise InvalidOption(option, value, why=why, fix=fix)
-        if type(part).__module__.partition(".")[0] != "modelguard":
-            why = f"cannot be used with {type(part).__qualname__}, which asks for new models and is a class of your own"
-            fix = "Use TTL or Modified, or call reload() when it is time."
-            raise InvalidOption(option, value, why=why, fix=fix)
+    part = _isolation_options.part_of_own_code(subset(source.reload_on, renews=True, unloads=True))
+    if part is not None:
+        why = f"cannot be used with {type(part).__qualname__}, which asks for new models by code of your own"
+        fix = "Use TTL or Modified, or call reload() when it is time."
+        raise InvalidOption(option, value, why=why, fix=fix)
 
 
 def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identity:
@@ -134,8 +125,8 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
         "function": f"{module}.{name}",
         "file": str(getattr(sys.modules.get(module), "__file__", None)),
         "version": str(options.scope and options.scope.version),
-        "options": repr(options.without_code),
-        "guard": repr(replace(for_broker(source), load=str)),  # whose repr is the same in each process
+        "options": repr(options),
+        "guard": repr(for_broker(source)),
         "arguments": repr(sys.argv) if module == "__main__" else "",
         "working directory": folder,
         "sys.path": path,
@@ -163,16 +154,12 @@ def for_broker(source: GuardOptions[Any]) -> GuardOptions[Any]:
     return replace(
         source,
         family=None,
-        load=_never_called,
+        load=object,  # which nobody calls, and whose repr is the same in each process
         reload_on=subset(source.reload_on, renews=True, unloads=True),
         warmup=None,
         validate=None,
         unload=None,
     )
-
-
-def _never_called() -> Never:
-    raise AssertionError("it has no model")
 
 
 # Where the processes of one user meet: sockets in a private folder, and a lock on it.
@@ -354,10 +341,6 @@ _COLLECT = 1.0
 _REMAINING = 40.0
 
 
-class NotStarted(Exception):
-    pass
-
-
 def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
     ours, theirs = pair()
     channel = Channel(ours)
@@ -376,16 +359,16 @@ def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
         outcome, text = channel.receive()
     except BlockingIOError:
         process.kill()
-        raise NotStarted(f"its broker does not come up within {timeout:.0f} s") from None
+        raise LoadFailed(orders.options.name, f"its broker does not come up within {timeout:.0f} s") from None
     except (EOFError, OSError):
-        raise NotStarted(f"its broker ended: {_exit_of(process)}") from None
+        raise LoadFailed(orders.options.name, f"its broker ended: {_exit_of(process)}") from None
     finally:
         channel.close()
         if process.returncode is None:
             process.returncode = 0  # from now on it is collected by its number
             _remains[process.pid] = math.inf
     if outcome != "listening":
-        raise NotStarted(f"its broker could not start:\n{text}")
+        raise LoadFailed(orders.options.name, f"its broker could not start:\n{text}")
 
 
 def _exit_of(process: subprocess.Popen[bytes]) -> str:
@@ -460,17 +443,17 @@ class Election:
         self._elect = elect
         self._patience = ANSWER_SOON if elect else _SOON
         self._paused = paused
-        self._identity = identity_of(options, source)
-        self._prefix = prefix_of(self._identity)
+        self._prefix = prefix_of(identity_of(options, source))
         self._serving: set[str] = set()
         self._hung = False
 
-    def join(self, give_up: Callable[[], bool]) -> Joined | None:
-        """Become the client of a broker. Blocks."""
+    def join(self, check: Callable[[], object]) -> Joined | None:
+        """Become the client of a broker. Blocks, unless ``check`` raises that there is nothing to wait for."""
         longest = time.monotonic() + _LONGEST
 
         def over() -> bool:
-            return give_up() or time.monotonic() > longest
+            check()
+            return time.monotonic() > longest
 
         while (found := self._attempt(over)) is None and self._elect:
             if over():
@@ -489,8 +472,6 @@ class Election:
                         found = self._find(folder)
                         if found is None and not self._hung:
                             self._start(folder, lock)
-        except NotStarted as error:
-            raise LoadFailed(self._options.name, str(error)) from error
         except OSError as error:  # no process or no descriptor is left
             raise LoadFailed(self._options.name, f"its broker cannot be started or found: {error}") from error
         except ForeignPeer as error:
@@ -522,8 +503,8 @@ class Election:
             channel.set_timeout(self._patience)
             try:
                 with theirs:
-                    channel.send(("join", token, self._identity, _supervisor.imported), [theirs.fileno()])
-                answer, *details = channel.receive()
+                    channel.send(("join", token, _supervisor.imported), [theirs.fileno()])
+                answer, detail = channel.receive()
             except BlockingIOError:
                 self._hung = True
                 self._obstacle = f"the one that listens there does not answer within {self._patience:g} s"
@@ -532,20 +513,15 @@ class Election:
                 return None
             if answer == "welcome":
                 refused.pop_all()
-                return Joined(folder, name, channel, reports, token, *details)
-            self._refused(name, *details)
-        return None
-
-    def _refused(self, name: str, why: str, text: str) -> None:
-        self._serving.add(name)
-        if why == "identity":
-            raise LoadFailed(self._options.name, f"its broker serves another function of the same name; {text} differ")
+                return Joined(folder, name, channel, reports, token, detail)
         # After a deploy, while processes of the old code still serve: each code has a broker of its own.
+        self._serving.add(name)
         logger.warning(
             "%s: %s has changed since the mold of the other processes was loaded; this one gets another mold",
             self._options.name,
-            text,
+            detail,
         )
+        return None
 
     def _start(self, folder: Folder, lock: int) -> None:
         self._remove_remains(folder)
@@ -555,9 +531,8 @@ class Election:
             starter=os.getpid(),
             folder=str(folder.path.absolute()),
             socket=socket_name,
-            identity=self._identity,
             code=_supervisor.imported,
-            options=self._options.without_code,
+            options=self._options,
             source=for_broker(self._source),
             origin=Origin(_supervisor.preparation(), _supervisor.levels()),
             paused=self._paused,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from modelguard import telemetry
 from modelguard.errors import GuardClosed, LoadFailed, NotSupported, Reloading
 from modelguard.isolation import _host, _processes, _supervisor, status
-from modelguard.isolation._calls import Claim, Followed, Source, Taken, Waits
+from modelguard.isolation._calls import Claim, Source, Taken
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import ANSWER_SOON, Election, Joined, Request
 from modelguard.isolation._isolation_options import IsolationOptions
@@ -32,6 +32,7 @@ from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import State
 from modelguard.runtime import child_processes, waiting
 from modelguard.runtime.background import start_thread
+from modelguard.runtime.fork import WeakRegistry
 from modelguard.runtime.waiting import Steps, Timeout, Wait
 from modelguard.telemetry import Reason, WorkerEndCause, logger
 
@@ -50,7 +51,7 @@ class Connection(Channel):
         super().__init__(connected)
         self.membership = membership
 
-    def say(self, what: Request, *details: Any, limit: float = 0.0) -> None:
+    def say(self, what: Request, *details: Any, limit: float | None = None) -> None:
         """Send a message; ``limit`` bounds this and what is received next, in seconds."""
         try:
             self.set_timeout(limit)
@@ -59,7 +60,7 @@ class Connection(Channel):
             self.close()
             raise BrokerGone from error
 
-    def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
+    def ask(self, what: Request, *details: Any, limit: float | None = None) -> Any:
         """Send a message, and wait for the answer. This connection can be used again unless it fails.
 
         Raises:
@@ -91,6 +92,11 @@ class Connection(Channel):
     def give_back(self) -> None:
         self.membership.keep(self)
 
+    def hang_up(self) -> None:
+        """Close it, in the supervisor's thread, which may watch it."""
+        supervisor().forget(self.fileno())
+        self.close()
+
 
 class Membership:
     """This process among the clients of one broker."""
@@ -111,17 +117,10 @@ class Membership:
 
     # Connections
 
-    def idle_connection(self) -> Connection | None:
-        """A connection that no other call uses, if there is one already. Does not block."""
-        with suppress(IndexError):
-            return self._idle.pop()
-        return None
-
     def connection(self, patience: float = ANSWER_SOON) -> Connection:
         """A connection that no other call uses, made within so many seconds if there is none."""
-        idle = self.idle_connection()
-        if idle is not None:
-            return idle
+        with suppress(IndexError):
+            return self._idle.pop()
         try:
             connected = None if self.gone else self._joined.folder.connect(self._joined.name, patience)
         except (OSError, _host.ForeignPeer) as error:
@@ -146,7 +145,7 @@ class Membership:
         if self.gone:
             self._close_idle()
 
-    def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
+    def ask(self, what: Request, *details: Any, limit: float | None = None) -> Any:
         kind, *answer = self.connection().ask(what, *details, limit=limit)
         if kind == "failed":
             raise _host.unpacked(*answer)
@@ -158,12 +157,13 @@ class Membership:
         """Be a client no more. The broker has so many seconds to answer; the last one waits until it has ended."""
         self.gone = True  # first: the end of the broker must not close what its answer is read from
         with suppress(OSError, EOFError):
-            self._joined.channel.set_timeout(max(patience, 0.001))
+            limit = Timeout(patience)
+            self._joined.channel.set_timeout(patience)
             self._joined.channel.send(("leave",))
             if patience:
                 _, last = self._joined.channel.receive()
                 if last and (broker := child_processes.opened(self.pid)) is not None:
-                    child_processes.await_end(broker, _END)
+                    child_processes.await_end(broker, limit.left() or 0.0)
                     os.close(broker)
         self._end()
         if patience:
@@ -177,8 +177,9 @@ class Membership:
         self._close_idle()
 
     def _close_idle(self) -> None:
-        while (idle := self.idle_connection()) is not None:
-            idle.close()
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
     def _end(self) -> None:
         self.gone, self.ready, self.version = True, False, None
@@ -195,7 +196,7 @@ class Membership:
                 self._broker_ended()
             return False
         if message[:1] == _host.REPORT:
-            _supervisor.replay(message[1:])
+            _supervisor.heed(message[1:])
         else:
             state = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
             self.ready, self._family, self.version, paused = state
@@ -227,15 +228,15 @@ class Membership:
 #: Seconds in which a broker answers whatever it need not wait for.
 ANSWER = 1.0
 
-#: Seconds between two attempts after a broker has ended.
+#: Seconds between two attempts after a broker has ended, and two looks whether calls have.
 _AGAIN = 0.05
 
 
 class GrantedWorker:
-    __slots__ = ("_connection", "_scope", "channel", "pid")
+    __slots__ = ("__weakref__", "_connection", "_scope", "channel", "pid")
 
     def __init__(self, scope: HostScope, connection: Connection, pid: int) -> None:
-        scope.running.append(None)
+        scope.running.add(self)
         self._scope = scope
         self._connection: Connection | None = connection
         self.channel = Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=connection.take_fd()))
@@ -267,7 +268,7 @@ class GrantedWorker:
         self.channel.close()  # this process's copy
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._scope.call_ended()
+            self._scope.running.discard(self)
         return connection
 
 
@@ -304,11 +305,6 @@ class Incoming(NamedTuple):
             supervisor().watch(fd, readable)
 
 
-def _seconds(left: float | None) -> float:
-    """For a channel's timeout: 0 for no limit."""
-    return 0.0 if left is None else max(0.001, left)
-
-
 #: Seconds in which a broker obeys what it need not wait for: more than for a look at it, since it must not be lost.
 _ORDER = 5.0
 
@@ -333,8 +329,7 @@ class HostScope(Source):
         self._pausing = threading.Lock()
         self._paused = paused  # as the broker has said last, or as it was asked for
         self._unheard = paused  # by the broker
-        self.running: list[None] = []  # a call each that has a worker
-        self._closing: list[Future[None]] = []  # wait until there is none
+        self.running: WeakRegistry[GrantedWorker] = WeakRegistry()  # a call that is interrupted drops its own
 
     # Calls
 
@@ -375,13 +370,8 @@ class HostScope(Source):
                 kind, *details = connection.hear()
         except Unreadable as error:  # no descriptor is free for the worker, which ends with the connection
             raise LoadFailed(self.name, f"no worker can be taken: {error}") from None
-        except BrokerGone:
-            raise
-        except (Exception, GeneratorExit):
-            supervisor().call(Followed(self._until_taken_back(connection), lambda *_: None, Waits()).begin)
-            raise
-        except BaseException:  # from a signal handler; its worker ends with the connection
-            connection.close()
+        except BaseException:  # the call has gone: a worker that is granted in this moment stays unread, and goes back
+            supervisor().call(connection.hang_up)
             raise
         if kind != "granted":
             connection.give_back()
@@ -391,22 +381,6 @@ class HostScope(Source):
             taken.put_back()
             raise GuardClosed(self.name)
         return taken
-
-    def _until_taken_back(self, connection: Connection) -> Steps[None]:
-        """Take a question back whose call has gone; a worker that is granted in this moment goes back too."""
-        with suppress(OSError):  # its end of file is read next
-            connection.set_timeout(ANSWER)
-            connection.send(("withdraw",))
-        kind, *details = ("waiting",)
-        while kind in {"loading", "waiting"}:
-            if not connection.has_unread:
-                reading: Any = Incoming(connection, Timeout(None))
-                yield reading
-            kind, *details = connection.hear()
-        if kind == "granted":
-            GrantedWorker(self, connection, *details).put_back()
-        else:
-            connection.give_back()
 
     @property
     def _known(self) -> Membership | None:
@@ -438,7 +412,7 @@ class HostScope(Source):
         membership = self._known
         if membership is None:
             election = Election(self._options, self._source, elect=elect, paused=self._paused)
-            joined = election.join(self._gives_up)
+            joined = election.join(self._raise_if_refusing)
             renew = partial(start_thread, self._renew, f"modelguard-host-{self.name}")
             self.membership = None if joined is None else Membership(joined, self._hear_pause, renew)
             if (membership := self.membership) is not None:
@@ -447,11 +421,6 @@ class HostScope(Source):
                     with suppress(BrokerGone, BlockingIOError):
                         self._pass_on_pause(membership)
         return membership
-
-    def _gives_up(self) -> bool:
-        """Whether a search is over, as it is told while it waits: by this error, once the function is closed."""
-        self._raise_if_refusing()
-        return False
 
     def _raise_if_refusing(self) -> None:
         if self._ended.is_set():
@@ -494,7 +463,7 @@ class HostScope(Source):
         limit, since = Timeout(timeout), None
         while True:
             try:
-                return self._joined(limit).ask(what, *details, limit=_seconds(limit.left()))
+                return self._joined(limit).ask(what, *details, limit=limit.left())
             except BrokerGone:
                 since = time.monotonic() if since is None else since
                 if time.monotonic() - since > self.wait_timeout():
@@ -576,7 +545,7 @@ class HostScope(Source):
         if membership is None:  # nor is there a mold
             return
         try:
-            membership.ask("unload", limit=_seconds(limit.left()))
+            membership.ask("unload", limit=limit.left())
         except BrokerGone:  # with its mold
             return
         except BlockingIOError:
@@ -610,16 +579,15 @@ class HostScope(Source):
         self._refuse_waiting()
         self._ended.set()
         drain_timeout = self._source.swap.drain_timeout if timeout is None else timeout
-        over: Future[None] = waiting.promise()
-        self._closing.append(over)
-        self._tell_closing()
         limit = Timeout(drain_timeout)
-        Wait(over, limit).block()
-        if over.done():
-            self._leave(min(_END, max(ANSWER, drain_timeout - limit.waited())))
-        else:
+        while self.running and not limit.over:
+            time.sleep(_AGAIN)
+        if self.running:
             self._report_abandoned(drain_timeout)
-            over.add_done_callback(lambda _: supervisor().call(self._leave_late))
+            with suppress(RuntimeError):  # the system gives no thread, so it leaves at its exit
+                start_thread(self._leave_late, f"modelguard-close-{self.name}")
+        else:
+            self._leave(min(_END, max(ANSWER, drain_timeout - limit.waited())))
 
     def _report_abandoned(self, drain_timeout: float) -> None:
         now = self.status()
@@ -628,22 +596,15 @@ class HostScope(Source):
                 guard=self.name,
                 generation=now.generation,
                 version=now.version,
-                in_flight=len(self.running),
+                in_flight=len(list(self.running)),
                 drain_timeout=drain_timeout,
             )
         )
 
-    def call_ended(self) -> None:
-        self.running.pop()
-        self._tell_closing()
-
-    def _tell_closing(self) -> None:
-        with suppress(IndexError):  # each in single steps: the collector may end a dropped stream at any point
-            while not self.running:
-                self._closing.pop().set_result(None)
-
     def _leave_late(self) -> None:
-        start_thread(self._leave, f"modelguard-close-{self.name}")
+        while self.running and self.closed:
+            time.sleep(_AGAIN)
+        self._leave()
 
     def _leave(self, patience: float = _END) -> None:
         with self._joining:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pkgutil import resolve_name
@@ -291,7 +291,6 @@ class Host:
         return value if isinstance(value, Host) else cls() if value == "host" else None
 
 
-_BREAKER_FIX = "Write Breaker(failures=5)."
 _START_FIX = "Write 'spawn', or 'fork', which is right for most models."
 _SCOPE_FIX = "Write 'process', or 'host', which lets all processes of this host share one mold."
 _BOUNDS_FIX = "Write bounds=Bounds(queue=1000)."
@@ -310,11 +309,6 @@ class IsolationOptions:
     breaker: Breaker
     bounds: Bounds
     scope: Host | None
-
-    @property
-    def without_code(self) -> IsolationOptions:
-        """These without what would need the application's modules, and does not apply to workers."""
-        return replace(self, breaker=replace(self.breaker, ignore=(), reload=None))
 
 
 def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, **given: Any) -> IsolationOptions:
@@ -335,12 +329,18 @@ def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, *
         timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
         start=start,
         retry=_units.flag(given["retry"], "retry"),
-        breaker=Breaker()
-        if breaker is None
-        else _units.instance(breaker, "breaker", Breaker, "a Breaker", fix=_BREAKER_FIX),
+        breaker=_without_code(breaker),
         bounds=Bounds() if bounds is None else _units.instance(bounds, "bounds", Bounds, "Bounds", fix=_BOUNDS_FIX),
         scope=scope,
     )
+
+
+def _without_code(breaker: Any) -> Breaker:
+    """The breaker without what does not apply to workers, and would need the application's modules."""
+    if breaker is None:
+        return Breaker()
+    given = _units.instance(breaker, "breaker", Breaker, "a Breaker", fix="Write Breaker(failures=5).")
+    return replace(given, ignore=(), reload=None)
 
 
 def check_function(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
@@ -356,10 +356,17 @@ def check_stub(function: Any, recycle_on: Policy | None, start: StartMethod) -> 
         why = "stands for another one by target=, and takes no model"
         raise InvalidOption("function", function, why=why, fix="Decorate the function that target= names.")
     check_source(function, None, recycle_on, start)
-    for part in () if recycle_on is None else recycle_on.parts():
+    if (part := part_of_own_code(recycle_on)) is not None:
+        why = "is of this program's own code, which the module of target= does not know"
+        raise InvalidOption("recycle_on", part, why=why, fix="Give the function in that module a guard with it.")
+
+
+def part_of_own_code(policy: Policy | None) -> Policy | None:
+    """A part of a policy that runs code of the application; None if there is none."""
+    for part in () if policy is None else policy.parts():
         if isinstance(part, Changed) or type(part).__module__.partition(".")[0] != "modelguard":
-            why = "is of this program's own code, which the module of target= does not know"
-            raise InvalidOption("recycle_on", part, why=why, fix="Give the function in that module a guard with it.")
+            return part
+    return None
 
 
 def check_source(function: Any, owner: object, recycle_on: Policy | None, start: StartMethod) -> None:
@@ -444,7 +451,7 @@ class _NoModel:
     pass
 
 
-def source_of(function: Any, name: str, kind: FunctionKind, recycle_on: Policy | None) -> Source | PoolSource:
+def source_of(function: Any, name: str, recycle_on: Policy | None) -> Source | PoolSource:
     """Find the guard or the pool of a function. One without gets a guard that only counts."""
     owner = owner_of(function)
     if isinstance(owner, PooledFunction):
@@ -454,7 +461,7 @@ def source_of(function: Any, name: str, kind: FunctionKind, recycle_on: Policy |
         return Source(function, owner)
     counting: ModelGuard[_NoModel] = guard(_NoModel, reload_on=recycle_on, name=name)
     hide(counting)
-    return Source(counting(_with_model(function, kind)), counting)
+    return Source(counting(_with_model(function)), counting)
 
 
 def source_of_stub(where: Reference, stub: Stub, name: str, start: StartMethod) -> Source:
@@ -479,7 +486,7 @@ def source_of_stub(where: Reference, stub: Stub, name: str, start: StartMethod) 
     check_source(function, owner, stub.recycle_on, start)
     if isinstance(owner, ModelGuard):
         return Source(function, owner)
-    return source_of(function, name, kind, stub.recycle_on).for_key(None)
+    return source_of(function, name, stub.recycle_on).for_key(None)
 
 
 def _guards_in(function: Any) -> list[Any]:
@@ -531,26 +538,15 @@ def _libraries_in(function: Any) -> set[str]:
     return {str(origin).partition(".")[0] for origin in origins} & MODEL_LIBRARIES
 
 
-def _with_model(function: Any, kind: FunctionKind) -> Any:
-    """Put a parameter for the model before the others. A guard looks at the kind of the function that it decorates."""
+def _with_model(function: Any) -> Any:
+    """Put a parameter for the model before the others. What it returns may be a coroutine, which a guard knows."""
 
     def call(_model: _NoModel, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    async def acall(_model: _NoModel, *args: Any, **kwargs: Any) -> Any:
-        return await function(*args, **kwargs)
-
-    def items(_model: _NoModel, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        yield from function(*args, **kwargs)
-
-    async def aitems(_model: _NoModel, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        async for item in function(*args, **kwargs):
-            yield item
-
-    chosen = {"function": call, "coroutine": acall, "generator": items, "async generator": aitems}[kind]
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):  # no __wrapped__, which has no such parameter
-        setattr(chosen, name, getattr(function, name))
-    return chosen
+        setattr(call, name, getattr(function, name))
+    return call
 
 
 _public.set_module(globals(), "modelguard")

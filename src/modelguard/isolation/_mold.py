@@ -47,13 +47,13 @@ def main(control: int, news: int) -> NoReturn:
         leave(1)
     # While it loads, Python runs no signal handler in time.
     child_processes.end_with_parent(instructions.owner, signal.SIGKILL)
-    reporter = _supervisor.Reporter(socket.socket(fileno=news))
+    reporter = _supervisor.Reporter(socket.socket(fileno=news), instructions.options.name)
     started = time.monotonic()
-    place = _processes.place()
+    priority = _processes.priority()
     plain = instructions.shared or instructions.options.stub is not None
     with loading(channel, instructions.options.name, beside_calls=instructions.beside_calls, plain=plain):
-        mold = _Mold(channel, instructions, reporter, place)
-    files = _supervisor.files() if instructions.shared else None
+        mold = _Mold(channel, instructions, reporter, priority)
+    files = _supervisor.files() if instructions.shared else {}
     channel.send(("ready", time.monotonic() - started, files, mold.guard.version))
     if instructions.options.start == "fork":
         mold.serve()
@@ -86,13 +86,13 @@ def unload(guards: Iterable[ModelGuard[Any]]) -> None:
 
 class _Mold:
     def __init__(
-        self, control: Channel, instructions: Instructions, reporter: _supervisor.Reporter, place: _processes.Place
+        self, control: Channel, instructions: Instructions, reporter: _supervisor.Reporter, priority: int
     ) -> None:
         self._control = control
         self._owner = instructions.owner
         self.options = instructions.options
         self._stub = self.options.stub
-        self._place = place
+        self._priority = priority
         self._children: dict[int, int] = {}
         self.worn: tuple[Reason, ...] = ()
         # prepare() has looked for threads by its own, better means.
@@ -106,7 +106,7 @@ class _Mold:
         self.function, self.guard = source
         _processes.enter("mold", below, self.function)
         engine = self.guard.engine
-        start_thread = functools.partial(_start_behind_others, place) if instructions.beside_calls else THREADS.start
+        start_thread = functools.partial(_start_behind_others, priority) if instructions.beside_calls else THREADS.start
         # No ticks: workers ask the policies themselves. No probes: the owner asks them.
         engine.runtime = Runtime(ticks=False, probes=False, in_mold=True, start_thread=start_thread)
         if self._stub is not None:
@@ -231,7 +231,7 @@ class _Mold:
                 end.close()
             prefork.in_child()
             self._work(fd)
-            _processes.stay_back(self._place.priority)  # to give back the memory takes a while
+            _processes.stay_back(self._priority)  # to give back the memory takes a while
             leave(0)
         except BaseException:  # noqa: BLE001 - above this are frames of the mold, which must not run here
             traceback.print_exc()
@@ -250,15 +250,15 @@ class _Mold:
 
     def _work(self, fd: int) -> None:
         _processes.set_oom_score(_processes.OOM_SCORE)
-        _processes.step_forward(self._place.priority)
+        _processes.step_forward(self._priority)
         _processes.enter("worker")
         with closing(Channel(socket.socket(fileno=fd))) as channel:  # else Python's development mode complains
             Serving(self, channel).run()
 
 
-def _start_behind_others(place: _processes.Place, work: Callable[[], None], name: str) -> None:
+def _start_behind_others(priority: int, work: Callable[[], None], name: str) -> None:
     def behind_others() -> None:
-        _processes.stay_back(place.priority)
+        _processes.stay_back(priority)
         work()
 
     THREADS.start(behind_others, name)

@@ -9,11 +9,10 @@ import threading
 import time
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, QueueFull
@@ -31,18 +30,64 @@ Presence = Literal["present", "ended", "returning"]
 FAILED_STARTS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    number: int
+#: Seconds that a call waits for the mold's report of how its worker ended.
+_REPORT = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    number: int
+class Worker:
+    """One worker process, as its owner sees it.
+
+    Attributes:
+        channel: To talk to it, once its mold was told to start it.
+        state: What the plan has it do, and :attr:`worn`, :attr:`probe` and :attr:`calls`.
+    """
+
+    channel: Channel
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.state: WorkerState = "starting"
+        self.worn = False
+        self.probe = False
+        self.calls = 0
+        self.pid = 0
+        self.pidfd: int | None = None
+        self.born = time.monotonic()
+        self.exit: str | None = None
+        self._exited = threading.Event()
+        # Held while the descriptor is used: the next one that is opened gets its number, and may be another process's.
+        # Reentrant: the garbage collector may end a dropped stream, and with it this process, at any point.
+        self._lock = threading.RLock()
+
+    def kill(self) -> None:
+        with self._lock:
+            if self.pidfd is not None:
+                child_processes.send_kill(self.pidfd)
+            elif self.pid and self.exit is None:
+                child_processes.kill([self.pid])
+
+    def has_exited(self, how: str) -> None:
+        with self._lock:
+            self.exit = self.exit or how
+            pidfd, self.pidfd = self.pidfd, None
+            if pidfd is not None:
+                os.close(pidfd)
+        self._exited.set()
+
+    def how_it_ended(self) -> str:
+        self._exited.wait(_REPORT)
+        return self.exit or "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class ReplaceMold:
+class Start(NamedTuple):
+    worker: Worker
+
+
+class End(NamedTuple):
+    worker: Worker
+
+
+class ReplaceMold(NamedTuple):
     pass
 
 
@@ -52,19 +97,11 @@ Order = Start | End | ReplaceMold
 class Holder(Protocol):
     """Who takes a worker."""
 
-    number: int
+    worker: Worker
+    held: bool
 
 
 _BUSY = frozenset({"busy", "retiring"})
-
-
-@dataclass(slots=True)
-class PlannedWorker:
-    number: int
-    state: WorkerState = "starting"
-    worn: bool = False
-    probe: bool = False
-    calls: int = 0
 
 
 class WorkerPlan:
@@ -90,7 +127,7 @@ class WorkerPlan:
         self._spare = spare
         self.is_paused = is_paused
         self._backoff = backoff
-        self._idle: list[PlannedWorker] = []
+        self._idle: list[Worker] = []
         self._last = 0
         self._failed_starts = 0
         self._keeps_spare = False
@@ -98,7 +135,7 @@ class WorkerPlan:
         self._closed = False
         self.presence: Presence = "present"
         self.circuit = Circuit(breaker)
-        self.members: dict[int, PlannedWorker] = {}
+        self.members: dict[int, Worker] = {}
         self.failures = 0
         self.start_at = 0.0
 
@@ -109,6 +146,10 @@ class WorkerPlan:
         """Whether a worker can take calls, now or after the call that it runs."""
         usable = any(member.state in {"idle", "busy"} for member in self.members.values())
         return usable and not self._closed and self.circuit.state == "closed"
+
+    def knows(self, worker: Worker) -> bool:
+        """Whether it is one of the workers still."""
+        return worker.number in self.members
 
     @property
     def complete(self) -> bool:
@@ -123,18 +164,18 @@ class WorkerPlan:
             return []
         return [*self._end_replaced(), *self._start_missing(now)]
 
-    def take(self, holder: Holder | None = None) -> PlannedWorker | None:
+    def take(self, holder: Holder | None = None) -> Worker | None:
         """Take an idle worker for a call, the one that was used last: its caches are warm. None if there is none.
 
         Args:
-            holder: Has its number from the moment on in which it is taken. Between two calls of functions no signal
-                handler runs, whose exception would leave a worker taken that nobody has.
+            holder: Has it from the moment on in which it is taken. Between two calls of functions no signal handler
+                runs, whose exception would leave a worker taken that nobody has.
         """
         if not self._idle or (len(self.members) > self._size and self._count_busy() >= self._size):
             return None
         member = self._idle[-1]
         if holder is not None:
-            holder.number = member.number
+            holder.worker, holder.held = member, True
         member.state = "busy"
         del self._idle[-1]
         if self.circuit.state != "closed":
@@ -252,8 +293,8 @@ class WorkerPlan:
             missing = 0 if any(member.state == "starting" for member in members) else 1
         for _ in range(missing):
             self._last += 1
-            self.members[self._last] = PlannedWorker(self._last)
-            yield Start(self._last)
+            worker = self.members[self._last] = Worker(self._last)
+            yield Start(worker)
 
     def _end_replaced(self) -> Iterator[Order]:
         if self.is_paused():
@@ -263,20 +304,20 @@ class WorkerPlan:
         if excess > 0:
             yield from self._end([member for member in up if member.worn][:excess])
 
-    def _end(self, members: list[PlannedWorker] | tuple[PlannedWorker, ...]) -> Iterator[End]:
+    def _end(self, members: Sequence[Worker]) -> Iterator[End]:
         for member in members:
             if member.state == "busy":
                 member.state = "retiring"
             elif member.state == "idle":
                 self._idle.remove(member)
                 del self.members[member.number]
-                yield End(member.number)
+                yield End(member)
 
 
 # Calls that wait for a worker, in the order in which they get one.
 
 
-class Waiter(Future["Worker | None"]):
+class Waiter(Future[Worker | None]):
     """A call in line. It gets its worker, or an error; None, if it is to ask again: for the next mold, perhaps."""
 
     def __init__(
@@ -343,50 +384,13 @@ class WaitingLine:
         return True
 
 
-# One worker process, as its owner sees it.
-
-
-#: Seconds that a call waits for the mold's report of how its worker ended.
-_REPORT = 1.0
-
-
-class Worker:
-    def __init__(self, number: int, channel: Channel) -> None:
-        self.number = number
-        self.channel = channel
-        self.pid = 0
-        self.pidfd: int | None = None
-        self.born = time.monotonic()
-        self.exit: str | None = None
-        self._exited = threading.Event()
-        # Held while the descriptor is used: the next one that is opened gets its number, and may be another process's.
-        # Reentrant: the garbage collector may end a dropped stream, and with it this process, at any point.
-        self._lock = threading.RLock()
-
-    def kill(self) -> None:
-        with self._lock:
-            if self.pidfd is not None:
-                child_processes.send_kill(self.pidfd)
-            elif self.pid and self.exit is None:
-                child_processes.kill([self.pid])
-
-    def has_exited(self, how: str) -> None:
-        with self._lock:
-            self.exit = self.exit or how
-            pidfd, self.pidfd = self.pidfd, None
-            if pidfd is not None:
-                os.close(pidfd)
-        self._exited.set()
-
-    def how_it_ended(self) -> str:
-        self._exited.wait(_REPORT)
-        return self.exit or "unknown"
+# Who hands them out.
 
 
 class MoldOrders:
     """What the workers ask of their mold, none of which blocks; by itself that of a mold that has ended."""
 
-    def start_worker(self, number: int) -> None:
+    def start_worker(self, worker: Worker) -> None:
         pass
 
     def give_up(self) -> None:
@@ -411,7 +415,6 @@ class Workers:
         self._max_queue = max_queue
         # Reentrant: the garbage collector may close a dropped generator at any point, also under this lock.
         self._lock = threading.RLock()
-        self._workers: dict[int, Worker] = {}
         self._waiters = WaitingLine()
         self.gone = self._closed = False
         self._answers: list[tuple[Waiter, Worker | Exception | None]] = []
@@ -431,8 +434,7 @@ class Workers:
         with self._lock:
             if self._plan.circuit.state != "closed" and (refusal := self._refusal()) is not None:
                 raise refusal
-            member = None if self._waiters else self._plan.take(holder)
-            return None if member is None else self._workers[member.number]
+            return None if self._waiters else self._plan.take(holder)
 
     def request(self, waiter: Waiter) -> Worker | None:
         """Take a free worker, or have ``waiter`` get one when there is one. Does not block.
@@ -446,8 +448,7 @@ class Workers:
             if not self.gone and len(self._waiters) >= self._max_queue and not waiter.admitted:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=RETRY_AFTER)
             self._waiters.append(waiter)
-            if self._plan.presence == "ended":
-                self._call_back()
+            self.call_back()
             return None
 
     def send_on(self) -> None:
@@ -485,25 +486,15 @@ class Workers:
         if cause != "crashed":
             worker.kill()
         how = worker.how_it_ended() if cause == "crashed" else cause
-        self._remove(worker.number, worker, cause, how, blame=blame and cause != "cancelled")
+        self._remove(worker, cause, how, blame=blame and cause != "cancelled")
         worker.channel.close()
         return how
 
-    def lose_number(self, number: int) -> None:
-        """:meth:`lose` for a call that was interrupted, whatever became of its worker meanwhile."""
-        if (worker := self._workers.get(number)) is not None:
-            self.lose(worker, "cancelled")
-
     # Reports of the mold
-
-    def add(self, worker: Worker) -> None:
-        with self._lock:
-            self._workers[worker.number] = worker
 
     def ready(self, worker: Worker) -> None:
         with self._lock:
             if self._plan.started(worker.number):
-                self._workers.pop(worker.number, None)
                 worker.channel.close()
                 return
             self._note(telemetry.WorkerStarted, worker, seconds=time.monotonic() - worker.born)
@@ -511,12 +502,9 @@ class Workers:
             self._hand_over()
         self._emit_all()
 
-    def not_started(self, number: int, how: str) -> None:
-        worker = self._workers.get(number)
-        if worker is not None:
-            worker.has_exited(how)
-            worker.channel.close()
-        self._remove(number, worker, "crashed", how, blame=True)
+    def not_started(self, worker: Worker, how: str) -> None:
+        worker.has_exited(how)
+        self._remove(worker, "crashed", how, blame=True)
         self._warn_of_lost_start(how)
 
     def exited(self, worker: Worker, how: str) -> None:
@@ -524,12 +512,11 @@ class Workers:
         worker.channel.hang_up()  # a program that the model has started may hold the other end open
         worker.has_exited(how)
         with self._lock:  # one look: no call may take it in between
-            member = self._plan.members.get(worker.number)
-            if member is None or member.state not in {"starting", "idle"}:
+            if not self._plan.knows(worker) or worker.state not in {"starting", "idle"}:
                 return
             cause: WorkerEndCause = "closed" if self._closed else "crashed"
-            was_starting = member.state == "starting"
-            delay = self._take_out(worker.number, worker, cause, how, blame=True)
+            was_starting = worker.state == "starting"
+            delay = self._take_out(worker, cause, how, blame=True)
             worker.channel.close()
         self._emit_all(then_settle_in=delay)
         if was_starting:
@@ -538,7 +525,7 @@ class Workers:
     def mold_ended(self, how: str) -> None:
         with self._lock:
             self.gone = True
-            workers = list(self._workers.values())
+            workers = list(self._plan.members.values())
             self._act(self._plan.close())
         self.send_on()
         for worker in workers:
@@ -555,12 +542,18 @@ class Workers:
                 return None
             self._act(orders)
         self._emit_all()
-        return [order.number for order in orders]
+        return [order.worker.number for order in orders]
 
     def call_back(self) -> None:
+        """Start the workers that have ended until the next call."""
         with self._lock:
-            if self._plan.presence == "ended":
-                self._call_back()
+            if self._plan.presence != "ended":
+                return
+            now = time.monotonic()
+            self._plan.call_back()
+            self._act(self._plan.settle(now))
+            if self._plan.start_at > now:
+                self._mold.settle_later(self._plan.start_at - now)
 
     def close(self) -> None:
         with self._lock:
@@ -600,8 +593,7 @@ class Workers:
 
     def is_starting(self, worker: Worker) -> bool:
         with self._lock:
-            member = self._plan.members.get(worker.number)
-            return member is not None and member.state == "starting"
+            return self._plan.knows(worker) and worker.state == "starting"
 
     @property
     def postponed(self) -> tuple[Reason, ...]:
@@ -609,22 +601,14 @@ class Workers:
         with self._lock:
             if not self._plan.is_paused():
                 return ()
-            waiting = [reasons for number, reasons in self._postponed.items() if number in self._workers]
+            waiting = [reasons for number, reasons in self._postponed.items() if number in self._plan.members]
             return tuple(dict.fromkeys(reason for reasons in waiting for reason in reasons))
 
     def listed(self) -> list[tuple[Worker, WorkerState, bool, int]]:
         with self._lock:
-            members = [(self._workers.get(one.number), one) for one in self._plan.members.values()]
-            return [(worker, one.state, one.worn, one.calls) for worker, one in members if worker is not None]
+            return [(one, one.state, one.worn, one.calls) for one in self._plan.members.values()]
 
     # Under the lock
-
-    def _call_back(self) -> None:
-        now = time.monotonic()
-        self._plan.call_back()
-        self._act(self._plan.settle(now))
-        if self._plan.start_at > now:
-            self._mold.settle_later(self._plan.start_at - now)
 
     def _postpone(self, worker: Worker, reasons: tuple[Reason, ...]) -> None:
         """Remember why a worker is to be replaced, and report each reason once."""
@@ -640,19 +624,17 @@ class Workers:
 
     def _hand_over(self) -> None:
         while self._waiters:
-            answer: Worker | Exception | None = self._refusal()
+            answer = self._refusal() or self._plan.take(self._waiters.first.holder)
             if answer is None:
-                if (member := self._plan.take(self._waiters.first.holder)) is None:
-                    return
-                answer = self._workers[member.number]
+                return
             self._answers.append((self._waiters.popleft(), answer))
 
     def _act(self, orders: Iterable[Order]) -> None:
         for order in orders:
             if isinstance(order, Start):
-                self._mold.start_worker(order.number)
+                self._mold.start_worker(order.worker)
             elif isinstance(order, End):
-                self._dismiss(self._workers[order.number])
+                self._dismiss(order.worker)
             else:
                 self._mold.give_up()
 
@@ -661,19 +643,16 @@ class Workers:
         cause: WorkerEndCause = "idle" if self._plan.presence == "ended" else "recycled"
         if self.gone:
             cause = "closed"
-        self._workers.pop(worker.number, None)
         worker.channel.close()
         self._count(worker, cause, "")
 
-    def _take_out(self, number: int, worker: Worker | None, cause: WorkerEndCause, how: str, *, blame: bool) -> float:
+    def _take_out(self, worker: Worker, cause: WorkerEndCause, how: str, *, blame: bool) -> float:
         """Forget a worker that has ended, and start others; returns after how many seconds to look again."""
         now = time.monotonic()
         was_open = self._plan.circuit.state == "open"
-        member = self._plan.members.get(number)
-        has_started = member is not None and member.state != "starting"  # else its start was not reported either
-        if self._workers.pop(number, None) is not None and worker is not None and has_started:
+        if self._plan.knows(worker) and worker.state != "starting":  # else its start was not reported either
             self._count(worker, cause, how)
-        self._plan.lost(number, now, draw=random.random(), blame=blame)  # noqa: S311 - jitter
+        self._plan.lost(worker.number, now, draw=random.random(), blame=blame)  # noqa: S311 - jitter
         circuit = self._plan.circuit
         if circuit.state == "open" and not was_open:
             retry = circuit.retry_after(now) or 0.0
@@ -698,9 +677,9 @@ class Workers:
         if not self.gone:
             logger.warning("%s: a new worker has ended before it could take a call: %s", self._name, how)
 
-    def _remove(self, number: int, worker: Worker | None, cause: WorkerEndCause, how: str, *, blame: bool) -> None:
+    def _remove(self, worker: Worker, cause: WorkerEndCause, how: str, *, blame: bool) -> None:
         with self._lock:
-            delay = self._take_out(number, worker, cause, how, blame=blame)
+            delay = self._take_out(worker, cause, how, blame=blame)
         self._emit_all(then_settle_in=delay)
 
     def _emit_all(self, then_settle_in: float = 0.0) -> None:

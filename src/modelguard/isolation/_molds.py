@@ -123,7 +123,7 @@ class Mold(MoldOrders):
 
     def end_load(self) -> None:
         """End it if it still loads. Does not block."""
-        self._supervisor.call(self._end_load)
+        self._supervisor.call(lambda: self._fail(Unwanted()))
 
     def begin_to_end(self) -> None:
         self._ending = True
@@ -160,7 +160,7 @@ class Mold(MoldOrders):
 
     def replay_news(self) -> None:
         for program in list(self._programs.values()):
-            _supervisor.replay_all(program.news)
+            _supervisor.replay(program.news)
 
     @property
     def belongs_here(self) -> bool:
@@ -179,8 +179,8 @@ class Mold(MoldOrders):
 
     # What its workers ask for
 
-    def start_worker(self, number: int) -> None:
-        self._supervisor.call(lambda: self._start(number))
+    def start_worker(self, worker: Worker) -> None:
+        self._supervisor.call(lambda: self._start(worker))
 
     def give_up(self) -> None:
         how = "its workers end before they can take a call"
@@ -190,9 +190,6 @@ class Mold(MoldOrders):
         self._supervisor.later(seconds, self.workers.settle)
 
     # In the supervisor's thread
-
-    def _end_load(self) -> None:
-        self._fail(Unwanted())
 
     def _begin(self) -> None:
         if self._ending:
@@ -223,7 +220,7 @@ class Mold(MoldOrders):
             gone()
 
     def _read_news(self, news: socket.socket) -> None:
-        if not _supervisor.replay_next(news):
+        if not _supervisor.replay(news):
             self._supervisor.forget(news.fileno())
 
     def _collect(self, program: Launched, patience: float) -> str:
@@ -234,7 +231,7 @@ class Mold(MoldOrders):
         child_processes.kill_group(program.process.pid)
         how = _processes.describe_exit(program.process.wait())
         self._supervisor.forget(program.news.fileno())
-        _supervisor.replay_all(program.news)  # what it has reported last
+        _supervisor.replay(program.news)  # what it has reported last
         program.control.close()
         program.news.close()
         return how
@@ -244,32 +241,28 @@ class Mold(MoldOrders):
             with suppress(OSError):
                 self._programs[_FORKER].control.send(("end", 0))
 
-    def _start(self, number: int) -> None:
+    def _start(self, worker: Worker) -> None:
         program = self._programs.get(_FORKER)
         if program is None or self._ending:
             return
         try:
             ours, theirs = pair()
         except OSError as error:  # no descriptor is left
-            self.workers.not_started(number, str(error))
+            self.workers.not_started(worker, str(error))
             return
         # A call waits for the first worker, so that one does not stand back.
         is_first = not any(map(self.workers.is_starting, self._running.values()))
         awaited = is_first and self.workers.presence == "returning"
-        worker = self._add_worker(number, ours)
+        self._add_worker(worker, ours)
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
             beside_calls = not awaited and (self._loaded.done() or self.instructions.beside_calls)
-            program.control.send(("fork", number, beside_calls), [theirs.fileno()])
-        self._check_later(worker, _START)
+            program.control.send(("fork", worker.number, beside_calls), [theirs.fileno()])
+        self._supervisor.later(_START, weakly(self.end_late, worker.number))
 
-    def _add_worker(self, number: int, ours: socket.socket) -> Worker:
-        worker = self._running[number] = Worker(number, Channel(ours))
-        self.workers.add(worker)
+    def _add_worker(self, worker: Worker, ours: socket.socket) -> None:
+        worker.channel = Channel(ours)
+        self._running[worker.number] = worker
         self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
-        return worker
-
-    def _check_later(self, worker: Worker, seconds: float) -> None:
-        self._supervisor.later(seconds, weakly(self.end_late, worker.number))
 
     def _hear_first(self, worker: Worker) -> None:
         """A worker is ready; from now on its channel belongs to its callers. Or it has died."""
@@ -321,7 +314,8 @@ class Mold(MoldOrders):
         if what == "exit":
             self.workers.exited(worker, _processes.describe_exit(*details))
         else:
-            self.workers.not_started(number, *details)
+            worker.channel.close()
+            self.workers.not_started(worker, *details)
 
     def _gone(self, program: Launched) -> None:
         how = f"its mold ended: {self._collect(program, 0.5 if self._ending else 0.1)}"
@@ -408,7 +402,7 @@ class SpawnedWorkers(Mold):
                 child_processes.kill_group(worker.pid)
         self._note_end()
 
-    def _start(self, number: int) -> None:
+    def _start(self, worker: Worker) -> None:
         if self._ending:
             return
         ends: tuple[socket.socket, ...] = ()
@@ -416,22 +410,22 @@ class SpawnedWorkers(Mold):
             ends = ours, theirs = pair()
             with theirs:
                 program = launch(self.instructions)
-                program.control.send(("serve", number), [theirs.fileno()])  # it is read after the load
+                program.control.send(("serve", worker.number), [theirs.fileno()])  # it is read after the load
         except Exception as error:  # noqa: BLE001 - no process is left, or a pool's key cannot be sent to one
             for end in ends:
                 end.close()
             if not isinstance(error, OSError):
                 self._fail(error)
-            self.workers.not_started(number, str(error))
+            self.workers.not_started(worker, str(error))
             return
-        worker = self._add_worker(number, ours)
+        self._add_worker(worker, ours)
         worker.pid = program.process.pid
         worker.pidfd = child_processes.opened(worker.pid)  # a child that nobody has waited for, so it is this one
-        self._programs[number] = program
+        self._programs[worker.number] = program
         self._listen_to(program, lambda: self._worker_gone(program, worker))
         self._kill_if_ending()
         if self._load_timeout is not None:
-            self._check_later(worker, self._load_timeout)
+            self._supervisor.later(self._load_timeout, weakly(self.end_late, worker.number))
 
     def _worker_gone(self, program: Launched, worker: Worker) -> None:
         self._supervisor.forget(worker.channel.fileno())
@@ -480,7 +474,7 @@ class MoldGuard:
         self.source = source
         self._origin = origin
         self._key = key
-        self.code: Files | None = None
+        self.code: Files = {}
         self._deaths = 0
         self._ending_workers = threading.Lock()
         world = runtime.Runtime(
@@ -586,17 +580,15 @@ class MoldGuard:
             del mold  # a drained mold is released, and must not be alive then
             time.sleep(_LOOK)
 
-    def set_paused(self, *, paused: bool) -> None:
-        """Let no policy replace a mold or a worker, or let them again. Does not block."""
-        self.guard.engine.set_paused(paused=paused)
-        self._settle()
+    def set_paused(self, *, paused: bool, reported: bool = True) -> None:
+        """Let no policy replace a mold or a worker, or let them again. Does not block.
 
-    def follow_pause(self, *, paused: bool) -> None:
-        """:meth:`set_paused` where the owner of several reports it. Does not block."""
-        self.guard.engine.state.set_paused(paused=paused)
-        self._settle()
-
-    def _settle(self) -> None:
+        Args:
+            paused: Whether it is paused.
+            reported: False where the owner of several reports it.
+        """
+        engine = self.guard.engine
+        (engine if reported else engine.state).set_paused(paused=paused)
         for mold in (self.current, self.previous):
             if mold is not None:
                 mold.workers.settle()
@@ -627,7 +619,7 @@ class MoldGuard:
         instructions = Instructions(
             owner=os.getpid(),
             origin=origin,
-            options=self._options.without_code,
+            options=self._options,
             key=self._key,
             beside_calls=self.current is not None,
             code=self.code,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from modelguard.errors import NotSupported
 from modelguard.facts import _memory, _proc
@@ -55,23 +55,16 @@ def check_supported() -> None:
         _oom_kills = _memory.oom_kills()
 
 
-class Place(NamedTuple):
-    """Whose turn this process is.
-
-    Attributes:
-        oom_score: What was added to its place among those that the kernel kills when memory runs out.
-        priority: The nice value of its thread.
-    """
-
-    oom_score: int
-    priority: int
+def priority() -> int:
+    """The nice value of this thread."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
 
 
-def place() -> Place:
-    score = 0
+def _oom_score() -> int:
+    """What was added to this process's place among those that the kernel kills when memory runs out."""
     with suppress(OSError, ValueError):
-        score = int(_OOM_FILE.read_text(encoding="ascii"))
-    return Place(score, os.getpriority(os.PRIO_PROCESS, 0))
+        return int(_OOM_FILE.read_text(encoding="ascii"))
+    return 0
 
 
 def set_oom_score(score: int) -> None:
@@ -92,7 +85,7 @@ def stay_back(before: int) -> None:
 def may_step_forward() -> bool:
     """Whether this process can take back :func:`stay_back`."""
     capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
-    room = resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - place().priority
+    room = resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - priority()
     return bool(capabilities >> _CAP_SYS_NICE & 1) or room
 
 
@@ -108,7 +101,7 @@ def standing_back() -> Iterator[None]:
     if not may_step_forward():
         yield
         return
-    before = place().priority
+    before = priority()
     stay_back(before)
     try:
         yield
@@ -119,7 +112,7 @@ def standing_back() -> Iterator[None]:
 @contextmanager
 def coming_last() -> Iterator[None]:
     """:func:`standing_back` while a model loads beside calls, which must not pay with a worker if memory runs out."""
-    before = place().oom_score
+    before = _oom_score()
     set_oom_score(_OOM_SCORE_OF_LOADS)
     try:
         with standing_back():

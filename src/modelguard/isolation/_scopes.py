@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -62,21 +62,20 @@ Loan: TypeAlias = _Loan | Lease[Mold]
 
 
 class TakenWorker:
-    """A worker for the call that has a loan on its mold; none before :attr:`number` is set."""
+    """A worker for the call that has a loan on its mold, while it is held."""
 
-    __slots__ = ("_loan", "_process", "_workers", "number", "worker")
+    __slots__ = ("_loan", "_process", "held", "worker")
     worker: Worker
 
     def __init__(self, loan: Loan) -> None:
-        self.number = 0
+        self.held = False
         self._process = os.getpid()
         self._loan = loan
-        self._workers = loan.model.workers
 
     def __del__(self) -> None:
         # An exception of a signal handler has come between two steps of its call. In a forked child it is the parent's.
-        if getattr(self, "number", 0) and os.getpid() == self._process:
-            supervisor().call(partial(_lose, self._loan, self.number))
+        if getattr(self, "held", False) and os.getpid() == self._process:
+            supervisor().call(partial(_lose, self._loan, self.worker))
 
     @property
     def channel(self) -> Channel:
@@ -91,24 +90,24 @@ class TakenWorker:
         return self._loan.model
 
     def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        self._workers.release(self.worker, worn=worn, counts=counts)
+        self._loan.model.workers.release(self.worker, worn=worn, counts=counts)
         self._end()
 
     def put_back(self) -> None:
         self.release(worn=(), counts=False)
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        how = self._workers.lose(self.worker, cause, blame=blame)
+        how = self._loan.model.workers.lose(self.worker, cause, blame=blame)
         self._end()
         return how
 
     def _end(self) -> None:
-        self.number = 0
+        self.held = False
         self._loan.end(failed=False)
 
 
-def _lose(loan: Loan, number: int) -> None:
-    loan.model.workers.lose_number(number)
+def _lose(loan: Loan, worker: Worker) -> None:
+    loan.model.workers.lose(worker, "cancelled")
     loan.end(failed=False)
 
 
@@ -137,16 +136,13 @@ class MoldScope(Source):
 
     def _take_now(self, loan: Loan) -> Taken | None:
         """Take a worker if that needs no waiting: most calls do without a claim."""
-        taken, worker = TakenWorker(loan), None
+        taken = TakenWorker(loan)
         try:
-            worker = loan.model.workers.take_now(taken)
+            loan.model.workers.take_now(taken)
         finally:
-            if not taken.number:
+            if not taken.held:
                 loan.end(failed=False)
-        if worker is None:
-            return None
-        taken.worker = worker
-        return taken
+        return taken if taken.held else None
 
     def until_taken(self, claim: Claim) -> Steps[Taken]:
         taken = None
@@ -161,24 +157,24 @@ class MoldScope(Source):
         workers, taken = loan.model.workers, TakenWorker(loan)
         waiter = Waiter(claim.client, holder=taken, arrived=claim.limits.arrived, admitted=claim.admitted)
         try:
-            worker = workers.request(waiter)
+            workers.request(waiter)
         except BaseException:
             workers.withdraw(waiter)
-            if not taken.number:
+            if not taken.held:
                 loan.end(failed=False)
             raise
-        if worker is None and workers.gone:
+        if taken.held:
+            return taken
+        if workers.gone:
             yield from self._until_replaced(claim, loan, waiter)
             return None
+        worker = None
         try:
-            if worker is None and not self._is_replaced(loan):
+            if not self._is_replaced(loan):
                 claim.admitted = True
                 yield from self._await(claim, waiter, self.timeout, partial(self._too_late, claim))
                 worker = waiter.result()
-            if worker is None:
-                return None
-            taken.worker = worker
-            return taken
+            return None if worker is None else taken
         finally:
             if worker is None:
                 self._leave_line(loan, taken, waiter)
@@ -189,7 +185,9 @@ class MoldScope(Source):
         loan.end(failed=False)
         try:
             if generation is not None and not generation.retired:
-                yield from self._await(claim, waiter, self.wait_timeout(), partial(self._reloading, since))
+                self._admit(claim)
+                late = partial(self._reloading, since)
+                yield from self._await(claim, waiter, self.wait_timeout(), late, loading=True)
         finally:
             workers.withdraw(waiter)
 
@@ -206,14 +204,12 @@ class MoldScope(Source):
         return generation is not None and generation.retired and not self.closed
 
 
-def _return(loan: Loan, taken: TakenWorker, waiter: Future[Worker | None]) -> None:
+def _return(loan: Loan, taken: TakenWorker, _waiter: Future[Worker | None]) -> None:
     """Give back what a call in line has got that has gone meanwhile. In the thread that gives it."""
-    worker = None if waiter.exception() is not None else waiter.result()
-    if worker is None:
-        loan.end(failed=False)
-    else:
-        taken.worker = worker
+    if taken.held:
         supervisor().call(taken.put_back)
+    else:
+        loan.end(failed=False)
 
 
 # ``scope="process"``: the mold and the workers belong to this process, and end with it.
@@ -268,8 +264,9 @@ class ProcessScope(MoldScope):
 
     def status(self) -> IsolationStatus:
         molds, mold = self._molds.guard.status(), self._molds.current
-        return IsolationStatus(
-            **{field: getattr(molds, field) for field in _OF_ITS_GUARD},
+        shared = {one.name: getattr(molds, one.name) for one in fields(IsolationStatus) if hasattr(molds, one.name)}
+        return replace(
+            IsolationStatus(**shared),
             name=self.name,
             state=_state(molds.state, mold),
             ready=self.ready,
@@ -301,21 +298,6 @@ class ProcessScope(MoldScope):
     def refuse_calls(self) -> None:
         self._refuse_waiting()
         self._engine.state.close()
-
-
-#: What the status of a function has from that of the guard of its molds.
-_OF_ITS_GUARD = (
-    "generation",
-    "age",
-    "in_flight",
-    "reloads",
-    "failures",
-    "last_error",
-    "version",
-    "previous",
-    "pinned",
-    "paused",
-)
 
 
 def _of_workers(molds: list[Mold]) -> dict[str, Any]:
@@ -361,7 +343,7 @@ class PoolScope(MoldScope):
         options = replace(self._options, name=_units.KeyedName(self.name, key))
         molds = MoldGuard(options, self._source.options_for(key), key=key, retries=False)
         self._guards.add(molds)
-        molds.follow_pause(paused=self._pool.paused)  # last, so that no pause is missed
+        molds.set_paused(paused=self._pool.paused, reported=False)  # last, so that no pause is missed
         return molds.guard.engine
 
     def _lend(self, key: Any) -> Loan | None:
@@ -437,7 +419,7 @@ class PoolScope(MoldScope):
         """Hold back what the pool's options and ``recycle_on`` ask for, or no longer."""
         self._pool.set_paused(paused=paused)
         for molds in list(self._guards):
-            molds.follow_pause(paused=paused)
+            molds.set_paused(paused=paused, reported=False)
 
     def unload(self, timeout: float | None) -> None:
         self._pool.unload((), Timeout(timeout))

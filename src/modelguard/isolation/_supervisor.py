@@ -168,11 +168,23 @@ fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
 #: Bytes of one report; the socket's buffer takes several of them.
 _LONGEST = 60_000
 
+#: More reports than the socket's buffer takes: who heeds them does not go on for as long as others write.
+_MOST = 1000
+
 #: Seconds that a worker waits for room in the socket before it drops a report.
 _PATIENCE = 0.1
 
 #: Before each report: the process id of its sender.
 _SENDER = struct.Struct("<I")
+
+#: What the owner of a mold reports of its generations, by the name of the function.
+_OF_GENERATIONS = (
+    telemetry.LoadStarted,
+    telemetry.LoadFinished,
+    telemetry.LoadErrored,
+    telemetry.GenerationReleased,
+    telemetry.GenerationAbandoned,
+)
 
 _receiver: Callable[[bytes], object] | None = None
 
@@ -190,9 +202,17 @@ def levels() -> dict[str, int]:
 
 
 class Reporter(logging.Handler):
-    def __init__(self, connected: socket.socket) -> None:
+    """Reports to the owner.
+
+    Args:
+        connected: Where it listens.
+        told_there: The name of the guard whose loads and releases it reports itself.
+    """
+
+    def __init__(self, connected: socket.socket, told_there: str | None = None) -> None:
         super().__init__()
         self._socket = connected
+        self._told_there = told_there
 
     def install(self, wanted: dict[str, int]) -> None:
         for name, level in wanted.items():
@@ -219,7 +239,8 @@ class Reporter(logging.Handler):
             self._send({**plain, "msg": str(fields["msg"])[: _LONGEST // 8], "exc_text": None})
 
     def report_event(self, event: Event) -> None:
-        self._send(event)
+        if event.guard != self._told_there or not isinstance(event, _OF_GENERATIONS):
+            self._send(event)
 
     def _send(self, report: object) -> bool:
         try:
@@ -242,18 +263,14 @@ def hand_on(receiver: Callable[[bytes], object]) -> None:
     _receiver = receiver
 
 
-def replay_all(connected: socket.socket) -> None:
-    """In the owner: :func:`replay` what has been received so far."""
-    while report := receive(connected):
-        replay(report)
-
-
-def replay_next(connected: socket.socket) -> bool:
-    """In the owner: :func:`replay` the next report, if there is one now. Returns false once there will be none."""
-    report = receive(connected)
-    if report:
-        replay(report)
-    return report != b""
+def replay(connected: socket.socket) -> bool:
+    """In the owner: heed what has been reported so far. Returns false once there will be no more."""
+    for _ in range(_MOST):
+        report = receive(connected)
+        if not report:
+            return report is None
+        heed(report)
+    return True
 
 
 def receive(connected: socket.socket) -> bytes | None:
@@ -269,7 +286,7 @@ def receive(connected: socket.socket) -> bytes | None:
         return b""
 
 
-def replay(report: bytes) -> None:
+def heed(report: bytes) -> None:
     """In the owner: hand a record or an event to this process's loggers or hooks."""
     if _receiver is not None:
         _receiver(report)
@@ -326,9 +343,8 @@ def changed(known: Files, now: Files | None = None) -> str | None:
     return next((path for path, was in known.items() if (now.get(path) or _stamp(path)) != was), None)
 
 
-def check_unchanged(known: Files | None) -> None:
-    path = None if known is None else changed(known)
-    if path is not None:
+def check_unchanged(known: Files) -> None:
+    if (path := changed(known)) is not None:
         raise RuntimeError(f"{path} has changed since this server imported it; restart the server")
 
 
@@ -408,7 +424,7 @@ class Instructions:
         options: Of the isolated function.
         key: Of the pool's model that it loads; None if its function has no pool.
         beside_calls: Whether calls run while it loads.
-        code: What files its modules must have; None for any.
+        code: What files of its modules must be like.
         shared: Whether its owner serves callers of other processes, and knows nothing of their modules.
     """
 
@@ -417,7 +433,7 @@ class Instructions:
     options: IsolationOptions
     key: Any
     beside_calls: bool
-    code: Files | None
+    code: Files
     shared: bool
 
 

@@ -196,10 +196,11 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
         waiting.require_loop("awaiting an isolated function")
         opening = step = self._caller.open(arguments, _limits())
+        thread = f"modelguard-isolated-{self.name}"
         try:
             items = await _result(opening)
             while True:
-                step = waiting.start(functools.partial(next, items, _NO_ITEM), self.name, _start_thread)
+                step = waiting.start(functools.partial(next, items, _NO_ITEM), thread, SHARED.start)
                 item = await _result(step)
                 if item is _NO_ITEM:
                     return
@@ -327,19 +328,11 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
 async def _result(future: Future[T]) -> T:
     """Await a future. Cancelling the task cancels it."""
     try:
-        if waiting.on_event_loop():
-            return await asyncio.wrap_future(future)
-        try:
-            await Wait(future, Timeout(None)).suspend()
-        finally:
-            future.cancel()  # which does nothing to one that is done
+        await Wait(future, Timeout(None)).suspend()
         return future.result()
     finally:
+        future.cancel()  # which does nothing to one that is done
         del future  # it refers to the error, and that to this frame
-
-
-def _start_thread(work: Callable[[], None], name: str) -> None:
-    SHARED.start(work, f"modelguard-isolated-{name}")
 
 
 def _close_after(step: Future[Any], opening: Future[Any]) -> Future[None]:
@@ -350,7 +343,7 @@ def _close_after(step: Future[Any], opening: Future[Any]) -> Future[None]:
         if not opening.cancelled() and opening.exception() is None:
             opening.result().close()
 
-    step.add_done_callback(lambda _: waiting.start(close, "close", _start_thread, closed))
+    step.add_done_callback(lambda _: waiting.start(close, "modelguard-isolated-close", SHARED.start, closed))
     return closed
 
 
@@ -467,7 +460,7 @@ def isolate(
             scope=scope,
             name=name,
         )
-        source = _isolation_options.source_of(function, options.name, options.kind, recycle_on)
+        source = _isolation_options.source_of(function, options.name, recycle_on)
         return Isolated(options, function, source)
 
     return decorate

@@ -191,6 +191,19 @@ def test_a_mold_that_gives_no_worker_is_told_as_such(
     assert [1, 2, 3] == list(master.WORKERS)
 
 
+def test_new_weights_are_tried_at_once(master: Master, rolling: RollingReplacement) -> None:
+    """Whatever has failed before: the mold that was to fork a worker had died, and there is a new one."""
+    master.fails = True
+    rolling.request(1, "Uses(5)")
+    rolling.step()
+    master.fails = False
+    rolling.step()
+    assert [1, 2] == list(master.WORKERS)
+    rolling.request(1, "there are new weights", at_once=True)
+    rolling.step()
+    assert [1, 2, 3] == list(master.WORKERS)
+
+
 def test_a_lost_signal_to_end_is_sent_again(master: Master, rolling: RollingReplacement, clock: Clock) -> None:
     """A worker that is still starting loses the signal."""
     rolling.request(1, "new weights")

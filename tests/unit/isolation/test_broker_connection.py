@@ -59,12 +59,10 @@ class Mold:
         self.starting: list[Worker] = []
         self.ends: dict[int, socket.socket] = {}
 
-    def start_worker(self, number: int) -> None:
+    def start_worker(self, worker: Worker) -> None:
         """Start one."""
-        ours, theirs = pair()
-        worker = Worker(number, Channel(ours))
-        self.ends[number] = theirs
-        self.workers.add(worker)
+        ours, self.ends[worker.number] = pair()
+        worker.channel = Channel(ours)
         self.starting.append(worker)
 
     def give_up(self) -> None:
@@ -128,7 +126,7 @@ class Broker:
         self.supervisor = Supervisor()
         self.has_ended = 0
 
-    def admit(self, _connection: ClientConnection, _token: bytes) -> None:
+    def admit(self, _token: bytes) -> None:
         """Take everybody."""
 
     def granted(self, _connection: ClientConnection, _worker: int) -> None:
@@ -166,7 +164,7 @@ class Client:
 
 
 class Connections(RuleBasedStateMachine):
-    """Clients take, wait, withdraw, release, lose and die; workers end; the promise holds after every step."""
+    """Clients take, wait, release, lose and die; workers end; the promise holds after every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,12 +184,6 @@ class Connections(RuleBasedStateMachine):
         if (client := self.holder(number, "idle")) is not None:
             client.state = "waiting"
             client.say("take")
-
-    @rule(number=st.integers(0, 9))
-    def withdraw(self, number: int) -> None:
-        """A call whose time is over; it may have been granted in this moment."""
-        if (client := self.holder(number, "waiting")) is not None:
-            client.say("withdraw")
 
     @rule(number=st.integers(0, 9), worn=st.booleans())
     def release(self, number: int, worn: bool) -> None:  # noqa: FBT001 - Hypothesis passes it
@@ -266,6 +258,32 @@ def test_a_connection_of_no_client_gets_no_worker() -> None:
         channel.close()
         assert (0, 1) == (broker.scope.leases, broker.has_ended)
         broker.mold.close()
+
+
+@pytest.mark.parametrize("first", ["granted", "gone"])
+def test_a_worker_that_is_granted_to_a_call_that_has_gone_goes_back(first: str) -> None:
+    """Its client hangs up before it has read that: nothing has begun, and no worker ends for it."""
+    broker = Broker()
+    broker.mold.workers.settle()
+    for worker in broker.mold.starting:
+        broker.mold.workers.ready(worker)
+    clients = [Client(broker, b"a") for _ in range(SIZE + 1)]
+    for client in clients:
+        client.say("take")
+        client.listen()
+    holding, late = clients[0], clients[SIZE]
+    assert "holding" == holding.state
+    if first == "gone":
+        late.channel.close()
+    holding.say("release", (), True)  # noqa: FBT003 - as it is sent
+    late.channel.close()
+    late.connection.heed()
+    broker.supervisor.run()
+    assert (1, 0) == (broker.scope.leases, broker.mold.workers.counts["cancelled"])
+    for client in clients[:SIZE]:
+        client.channel.close()
+        client.connection.heed()
+    broker.mold.close()
 
 
 TestConnections = Connections.TestCase

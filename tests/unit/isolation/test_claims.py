@@ -77,7 +77,9 @@ class Scope(MoldScope):
 
     def grant(self) -> None:
         """Give the first in line a worker."""
-        self.line.pop(0).set_result(self)  # type: ignore[arg-type]
+        waiter: Any = self.line.pop(0)
+        waiter.holder.worker, waiter.holder.held = self, True
+        waiter.set_result(self)
 
 
 @pytest.fixture
@@ -244,3 +246,15 @@ class TestWaiting:
         assert [QueueFull, Withdrawn] == [type(how) for how in ended]
         admitted = Claim(UNBOUNDED, admitted=True)  # once is enough
         Source._admit(scope, admitted)
+
+    def test_so_many_may_wait_for_the_next_mold(self, scope: Scope) -> None:
+        """As for a load: also while one that has died again and again is not made anew yet."""
+        ended: list[Any] = []
+        scope.gone = True
+        waiting = [followed(scope, ended) for _ in range(2)]
+        assert ([], [True, True]) == (ended, [claim.loading for claim in scope._waiting])
+        followed(scope, ended)
+        assert [QueueFull] == [type(how) for how in ended]
+        for one in waiting:
+            one.withdraw()
+        assert (0, [], 0) == (scope.leases, scope.line, scope.queued)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from modelguard import Isolated, guard, isolate
 from modelguard.errors import GuardClosed
+from modelguard.isolation import _host_scope
 from modelguard.isolation._calls import Claim, Limits
 from modelguard.isolation._channel import Channel, pair
+from modelguard.isolation._host import Folder, Joined
 from modelguard.isolation._host_scope import ANSWER, Connection
 
 
@@ -64,7 +67,29 @@ def test_a_call_that_is_granted_a_worker_as_the_function_closes_gives_it_back(is
     with pytest.raises(GuardClosed):
         steps.send(None)
     assert [("take",), ("release", (), False)] == [broker.receive(), broker.receive()]
-    assert ([connection], []) == (membership.kept, scope.running)
+    assert ([connection], []) == (membership.kept, list(scope.running))
+    for one in (worker, other, connection, broker):
+        one.close()
+
+
+def test_a_call_that_was_interrupted_is_not_waited_for(isolated: Isolated[Any, Any]) -> None:
+    """A signal's handler has raised between two steps of it: it has dropped its worker, and says nothing any more."""
+    scope: Any = isolated._scope
+    ours, theirs = pair()
+    membership: Any = Membership()
+    connection, broker = Connection(ours, membership), Channel(theirs)
+    steps = scope._until_answered(Claim(Limits(0.0), blocks=True), connection)
+    next(steps)
+    worker, other = socket.socketpair()
+    broker.send(("granted", os.getpid()), [worker.fileno()])
+    with pytest.raises(StopIteration) as granted:
+        steps.send(None)
+    assert [granted.value.value] == list(scope.running)
+    granted.value.value.channel.close()
+    del granted
+    scope.membership = membership
+    isolated.close("60s")
+    assert membership.patience > 1.0
     for one in (worker, other, connection, broker):
         one.close()
 
@@ -78,3 +103,18 @@ def test_a_broker_has_the_rest_of_the_time_to_answer(
     membership = scope.membership = Membership()
     isolated.close(timeout)
     assert patience[0] <= membership.patience <= patience[1]
+
+
+def test_the_end_of_the_broker_is_awaited_no_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It has answered, and is stopped before it ends."""
+    awaited: list[float] = []
+    monkeypatch.setattr(_host_scope.child_processes, "await_end", lambda _, seconds: awaited.append(seconds))
+    (ours, theirs), (reports, broker) = pair(), pair()
+    tmp_path.chmod(0o700)
+    joined = Joined(Folder(tmp_path), "f.1", Channel(ours), reports, b"", os.getpid())
+    membership = _host_scope.Membership(joined, lambda _: None, lambda: None)
+    Channel(theirs).send(("done", True))
+    membership.leave(2.0)
+    assert 0.0 <= awaited[0] <= 2.0
+    for one in (theirs, broker):
+        one.close()

@@ -28,8 +28,8 @@ class Membership:
         self.heard: list[tuple[Any, ...]] = []
         self.pid, self.gone, self.ready, self.version = 1, False, False, None
 
-    def ask(self, what: str, *details: Any, limit: float = 0.0) -> None:
-        assert limit > 0 or what != "pause"
+    def ask(self, what: str, *details: Any, limit: float | None = None) -> None:
+        assert limit or what != "pause"
         if self.behaviour == "hangs":
             raise BlockingIOError
         if self.behaviour == "is gone":

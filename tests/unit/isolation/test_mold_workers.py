@@ -58,25 +58,19 @@ class FakeMold:
         self.closed = False
         self.workers.settle()
 
-    def start_worker(self, number: int) -> None:
+    def start_worker(self, worker: Worker) -> None:
         assert not self.closed
         channel: Any = FakeChannel()
-        worker = Worker(number, channel)
-        worker.pid = 1000 * self.generation + number
-        self.made[number] = worker
-        self.starting.add(number)
+        worker.channel = channel
+        worker.pid = 1000 * self.generation + worker.number
+        self.made[worker.number] = worker
+        self.starting.add(worker.number)
 
     def give_up(self) -> None:
         self.gave_up = True
 
     def settle_later(self, seconds: float) -> None:
         assert seconds > 0
-
-    def add_all(self) -> None:
-        """What the supervisor does in its own thread: a worker is known before it comes up."""
-        known = {worker.number for worker, *_ in self.workers.listed()}
-        for number in self.starting - known:
-            self.workers.add(self.made[number])
 
     def alive(self) -> list[Worker]:
         """The workers whose channel is open."""
@@ -95,7 +89,6 @@ class WorkersMachine(RuleBasedStateMachine):
         self.ended: list[telemetry.WorkerEnded] = []
         self.remove = telemetry.add_hook(self.note)
         self.molds = [FakeMold(1)]
-        self.molds[0].add_all()
         self.calls: list[tuple[FakeMold, Worker]] = []
 
     def teardown(self) -> None:
@@ -120,16 +113,11 @@ class WorkersMachine(RuleBasedStateMachine):
     def current(self) -> FakeMold:
         return self.molds[-1]
 
-    def settle(self) -> None:
-        for mold in self.molds:
-            mold.add_all()
-
     @rule(seconds=st.floats(0, 30))
     def time_passes(self, seconds: float) -> None:
         self.clock.now += seconds
         for mold in self.molds:
             mold.workers.settle()
-        self.settle()
 
     @precondition(lambda self: any(mold.starting for mold in self.molds))
     @rule(comes_up=st.booleans(), pick=st.integers(0, 10))
@@ -141,10 +129,10 @@ class WorkersMachine(RuleBasedStateMachine):
         if comes_up:
             mold.workers.ready(worker)
         elif pick % 2:
-            mold.workers.not_started(number, "no memory")
+            worker.channel.close()
+            mold.workers.not_started(worker, "no memory")
         else:
             mold.workers.exited(worker, "SIGKILL")
-        self.settle()
 
     @rule(pick=st.integers(0, 10))
     def call_begins(self, pick: int) -> None:
@@ -178,14 +166,12 @@ class WorkersMachine(RuleBasedStateMachine):
             mold.workers.lose(worker, outcome)  # type: ignore[arg-type]
             mold.workers.exited(worker, "SIGSEGV")  # the mold reports it too
             assert worker not in mold.alive()
-        self.settle()
 
     @rule()
     def pause_or_resume(self) -> None:
         mold = self.current
         mold.paused = not mold.paused
         mold.workers.settle()
-        self.settle()
 
     @rule(pick=st.integers(0, 10))
     def idle_worker_dies(self, pick: int) -> None:
@@ -193,7 +179,6 @@ class WorkersMachine(RuleBasedStateMachine):
         idle = [worker for worker, state, *_ in mold.workers.listed() if state == "idle"]
         if idle:
             mold.workers.exited(idle[pick % len(idle)], "SIGKILL")
-            self.settle()
 
     @rule()
     def nobody_calls(self) -> None:
@@ -212,7 +197,6 @@ class WorkersMachine(RuleBasedStateMachine):
             mold.workers.counts["idle"],
         )
         mold.workers.settle()
-        mold.add_all()
         assert ([], "ended") == (mold.workers.listed(), mold.workers.presence)
 
     @precondition(lambda self: len(self.molds) < 4)
@@ -233,7 +217,6 @@ class WorkersMachine(RuleBasedStateMachine):
         else:
             old.workers.close()
         self.molds.append(FakeMold(len(self.molds) + 1))
-        self.settle()
 
     @invariant()
     def as_many_calls_as_workers(self) -> None:

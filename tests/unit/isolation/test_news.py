@@ -33,7 +33,7 @@ def test_a_report_that_was_read_already_does_not_block_the_supervisor(caplog: py
     supervisor = Supervisor()
     mold: Any = SimpleNamespace(_supervisor=supervisor)
     _supervisor.Reporter(theirs).emit(record("one"))
-    _supervisor.replay_all(ours)
+    _supervisor.replay(ours)
     Mold._read_news(mold, ours)
     assert (["one"], []) == (caplog.messages, supervisor.forgotten)
     _supervisor.Reporter(theirs).emit(record("two"))
@@ -43,6 +43,23 @@ def test_a_report_that_was_read_already_does_not_block_the_supervisor(caplog: py
     Mold._read_news(mold, ours)
     assert [ours.fileno()] == supervisor.forgotten
     ours.close()
+
+
+def test_reports_without_an_end_hold_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that log in a loop, faster than their owner can hand it on, do not keep it from its other molds."""
+    heard: list[bytes] = []
+
+    def heed(report: bytes) -> None:
+        heard.append(report)
+        assert len(heard) < 100_000
+
+    monkeypatch.setattr(_supervisor, "receive", lambda _: b"a report")
+    monkeypatch.setattr(_supervisor, "heed", heed)
+    ours, theirs = _supervisor.report_pair()
+    assert _supervisor.replay(ours)
+    assert heard
+    ours.close()
+    theirs.close()
 
 
 def test_levels_are_read_while_other_threads_make_loggers(monkeypatch: pytest.MonkeyPatch) -> None:

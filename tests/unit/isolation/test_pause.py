@@ -49,7 +49,7 @@ def running(paused: Callable[[], bool], *, size: int = 2, spare: int = 1) -> Wor
     )
     for order in plan.settle(0.0):
         assert isinstance(order, Start)
-        plan.started(order.number)
+        plan.started(order.worker.number)
     return plan
 
 
@@ -113,7 +113,6 @@ class TestWorkersOfAMold:
     def mold(self) -> FakeMold:
         """A paused mold whose workers are idle."""
         mold = FakeMold(3)
-        mold.add_all()
         for worker in mold.made.values():
             mold.workers.ready(worker)
         mold.paused = True
@@ -156,7 +155,6 @@ class TestWorkersOfAMold:
         mold.paused = False
         self.wear(mold.workers, USES)
         mold.workers.settle()
-        mold.add_all()
         for number in tuple(mold.starting):
             mold.workers.ready(mold.made[number])
         assert [] == of(ReloadPostponed, seen)

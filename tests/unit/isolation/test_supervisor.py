@@ -131,7 +131,8 @@ def test_a_worker_s_descriptor_is_not_closed_while_it_is_used(monkeypatch: pytes
     """Its number may be another process's by then, which would be killed in its place."""
     reading, writing = os.pipe()  # stands for the process's descriptor
     os.close(writing)
-    worker = Worker(1, Channel(socket.socket()))
+    worker = Worker(1)
+    worker.channel = Channel(socket.socket())
     worker.pidfd = reading
     ended = threading.Thread(target=worker.has_exited, args=("it was killed",))
 

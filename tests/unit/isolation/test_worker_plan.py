@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -20,12 +22,18 @@ def running(size: int, **breaker: int) -> WorkerPlan:
     plan = plan_of(size, **breaker)
     for order in plan.settle(0.0):
         assert isinstance(order, Start)
-        plan.started(order.number)
+        plan.started(order.worker.number)
     return plan
 
 
-def numbers(orders: list[Order], kind: type[Start | End]) -> list[int]:
-    return [order.number for order in orders if isinstance(order, kind)]
+def numbers(orders: Iterable[Order], kind: type[Start | End]) -> list[int]:
+    return [order.worker.number for order in orders if isinstance(order, kind)]
+
+
+def told(orders: Iterable[Order] | None) -> list[tuple[type[Start | End], int]]:
+    """The orders, by their kinds and the numbers of the workers."""
+    assert orders is not None
+    return [(type(order), order.worker.number) for order in orders if not isinstance(order, ReplaceMold)]
 
 
 class TestStart:
@@ -52,7 +60,7 @@ class TestStart:
             for order in plan.settle(float(now)):
                 orders.append(order)
                 if isinstance(order, Start):
-                    plan.lost(order.number, float(now), draw=1.0)
+                    plan.lost(order.worker.number, float(now), draw=1.0)
         assert FAILED_STARTS == len(numbers(orders, Start))
         assert 1 == sum(isinstance(order, ReplaceMold) for order in orders)
 
@@ -95,7 +103,7 @@ class TestSpare:
     def start(self, plan: WorkerPlan) -> None:
         for order in plan.settle(0.0):
             assert isinstance(order, Start)
-            plan.started(order.number)
+            plan.started(order.worker.number)
 
     def test_it_comes_with_the_first_replacement(self) -> None:
         """A sound model pays for no worker that it does not need."""
@@ -147,13 +155,13 @@ class TestReplacement:
         plan = running(1)
         assert plan.take() is not None
         assert not plan.answered(1, worn=True)
-        assert [Start(2)] == plan.settle(0.0)
+        assert [(Start, 2)] == told(plan.settle(0.0))
         worn = plan.take()
         assert worn is not None
         assert 1 == worn.number
         plan.answered(1, worn=True)
         plan.started(2)
-        assert [End(1)] == plan.settle(0.0)
+        assert [(End, 1)] == told(plan.settle(0.0))
         assert [2] == list(plan.members)
 
     def test_a_busy_worn_worker_ends_after_its_call(self) -> None:
@@ -188,7 +196,7 @@ class TestDeaths:
         plan = running(2)
         plan.take()
         plan.lost(2, 5.0, draw=0.5)
-        assert [Start(3)] == plan.settle(5.0)
+        assert [(Start, 3)] == told(plan.settle(5.0))
 
     def test_a_crash_loop_backs_off(self) -> None:
         """The second death in a row waits for the backoff."""
@@ -198,9 +206,9 @@ class TestDeaths:
             plan.lost(number, now, draw=1.0)
             for order in plan.settle(now):
                 assert isinstance(order, Start)
-                plan.started(order.number)
+                plan.started(order.worker.number)
         assert [] == plan.settle(0.9)
-        assert [Start(3)] == plan.settle(1.0)
+        assert [(Start, 3)] == told(plan.settle(1.0))
 
     def test_an_answer_ends_a_series(self) -> None:
         """Deaths far apart are not a loop."""
@@ -208,7 +216,7 @@ class TestDeaths:
         for number in (1, 2, 3):
             plan.take()
             plan.lost(number, 0.0, draw=1.0)
-            assert [Start(number + 1)] == plan.settle(0.0)
+            assert [(Start, number + 1)] == told(plan.settle(0.0))
             plan.started(number + 1)
             plan.take()
             plan.answered(number + 1, worn=False)
@@ -224,7 +232,7 @@ class TestDeaths:
         assert not plan.ready
         (order,) = plan.settle(20.0)  # one is enough for the probe
         assert isinstance(order, Start)
-        plan.started(order.number)
+        plan.started(order.worker.number)
         assert plan.circuit.retry_after(20.0) is None
         probe = plan.take()
         assert probe is not None
@@ -255,7 +263,7 @@ class TestUntilTheNextCall:
     def test_all_end_and_none_starts(self) -> None:
         """However much time passes."""
         plan = running(2)
-        assert [End(1), End(2)] == plan.end_until_next_call()
+        assert [(End, 1), (End, 2)] == told(plan.end_until_next_call())
         assert ("ended", {}, []) == (plan.presence, plan.members, plan.settle(1000.0))
         assert plan.take() is None
 
@@ -285,7 +293,7 @@ class TestUntilTheNextCall:
             plan.lost(max(plan.members), 0.0, draw=1.0)
             for order in plan.settle(0.0):
                 assert isinstance(order, Start)
-                plan.started(order.number)
+                plan.started(order.worker.number)
         assert [] == plan.end_until_next_call()
         plan.call_back()
         assert [] == plan.settle(plan.start_at - 0.1)
@@ -357,9 +365,9 @@ class PlanMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         for order in self.plan.settle(self.now):
             if isinstance(order, Start):
-                self.starting.add(order.number)
+                self.starting.add(order.worker.number)
             elif isinstance(order, End):
-                assert order.number not in self.busy | self.starting
+                assert order.worker.number not in self.busy | self.starting
                 assert not self.paused
             else:
                 self.condemned = True
@@ -414,7 +422,7 @@ class PlanMachine(RuleBasedStateMachine):
         if orders is None:
             assert self.condemned or has_work
         else:
-            assert (before, "ended") == ({order.number for order in orders}, self.plan.presence)
+            assert (before, "ended") == ({order.worker.number for order in orders}, self.plan.presence)
 
     @rule()
     def a_call_comes(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from modelguard import Batched, Uses, batched, guard, pool
 from modelguard.errors import GuardClosed, WrongResults
-from modelguard.testing._clock import off
+from modelguard.runtime.own_thread import inline
 
 made: list[str] = []
 
@@ -59,7 +59,7 @@ def test_a_block_inside_another_ends_nothing(modelguard_off: None) -> None:
     """Only after the outermost one do guards load as usual, with their warm-up."""
     warm: list[Voice] = []
     guarded = guard(Voice, reload_on=None, warmup=warm.append)(Voice.say)
-    with off():
+    with inline():
         assert "A" == guarded("a")
     assert ("B", []) == (guarded("b"), warm)
     assert 1 == len(made)
