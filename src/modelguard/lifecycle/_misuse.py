@@ -76,16 +76,6 @@ def _unknown(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
     )
 
 
-def check_made_by(call: str, cls: type, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """Check that a class is instantiated by its function, which passes no keywords and no loader.
-
-    Raises:
-        TypeError: It is called directly.
-    """
-    if kwargs or not args or callable(args[0]):
-        raise TypeError(f"{cls.__name__} is not called directly. Write: {call}")
-
-
 def check_keyword(argument: str, value: object, others: tuple[object, ...], *, fix: str) -> None:
     """Check that a required option is there, and passed by keyword.
 
@@ -188,7 +178,7 @@ def receivers(function: Any) -> int:
     """
     if isinstance(function, classmethod):
         return 1
-    if isinstance(function, staticmethod) or first_name(function) not in {"self", "cls", "mcs"}:
+    if isinstance(function, staticmethod) or first_name(function) not in _RECEIVERS:
         return 0
     return int(_is_being_defined(getattr(function, "__qualname__", "").rpartition(".")[0]))
 
