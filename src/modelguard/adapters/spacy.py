@@ -341,7 +341,7 @@ class ZoneContext:
     def _until_admitted(self, waiter: Waiter) -> Steps[None]:
         limit = Timeout(self._timeout)
         while not self.zone.is_admitted(waiter):  # a plain call on the loop may go first
-            if limit.over:
+            if limit.left() == 0:
                 raise TimeoutError
             yield Wait(waiter.admitted, limit)
 

@@ -39,10 +39,6 @@ class Timeout:
     def left(self) -> float | None:
         return None if self.seconds is None else max(0.0, self.seconds - self.waited())
 
-    @property
-    def over(self) -> bool:
-        return self.seconds is not None and self.waited() >= self.seconds
-
 
 #: Seconds between two looks of one who waits for what nobody tells.
 PATIENCE = 0.5
