@@ -444,13 +444,12 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         with self._lock:
             want.raise_failure()
             model = self._touch(key)
-            if model is not None and self._expired(model) and model.unused:
+            if model is not None and model.unused and self._overdue(model) >= 0:
                 self._evict(key, model.until_next_use)
                 model = None
             mine = model is None
             if model is None:
                 self._raise_if_closed()  # in this very moment: nothing would release it
-                self._raise_if_too_large(key)
                 model = self._make_place(want)
             elif not self._lends(model, want):
                 want.awaits, model = model, None
@@ -466,15 +465,17 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
 
     def _make_place(self, want: Want[K, M]) -> PooledModel[M] | None:
         """A place for a model that is to be loaded; None if others come first, or there is no room."""
+        if (need := self._estimate(want.key)) > self.options.max_memory:
+            raise ModelTooLarge(want.key, model_bytes=need, max_memory=self.options.max_memory)
         if not want.nested and self._first not in (None, want):
             return None
-        if not self._make_room(self._estimate(want.key), models=1):
+        if not self._make_room(need, models=1):
             if not want.nested:
                 self._first = want
             return None
         if self._first is want:
             self._first = None
-        model = self._models[want.key] = PooledModel(self._estimate(want.key))
+        model = self._models[want.key] = PooledModel(need)
         return model
 
     def _press(self, want: Want[K, M]) -> None:
@@ -489,13 +490,16 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
     def _stop_lending_oldest(self, now: float) -> None:
         """Close the least recently used of the models in use to new calls, so that steady traffic makes room."""
         for model in self._models.values():
-            if not model.loading and model.overdue(now, paused=self.paused) < 0:
+            if not model.loading and self._overdue(model) < 0:
                 model.stop_lending(now)
                 return
 
+    def _overdue(self, model: PooledModel[M]) -> float:
+        return model.overdue(self.runtime.clock(), paused=self.paused)
+
     def _lends(self, model: PooledModel[M], want: Want[Any, M] | None = None) -> bool:
         """Whether the caller may use ``model`` now. While it loads, only its own warm-up may."""
-        overdue = model.overdue(self.runtime.clock(), paused=self.paused)
+        overdue = self._overdue(model)
         if overdue < 0 and not model.loading:
             return True
         if want is None:
@@ -533,13 +537,6 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         for key in [key for key, known in self._models.items() if mine and known is model]:
             self._drop(key, model, Overloaded(f"pool {self.name!r}: who was to load key {shortened(key)} is gone"))
         self._unpin(model)
-
-    def _expired(self, model: PooledModel[M]) -> bool:
-        return model.overdue(self.runtime.clock(), paused=self.paused) >= 0
-
-    def _raise_if_too_large(self, key: K) -> None:
-        if (need := self._estimate(key)) > self.options.max_memory:
-            raise ModelTooLarge(key, model_bytes=need, max_memory=self.options.max_memory)
 
     def _make_room(self, need: int, *, models: int = 0) -> bool:
         """Evict unused models, the least recently used first, until so many more bytes and models fit."""

@@ -271,8 +271,7 @@ class ModelReplicas(ModelHandle[M]):
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine: does not block the event loop."""
-        limit = Timeout(timeout)
-        await waiting.suspend(self._until_rolled(limit))
+        await waiting.suspend(self._until_rolled(Timeout(timeout)))
 
     def _until_rolled(self, limit: Timeout) -> Steps[None]:
         rolling = waiting.start(
