@@ -53,50 +53,6 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any, Literal
 
-__all__ = [
-    "BatchFailed",
-    "CallerGone",
-    "CannotRun",
-    "CircuitOpen",
-    "ConsumerTooSlow",
-    "CudaAfterFork",
-    "DeadlineExceeded",
-    "DeadlineUnreachable",
-    "EscapedResult",
-    "ForkHazard",
-    "ForkOrder",
-    "ForkUnsafe",
-    "GuardClosed",
-    "InvalidOption",
-    "ItemRefused",
-    "ItemTooHeavy",
-    "LoadFailed",
-    "LoadTimeout",
-    "ModelGuardError",
-    "ModelGuardWarning",
-    "ModelRejected",
-    "ModelTooLarge",
-    "NoMemoryLimit",
-    "NoPreviousModel",
-    "NotSupported",
-    "Overloaded",
-    "PolicyNeverFires",
-    "PublishFailed",
-    "QueueFull",
-    "QuotaExceeded",
-    "Reloading",
-    "RemoteError",
-    "TransferRefused",
-    "UnhashableKey",
-    "WeightsMismatch",
-    "WeightsMissing",
-    "WeightsRefused",
-    "WorkerCrashed",
-    "WouldDeadlock",
-    "WrongResults",
-]
-
-
 # The base classes of errors and warnings, and the errors that every part of modelguard raises.
 
 
@@ -696,3 +652,9 @@ class ForkOrder(ModelGuardError, RuntimeError):
 
 class ForkHazard(ModelGuardWarning):
     """Something in this process may not survive a fork."""
+
+
+#: Every class above that can be raised or warned of.
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll] - each is imported by its name
+    name for name, kind in globals().items() if isinstance(kind, type) and issubclass(kind, Exception)
+]

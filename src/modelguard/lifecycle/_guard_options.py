@@ -18,18 +18,7 @@ from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, Policy
 from modelguard.facts._gpu import Gpu
 from modelguard.lifecycle import policies, runtime
 from modelguard.lifecycle._models import KnownModels, is_model
-from modelguard.lifecycle.policies import (
-    TTL,
-    Backoff,
-    Changed,
-    Idle,
-    MemoryGrowth,
-    MemoryLimit,
-    Modified,
-    Policy,
-    Snapshot,
-    alternatives,
-)
+from modelguard.lifecycle.policies import TTL, Backoff, Changed, Idle, Policy, Snapshot, alternatives
 from modelguard.telemetry.reasons import Reason
 
 __all__ = ["Loading", "Replay", "Swap"]
@@ -292,9 +281,13 @@ class GuardOptions(Generic[M]):
 
 
 class PoolOptions(NamedTuple):
-    """Options of a pool, parsed. Durations are seconds, sizes bytes; infinity stands for no bound."""
+    """Options of a pool, parsed. Durations are seconds, sizes bytes; infinity stands for no bound.
+
+    ``options_for`` gives those of the guard of one key's model.
+    """
 
     name: str
+    options_for: Callable[[Any], GuardOptions[Any]]
     max_memory: int
     max_models: float
     wait_timeout: float
@@ -396,11 +389,11 @@ def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> N
             raise InvalidOption("reload_on", member, why=why, fix=f"Join it by &, as in TTL('1d') & {member!r}.")
     _check_idle([member for member in alternatives(policy) if isinstance(member, Idle)])
     for part in policy.parts():
-        if isinstance(part, MemoryLimit | MemoryGrowth):
+        if isinstance(part, policies.MemoryLimit | policies.MemoryGrowth):
             _check_memory(part, limit())
         elif isinstance(part, Changed):
             check_callable("probe", part.probe, arguments=0, fix="Bind its arguments: Changed(lambda: etag(url)).")
-        elif isinstance(part, Modified):
+        elif isinstance(part, policies.Modified):
             _check_path(part)
     check_gpu(policy, gpu, loaded=False)
 
@@ -459,14 +452,14 @@ def memory_bound(argument: str, value: int | str | _units.Percentage, limit: Cal
     return int(whole * size.fraction)
 
 
-def _check_memory(policy: MemoryLimit | MemoryGrowth, limit: int | None) -> None:
+def _check_memory(policy: policies.MemoryLimit | policies.MemoryGrowth, limit: int | None) -> None:
     if isinstance(policy.size, _units.Percentage):
         memory_bound("size", policy.size, lambda: limit)
     elif limit is not None and policy.size >= limit:
         warn_never_due(policy, f"the process is killed before that, at its limit of {_units.format_bytes(limit)}")
 
 
-def _check_path(policy: Modified) -> None:
+def _check_path(policy: policies.Modified) -> None:
     found = runtime.fingerprint(policy.path)
     if found is None:
         why = "does not exist yet, or cannot be read"

@@ -53,10 +53,9 @@ class ModelPool(Handle, Generic[K, M]):
     _made_by = "pool(load, max_memory=...)"
     _what = "pool"
 
-    def __init__(self, engine: PoolEngine[K, M], options_for: Callable[[Any], GuardOptions[M]]) -> None:
+    def __init__(self, engine: PoolEngine[K, M]) -> None:
         super().__init__(engine.name, (engine,))
         self._engine = engine
-        self._options_for = options_for
         _pools.add(self)
 
     @property
@@ -105,7 +104,7 @@ class ModelPool(Handle, Generic[K, M]):
             if others:
                 fix = "Write @pool(key='voice'), with the name of a parameter."
                 raise InvalidOption("key", others[0], why="only key= can be passed", fix=fix)
-            return Keyed(self._engine, key, self._options_for)
+            return Keyed(self._engine, key)
 
     def status(self) -> PoolStatus[K]:
         """The pool's figures at this moment."""
@@ -240,6 +239,7 @@ def pool(
 
     options = PoolOptions(
         name=common.name,
+        options_for=options_for,
         max_memory=_guard_options.memory_bound("max_memory", max_memory, world.limit),
         max_models=math.inf if max_models is None else max_models,
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
@@ -247,7 +247,7 @@ def pool(
         idle=math.inf if idle is None else idle.after,
         source=source,
     )
-    return ModelPool(PoolEngine(make, options, world), options_for)
+    return ModelPool(PoolEngine(make, options, world))
 
 
 # Using a pool's models: leases by key, and functions whose arguments give the key.
@@ -291,26 +291,21 @@ class PooledFunction(NamedTuple):
     Attributes:
         function: What was decorated: it takes the model as its first argument.
         options: The pool's.
-        options_for: The options of the guard of one key's model.
         key_of: The key that a call with these arguments needs.
     """
 
     function: Callable[..., Any]
     options: PoolOptions
-    options_for: Callable[[Any], GuardOptions[Any]]
     key_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Keyed(Decorator[M]):
-    def __init__(
-        self, engine: PoolEngine[Any, M], key: str | Callable[..., Any], options_for: Callable[[Any], GuardOptions[M]]
-    ) -> None:
+    def __init__(self, engine: PoolEngine[Any, M], key: str | Callable[..., Any]) -> None:
         if not isinstance(key, str) and not callable(key):
             fix = "Name a parameter, key='voice', or give a function of the arguments."
             raise InvalidOption("key", key, why="must be a parameter's name or a function", fix=fix)
         self._engine = engine
         self._key = key
-        self._options_for = options_for
 
     def _decorate(self, function: Any) -> Any:
         check_function(plain_function(function), None)
@@ -324,7 +319,7 @@ class Keyed(Decorator[M]):
         async def atake(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lease[M]:
             return await engine.atake(key_of(args, kwargs), wait)
 
-        owner = PooledFunction(function, engine.options, self._options_for, key_of)
+        owner = PooledFunction(function, engine.options, key_of)
         return wrap(function, take=take, atake=atake, owner=owner)
 
     def _by_call(self, function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
