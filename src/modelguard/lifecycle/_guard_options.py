@@ -242,14 +242,14 @@ class GuardOptions(Generic[M]):
     """Options of a guard, parsed. Durations are seconds."""
 
     load: Callable[[], Any]
-    reload_on: Policy | None
+    reload_on: Policy | None = None
     swap: Swap
     warmup: Callable[[M], object] | None
     validate: Callable[..., object] | None
     unload: Callable[[M], object] | None
     loading: Loading
-    wait_timeout: float
-    prefork: bool
+    wait_timeout: float = 30.0
+    prefork: bool = False
     name: str
     retry: bool = False
     family: KnownModels | None = None  # of the guards among which no model may be the same object

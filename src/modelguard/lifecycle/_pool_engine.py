@@ -292,7 +292,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             self._release(model)
 
     def _release(self, model: PooledModel[Any]) -> None:
-        """Release a model; on an event loop in another thread, since an ``unload`` hook may need a loop."""
+        """Release a model, off the event loop, since an ``unload`` hook may need one."""
         engine = model.engine
         if engine is None:
             return
@@ -302,11 +302,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                 guard=engine.name, generation=current.number, reasons=(model.until_next_use,)
             )
             telemetry.emit(event)
-        if waiting.on_event_loop():
-            name = f"modelguard-release-{self.name}"
-            waiting.start(engine.shut_down, name, self.runtime.start_thread).result()
-        else:
-            engine.shut_down()
+        waiting.off_loop(engine.shut_down, f"modelguard-release-{self.name}", self.runtime.start_thread)
 
     # What the calling context may do
 

@@ -90,7 +90,7 @@ class ModelPool(Handle, Generic[K, M]):
 
     else:  # accepts what type checkers reject, to say what is wrong with it
 
-        def __call__(self, *others: Never, key: str | Callable[..., K] | None = None) -> Keyed[M]:
+        def __call__(self, *others: Never, key: str | Callable[..., K] = _misuse.REQUIRED) -> Keyed[M]:
             """Decorate a function that takes the model as its first parameter, after ``self`` or ``cls`` in a class.
 
             Args:
@@ -100,10 +100,9 @@ class ModelPool(Handle, Generic[K, M]):
 
             Raises:
                 InvalidOption: ``key`` is neither, or the function has no such parameter.
+                TypeError: It is missing.
             """
-            if others:
-                fix = "Write @pool(key='voice'), with the name of a parameter."
-                raise InvalidOption("key", others[0], why="only key= can be passed", fix=fix)
+            _misuse.check_keyword("key", key, others, fix="Write @pool(key='voice'), with the name of a parameter.")
             return Keyed(self._engine, key)
 
     def status(self) -> PoolStatus[K]:
@@ -216,14 +215,11 @@ def pool(
     world = runtime.default()
     common = _guard_options.GuardOptions[Any](
         load=lambda: None,  # replaced for each key
-        reload_on=None,
         swap=_guard_options.Swap(defer=0),
         warmup=warmup,
         validate=validate,
         unload=unload,
         loading=_guard_options.Loading() if loading is None else loading,
-        wait_timeout=30.0,
-        prefork=False,
         name=title,
         # Without a hook nothing is closed, and two keys may well have one model.
         family=None if unload is None else KnownModels(),

@@ -103,6 +103,11 @@ def start(work: Callable[[], T], name: str, start_thread: StartThread, future: F
     return future
 
 
+def off_loop(work: Callable[[], T], name: str, start_thread: StartThread) -> T:
+    """Do ``work`` in this thread; in another one if an event loop runs here, since a thread has one at most."""
+    return start(work, name, start_thread).result() if on_event_loop() else work()
+
+
 _INSTEAD = "Load the model before the loop starts (guard.load()), or use the plain function or method in a thread"
 
 
