@@ -150,7 +150,7 @@ def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
     return count
 
 
-def whole_number(value: int, argument: str, *, at_least: int = 1, most: int = sys.maxsize, fix: str = "") -> int:
+def whole_number(value: object, argument: str, *, at_least: int = 1, most: int = sys.maxsize, fix: str = "") -> int:
     """Check a whole number.
 
     Args:

@@ -103,11 +103,8 @@ class Replay:
         """
         if value is None or isinstance(value, Replay):
             return value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            why = "must be a number of calls of at least 1, a Replay or None"
-            fix = "Write replay=100, or replay=Replay(100, min_agreement=0.95)."
-            raise InvalidOption("replay", value, why=why, fix=fix)
-        return cls(value)
+        fix = "Write replay=100, or replay=Replay(100, min_agreement=0.95)."
+        return cls(_units.whole_number(value, "replay", fix=fix))
 
     def disagreements_allowed(self, compared: int) -> int:
         """How many of so many answers may differ."""

@@ -436,11 +436,11 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         self._raise_if_closed()
         if want.awaits is not None and want.awaits.loading and want.awaits.failure is None:
             return None  # cheap: a thousand callers may wait for one load
-        key = want.key
+        key, now = want.key, self.runtime.clock()
         with self._lock:
             want.raise_failure()
             model = self._touch(key)
-            if model is not None and model.unused and self._overdue(model) >= 0:
+            if model is not None and model.unused and model.overdue(now, paused=self.paused) >= 0:
                 self._evict(key, model.until_next_use)
                 model = None
             mine = model is None
@@ -486,16 +486,13 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
     def _stop_lending_oldest(self, now: float) -> None:
         """Close the least recently used of the models in use to new calls, so that steady traffic makes room."""
         for model in self._models.values():
-            if not model.loading and self._overdue(model) < 0:
+            if not model.loading and model.overdue(now, paused=self.paused) < 0:
                 model.stop_lending(now)
                 return
 
-    def _overdue(self, model: PooledModel[M]) -> float:
-        return model.overdue(self.runtime.clock(), paused=self.paused)
-
     def _lends(self, model: PooledModel[M], want: Want[Any, M] | None = None) -> bool:
         """Whether the caller may use ``model`` now. While it loads, only its own warm-up may."""
-        overdue = self._overdue(model)
+        overdue = model.overdue(self.runtime.clock(), paused=self.paused)
         if overdue < 0 and not model.loading:
             return True
         if want is None:

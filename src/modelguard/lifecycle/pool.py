@@ -305,7 +305,8 @@ class Keyed(Decorator[M]):
 
     def _decorate(self, function: Any) -> Any:
         check_function(plain_function(function), None)
-        key_of = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call(function)
+        key = self._key
+        key_of = self._by_name(function, key) if isinstance(key, str) else self._by_call(function, key)
 
         engine, wait = self._engine, self._engine.options.wait_timeout
 
@@ -318,9 +319,9 @@ class Keyed(Decorator[M]):
         owner = PooledFunction(function, engine.options, key_of)
         return wrap(function, take=take, atake=atake, owner=owner)
 
-    def _by_call(self, function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        signature, key = _units.signature_of(self._key), self._key
-        assert callable(key)  # noqa: S101 - names go to _by_name
+    @staticmethod
+    def _by_call(function: Any, key: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        signature = _units.signature_of(key)
 
         def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if signature is not None:
