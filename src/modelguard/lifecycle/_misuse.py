@@ -54,7 +54,7 @@ def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, k
         return TypeError(
             f"{name}() got its instance by name. Pass it by position: {name}(instance), not {first}=instance."
         )
-    seen_by_callers = signature.replace(parameters=list(signature.parameters.values())[1:])
+    seen_by_callers = without_model(function, at=0)
     try:
         seen_by_callers.bind(*args, **kwargs)
     except TypeError as misfit:
@@ -193,8 +193,9 @@ def without_model(function: Any, *, at: int) -> inspect.Signature:
 
 def call_parameters(function: Any) -> inspect.Signature:
     """The signature that callers of a decorated function see, without ``self``."""
-    signature = inspect.signature(plain_function(function))
-    return signature.replace(parameters=list(signature.parameters.values())[receivers(function) + 1 :])
+    before = receivers(function)
+    signature = without_model(plain_function(function), at=before)
+    return signature.replace(parameters=list(signature.parameters.values())[before:])
 
 
 def _is_being_defined(name: str) -> bool:
