@@ -203,10 +203,6 @@ class ModelGuardWarning(UserWarning):
 # Errors of isolated functions.
 
 
-#: What could not be sent between the caller's process and a worker.
-Transferred = Literal["arguments", "result"]
-
-
 class WorkerCrashed(ModelGuardError, RuntimeError):
     """The worker process that computed the call has ended without an answer. No other call is affected.
 
@@ -233,7 +229,7 @@ class TransferRefused(ModelGuardError, TypeError):
         why: The reason, with the object at fault.
     """
 
-    def __init__(self, function: str, *, what: Transferred, why: str) -> None:
+    def __init__(self, function: str, *, what: Literal["arguments", "result"], why: str) -> None:
         super().__init__(f"{function}(): its {what} cannot be sent between processes: {why}")
         self.function = function
         self.what = what

@@ -256,7 +256,6 @@ class PoolLease(Generic[M]):
         self.take = take
         self.atake = atake
         self._lease: Lease[M] | None = None
-        self._entered = False
 
     def __enter__(self) -> M:
         self._raise_on_second_use()
@@ -276,9 +275,8 @@ class PoolLease(Generic[M]):
         self.__exit__(kind, error, trace)
 
     def _raise_on_second_use(self) -> None:
-        if self._entered:
+        if self._lease is not None:
             raise RuntimeError("a lease of a pool can be used once; call lease(key) again for another")
-        self._entered = True
 
 
 class PooledFunction(NamedTuple):
