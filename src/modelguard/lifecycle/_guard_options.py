@@ -182,13 +182,11 @@ class Swap:
             keep_previous=_units.flag(keep_previous, "keep_previous"),
             replay=Replay.parse(replay),
         )
-        for name, does, instead in (
-            ("keep_previous", "keeps two models in memory", "keeps the previous model where there is room"),
-            ("replay", "compares two models", "compares where there is room for both"),
-        ):
+        for name in ("keep_previous", "replay"):
             if (value := getattr(self, name)) and mode == "drain_first":
-                why = f"{does}, and swap='drain_first' never has two"
-                raise InvalidOption(name, value, why=why, fix=f"Leave one of them out; swap='auto' {instead}.")
+                why = "needs two models in memory, and swap='drain_first' never has two"
+                fix = "Leave one of them out; swap='auto' has two where there is room."
+                raise InvalidOption(name, value, why=why, fix=fix)
 
     @classmethod
     def parse(cls, value: object) -> "Swap":

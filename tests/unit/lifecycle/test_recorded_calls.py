@@ -314,7 +314,7 @@ def test_a_guard_takes_a_number_or_a_rule(world: World, value: object) -> None:
 
 def test_one_model_at_a_time_has_nothing_to_compare(world: World) -> None:
     """``drain_first`` is refused."""
-    with pytest.raises(InvalidOption, match=r"replay=Replay\(.*: compares two models"):
+    with pytest.raises(InvalidOption, match=r"replay=Replay\(.*: needs two models"):
         world.guard(replay=5, swap="drain_first")
 
 
