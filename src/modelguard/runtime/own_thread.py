@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 from modelguard.runtime import fork
@@ -24,23 +24,15 @@ _in_own_thread: ContextVar[bool] = ContextVar("modelguard own thread", default=F
 
 
 @contextmanager
-def _true(variable: ContextVar[bool]) -> Iterator[None]:
-    token = variable.set(True)
+def stay() -> Iterator[None]:
+    """Have batched functions that the block calls compute in this thread."""
+    token = _in_own_thread.set(True)
+    _change(1)
     try:
         yield
     finally:
-        variable.reset(token)
-
-
-@contextmanager
-def stay() -> Iterator[None]:
-    """Have batched functions that the block calls compute in this thread."""
-    _change(1)
-    try:
-        with _true(_in_own_thread):
-            yield
-    finally:
         _change(-1)
+        _in_own_thread.reset(token)
 
 
 @contextmanager
@@ -76,9 +68,14 @@ def required() -> bool:
 _rerunning: ContextVar[bool] = ContextVar("modelguard reruns", default=False)
 
 
-def reruns() -> AbstractContextManager[None]:
+@contextmanager
+def reruns() -> Iterator[None]:
     """Errors of guarded functions that the block calls say nothing new about the model."""
-    return _true(_rerunning)
+    token = _rerunning.set(True)
+    try:
+        yield
+    finally:
+        _rerunning.reset(token)
 
 
 def is_rerun() -> bool:
