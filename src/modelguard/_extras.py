@@ -9,26 +9,18 @@ from modelguard.errors import NotSupported
 
 __all__ = ["load", "not_installed"]
 
-#: The install command for each package, by its import name.
-_COMMANDS = {
-    "aiohttp": "pip install aiohttp",
-    "celery": "pip install celery",
-    "cronsim": "pip install 'modelguard-lifecycle[cron]'",
-    "django": "pip install django",
-    "grpc": "pip install grpcio",
-    "joblib": "pip install joblib",
-    "litestar": "pip install litestar",
-    "numpy": "pip install numpy",
-    "opentelemetry": "pip install 'modelguard-lifecycle[opentelemetry]'",
-    "prometheus_client": "pip install 'modelguard-lifecycle[prometheus]'",
-    "shtab": "pip install 'modelguard-lifecycle[cli]'",
-    "spacy": "pip install 'modelguard-lifecycle[spacy]'",
-    "torch": "pip install torch --index-url https://download.pytorch.org/whl/cpu (without CUDA), "
+#: What pip installs for each package, by its import name.
+_PIP = {
+    **{name: name for name in ("aiohttp", "celery", "django", "joblib", "litestar", "numpy")},
+    "cronsim": "'modelguard-lifecycle[cron]'",
+    "grpc": "grpcio",
+    "opentelemetry": "'modelguard-lifecycle[opentelemetry]'",
+    "prometheus_client": "'modelguard-lifecycle[prometheus]'",
+    "shtab": "'modelguard-lifecycle[cli]'",
+    "spacy": "'modelguard-lifecycle[spacy]'",
+    "torch": "torch --index-url https://download.pytorch.org/whl/cpu (without CUDA), "
     "or pip install 'modelguard-lifecycle[torch]'",
 }
-
-#: What a package is called, where that is not its import name.
-_NAMES = {"celery": "Celery", "django": "Django", "grpc": "grpcio", "litestar": "Litestar"}
 
 
 def load(module: str, feature: str) -> Any:
@@ -55,9 +47,9 @@ def not_installed(error: ModuleNotFoundError, feature: str) -> Exception:
         another module is missing.
     """
     library = error.name or ""
-    for package in ("celery", "opentelemetry"):  # the latter is a namespace package, which others may have installed
-        if library.startswith(f"{package}."):
-            library = package
-    if library not in _COMMANDS:
+    package = library.partition(".")[0]
+    if package in {"celery", "opentelemetry"}:  # the latter is a namespace package, which others may have installed
+        library = package
+    if library not in _PIP:
         return error
-    return NotSupported(feature, reason=f"{_NAMES.get(library, library)} is not installed; {_COMMANDS[library]}")
+    return NotSupported(feature, reason=f"{library} is not installed; pip install {_PIP[library]}")

@@ -100,13 +100,14 @@ def seconds(value: Duration, argument: str, *, zero: bool = False) -> float:
     return amount
 
 
-def size(value: int | str, argument: str) -> int:
+def size(value: int | str, argument: str, *, fix: str = _SIZE_FIX) -> int:
     """Read a size of memory.
 
     Args:
         value: Bytes as an int, or text with a unit: ``B``, ``kB``, ``MB``, ``GB``, ``TB`` are powers of 1000, ``KiB``,
             ``MiB``, ``GiB``, ``TiB`` powers of 1024. Upper and lower case mean the same.
         argument: The name of the caller's argument, for the error.
+        fix: What to write instead.
 
     Returns:
         Bytes, at least 1; a fraction of a byte is rounded.
@@ -114,7 +115,16 @@ def size(value: int | str, argument: str) -> int:
     Raises:
         InvalidOption: It is zero, negative, not a whole number of bytes, or cannot be read.
     """
-    return _size(value, argument, _SIZE_FIX)
+    if isinstance(value, str):
+        count = _parse_size(value, argument, fix)
+    elif isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidOption(argument, value, why="must be a whole number of bytes", fix=fix)
+    else:
+        count = value
+    if count < 1:
+        why = "must not be negative" if count < 0 else "must not be zero"
+        raise InvalidOption(argument, value, why=why, fix=fix)
+    return count
 
 
 def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
@@ -132,7 +142,7 @@ def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
     """
     if isinstance(value, str) and value.rstrip().endswith("%"):
         return _percentage(value, argument)
-    count = _size(value, argument, _percentage_fix(value))
+    count = size(value, argument, fix=_percentage_fix(value))
     if count < _LEAST_BOUND:
         why = f"is only {format_bytes(count)}, and must be at least {format_bytes(_LEAST_BOUND)}"
         fix = f"Write '{value} MB' for megabytes{_OR_PERCENTAGE}" if isinstance(value, int) else _PERCENTAGE_FIX
@@ -140,7 +150,7 @@ def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
     return count
 
 
-def whole_number(value: int, argument: str, *, at_least: int = 1, most: int = sys.maxsize, fix: str = "") -> int:
+def whole_number(value: object, argument: str, *, at_least: int = 1, most: int = sys.maxsize, fix: str = "") -> int:
     """Check a whole number.
 
     Args:
@@ -506,19 +516,6 @@ def _parse_seconds(text: str, argument: str) -> float:
         why = _why_unreadable(text, _SECONDS, "duration")
         raise InvalidOption(argument, text, why=why, fix=_DURATION_FIX)
     return math.fsum(float(amount) * _SECONDS[unit] for unit, amount in parts.items())
-
-
-def _size(value: object, argument: str, fix: str) -> int:
-    if isinstance(value, str):
-        count = _parse_size(value, argument, fix)
-    elif isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidOption(argument, value, why="must be a whole number of bytes", fix=fix)
-    else:
-        count = value
-    if count < 1:
-        why = "must not be negative" if count < 0 else "must not be zero"
-        raise InvalidOption(argument, value, why=why, fix=fix)
-    return count
 
 
 def _parse_size(text: str, argument: str, fix: str) -> int:

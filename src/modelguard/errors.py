@@ -53,50 +53,6 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any, Literal
 
-__all__ = [
-    "BatchFailed",
-    "CallerGone",
-    "CannotRun",
-    "CircuitOpen",
-    "ConsumerTooSlow",
-    "CudaAfterFork",
-    "DeadlineExceeded",
-    "DeadlineUnreachable",
-    "EscapedResult",
-    "ForkHazard",
-    "ForkOrder",
-    "ForkUnsafe",
-    "GuardClosed",
-    "InvalidOption",
-    "ItemRefused",
-    "ItemTooHeavy",
-    "LoadFailed",
-    "LoadTimeout",
-    "ModelGuardError",
-    "ModelGuardWarning",
-    "ModelRejected",
-    "ModelTooLarge",
-    "NoMemoryLimit",
-    "NoPreviousModel",
-    "NotSupported",
-    "Overloaded",
-    "PolicyNeverFires",
-    "PublishFailed",
-    "QueueFull",
-    "QuotaExceeded",
-    "Reloading",
-    "RemoteError",
-    "TransferRefused",
-    "UnhashableKey",
-    "WeightsMismatch",
-    "WeightsMissing",
-    "WeightsRefused",
-    "WorkerCrashed",
-    "WouldDeadlock",
-    "WrongResults",
-]
-
-
 # The base classes of errors and warnings, and the errors that every part of modelguard raises.
 
 
@@ -247,10 +203,6 @@ class ModelGuardWarning(UserWarning):
 # Errors of isolated functions.
 
 
-#: What could not be sent between the caller's process and a worker.
-Transferred = Literal["arguments", "result"]
-
-
 class WorkerCrashed(ModelGuardError, RuntimeError):
     """The worker process that computed the call has ended without an answer. No other call is affected.
 
@@ -277,7 +229,7 @@ class TransferRefused(ModelGuardError, TypeError):
         why: The reason, with the object at fault.
     """
 
-    def __init__(self, function: str, *, what: Transferred, why: str) -> None:
+    def __init__(self, function: str, *, what: Literal["arguments", "result"], why: str) -> None:
         super().__init__(f"{function}(): its {what} cannot be sent between processes: {why}")
         self.function = function
         self.what = what
@@ -696,3 +648,9 @@ class ForkOrder(ModelGuardError, RuntimeError):
 
 class ForkHazard(ModelGuardWarning):
     """Something in this process may not survive a fork."""
+
+
+#: Every class above that can be raised or warned of.
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll] - each is imported by its name
+    name for name, kind in globals().items() if isinstance(kind, type) and issubclass(kind, Exception)
+]

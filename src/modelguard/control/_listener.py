@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -92,9 +93,8 @@ def _short(text: str) -> str:
 def figures(target: Target) -> dict[str, Any]:
     status: Any = target.status()
     if isinstance(target, ModelPool):
-        # Keys are what the application says, and no JSON.
-        models = {_short(_units.text_of_own(key)): size for key, size in status.models.items()}
-        kept = {"models": models, "idle": [_short(_units.text_of_own(key)) for key in status.idle]}
+        models = dict(zip(_keys(status.models), status.models.values(), strict=True))
+        kept = {"models": models, "idle": _keys(status.idle)}
         return _told(status, _OF_POOL) | {"state": state_of(target), "ready": not target.closed} | kept
     found = _told(status, _OF_BOTH) | {"ready": target.ready, "postponed": None}
     if (waits := status.postponed) is not None:
@@ -105,6 +105,17 @@ def figures(target: Target) -> dict[str, Any]:
         return found | _told(status, _OF_GUARD) | {"reload_on": reload_on}
     workers = [asdict(worker) for worker in status.workers]
     return found | _told(status, _OF_ISOLATED) | {"workers": workers, "clients": list(status.clients)}
+
+
+def _keys(keys: Iterable[object]) -> list[str]:
+    """Keys are what the application says, and no JSON. Those that look alike get a number."""
+    seen: Counter[str] = Counter()
+    told = []
+    for key in keys:
+        text = _short(_units.text_of_own(key))
+        seen[text] += 1
+        told.append(text if seen[text] == 1 else f"{text} ({seen[text]})")
+    return told
 
 
 def _told(status: object, names: Iterable[str]) -> dict[str, Any]:

@@ -580,7 +580,7 @@ class HostScope(Source):
         self._ended.set()
         drain_timeout = self._source.swap.drain_timeout if timeout is None else timeout
         limit = Timeout(drain_timeout)
-        while self.running and not limit.over:
+        while self.running and limit.left() != 0:
             time.sleep(_AGAIN)
         if self.running:
             self._report_abandoned(drain_timeout)

@@ -429,7 +429,7 @@ class PoolSource(NamedTuple):
     recycle_on: Policy | None
 
     def options_for(self, key: Any) -> GuardOptions[Any]:
-        return replace(self.pooled.options_for(key), reload_on=self.recycle_on)
+        return replace(self.pooled.options.options_for(key), reload_on=self.recycle_on)
 
     def for_key(self, key: Any) -> Source:
         """What runs in the workers of one key: the same function, on one model that is not a pool's."""

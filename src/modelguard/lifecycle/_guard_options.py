@@ -18,18 +18,7 @@ from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, Policy
 from modelguard.facts._gpu import Gpu
 from modelguard.lifecycle import policies, runtime
 from modelguard.lifecycle._models import KnownModels, is_model
-from modelguard.lifecycle.policies import (
-    TTL,
-    Backoff,
-    Changed,
-    Idle,
-    MemoryGrowth,
-    MemoryLimit,
-    Modified,
-    Policy,
-    Snapshot,
-    alternatives,
-)
+from modelguard.lifecycle.policies import TTL, Backoff, Changed, Idle, Policy, Snapshot, alternatives
 from modelguard.telemetry.reasons import Reason
 
 __all__ = ["Loading", "Replay", "Swap"]
@@ -114,11 +103,8 @@ class Replay:
         """
         if value is None or isinstance(value, Replay):
             return value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            why = "must be a number of calls of at least 1, a Replay or None"
-            fix = "Write replay=100, or replay=Replay(100, min_agreement=0.95)."
-            raise InvalidOption("replay", value, why=why, fix=fix)
-        return cls(value)
+        fix = "Write replay=100, or replay=Replay(100, min_agreement=0.95)."
+        return cls(_units.whole_number(value, "replay", fix=fix))
 
     def disagreements_allowed(self, compared: int) -> int:
         """How many of so many answers may differ."""
@@ -196,13 +182,11 @@ class Swap:
             keep_previous=_units.flag(keep_previous, "keep_previous"),
             replay=Replay.parse(replay),
         )
-        for name, does, instead in (
-            ("keep_previous", "keeps two models in memory", "keeps the previous model where there is room"),
-            ("replay", "compares two models", "compares where there is room for both"),
-        ):
+        for name in ("keep_previous", "replay"):
             if (value := getattr(self, name)) and mode == "drain_first":
-                why = f"{does}, and swap='drain_first' never has two"
-                raise InvalidOption(name, value, why=why, fix=f"Leave one of them out; swap='auto' {instead}.")
+                why = "needs two models in memory, and swap='drain_first' never has two"
+                fix = "Leave one of them out; swap='auto' has two where there is room."
+                raise InvalidOption(name, value, why=why, fix=fix)
 
     @classmethod
     def parse(cls, value: object) -> "Swap":
@@ -248,34 +232,26 @@ class ModelWorkers(Protocol):
         """End them until the next call, unless one has a call. Does not block."""
 
 
-def _as_it_is(now: Snapshot) -> Snapshot:
-    return now
-
-
-def _always() -> AbstractContextManager[bool]:
-    return nullcontext(enter_result=True)
-
-
 @dataclass(frozen=True, kw_only=True)
 class GuardOptions(Generic[M]):
     """Options of a guard, parsed. Durations are seconds."""
 
     load: Callable[[], Any]
-    reload_on: Policy | None
+    reload_on: Policy | None = None
     swap: Swap
     warmup: Callable[[M], object] | None
     validate: Callable[..., object] | None
     unload: Callable[[M], object] | None
     loading: Loading
-    wait_timeout: float
-    prefork: bool
+    wait_timeout: float = 30.0
+    prefork: bool = False
     name: str
     retry: bool = False
     family: KnownModels | None = None  # of the guards among which no model may be the same object
     workers: ModelWorkers | None = None  # that Idle(keep="mold") ends
     #: Of a replica: what its policies read, and whether it may be replaced now. Not shown: processes compare the text.
-    seen: Callable[[Snapshot], Snapshot] = field(default=_as_it_is, repr=False)
-    turn: Callable[[], AbstractContextManager[bool]] = field(default=_always, repr=False)
+    seen: Callable[[Snapshot], Snapshot] = field(default=lambda now: now, repr=False)
+    turn: Callable[[], AbstractContextManager[bool]] = field(default=lambda: nullcontext(enter_result=True), repr=False)
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):
@@ -300,9 +276,13 @@ class GuardOptions(Generic[M]):
 
 
 class PoolOptions(NamedTuple):
-    """Options of a pool, parsed. Durations are seconds, sizes bytes; infinity stands for no bound."""
+    """Options of a pool, parsed. Durations are seconds, sizes bytes; infinity stands for no bound.
+
+    ``options_for`` gives those of the guard of one key's model.
+    """
 
     name: str
+    options_for: Callable[[Any], GuardOptions[Any]]
     max_memory: int
     max_models: float
     wait_timeout: float
@@ -404,11 +384,11 @@ def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> N
             raise InvalidOption("reload_on", member, why=why, fix=f"Join it by &, as in TTL('1d') & {member!r}.")
     _check_idle([member for member in alternatives(policy) if isinstance(member, Idle)])
     for part in policy.parts():
-        if isinstance(part, MemoryLimit | MemoryGrowth):
+        if isinstance(part, policies.MemoryLimit | policies.MemoryGrowth):
             _check_memory(part, limit())
         elif isinstance(part, Changed):
             check_callable("probe", part.probe, arguments=0, fix="Bind its arguments: Changed(lambda: etag(url)).")
-        elif isinstance(part, Modified):
+        elif isinstance(part, policies.Modified):
             _check_path(part)
     check_gpu(policy, gpu, loaded=False)
 
@@ -467,14 +447,14 @@ def memory_bound(argument: str, value: int | str | _units.Percentage, limit: Cal
     return int(whole * size.fraction)
 
 
-def _check_memory(policy: MemoryLimit | MemoryGrowth, limit: int | None) -> None:
+def _check_memory(policy: policies.MemoryLimit | policies.MemoryGrowth, limit: int | None) -> None:
     if isinstance(policy.size, _units.Percentage):
         memory_bound("size", policy.size, lambda: limit)
     elif limit is not None and policy.size >= limit:
         warn_never_due(policy, f"the process is killed before that, at its limit of {_units.format_bytes(limit)}")
 
 
-def _check_path(policy: Modified) -> None:
+def _check_path(policy: policies.Modified) -> None:
     found = runtime.fingerprint(policy.path)
     if found is None:
         why = "does not exist yet, or cannot be read"

@@ -54,7 +54,7 @@ def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, k
         return TypeError(
             f"{name}() got its instance by name. Pass it by position: {name}(instance), not {first}=instance."
         )
-    seen_by_callers = signature.replace(parameters=list(signature.parameters.values())[1:])
+    seen_by_callers = without_model(function, at=0)
     try:
         seen_by_callers.bind(*args, **kwargs)
     except TypeError as misfit:
@@ -74,16 +74,6 @@ def _unknown(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
     return next(
         (f"got an unexpected keyword argument {name!r}" for name in kwargs if name not in signature.parameters), ""
     )
-
-
-def check_made_by(call: str, cls: type, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """Check that a class is instantiated by its function, which passes no keywords and no loader.
-
-    Raises:
-        TypeError: It is called directly.
-    """
-    if kwargs or not args or callable(args[0]):
-        raise TypeError(f"{cls.__name__} is not called directly. Write: {call}")
 
 
 def check_keyword(argument: str, value: object, others: tuple[object, ...], *, fix: str) -> None:
@@ -188,7 +178,7 @@ def receivers(function: Any) -> int:
     """
     if isinstance(function, classmethod):
         return 1
-    if isinstance(function, staticmethod) or first_name(function) not in {"self", "cls", "mcs"}:
+    if isinstance(function, staticmethod) or first_name(function) not in _RECEIVERS:
         return 0
     return int(_is_being_defined(getattr(function, "__qualname__", "").rpartition(".")[0]))
 
@@ -203,8 +193,9 @@ def without_model(function: Any, *, at: int) -> inspect.Signature:
 
 def call_parameters(function: Any) -> inspect.Signature:
     """The signature that callers of a decorated function see, without ``self``."""
-    signature = inspect.signature(plain_function(function))
-    return signature.replace(parameters=list(signature.parameters.values())[receivers(function) + 1 :])
+    before = receivers(function)
+    signature = without_model(plain_function(function), at=before)
+    return signature.replace(parameters=list(signature.parameters.values())[before:])
 
 
 def _is_being_defined(name: str) -> bool:

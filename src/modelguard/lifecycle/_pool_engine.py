@@ -111,7 +111,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         # for ever.
         self.line: Line[Callable[[], Any], Any] = Line(lambda look: look(), self._return_unwanted)
         self._first: Want[K, M] | None = None
-        self._watchers: list[object] = []  # those of them that wait for the end of a call
+        self._watching = False  # whether one of them waits for the end of a call
         self._fetches: dict[K, Future[Lease[M]]] = {}
 
     @property
@@ -163,15 +163,14 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             waiting.block(self.line.wait(partial(self._have_ended, ending), timeout, search=self._search))
         except TimeIsOver:
             raise over(waited=timeout.waited()) from None
-        finally:
-            self._stop_watching(ending)
         with self._turn(timeout, lambda: over(waited=timeout.waited())):
             pass  # who has the turn releases, or loads and releases
 
     def _have_ended(self, ending: dict[K, PooledModel[M]]) -> bool | None:
         """Whether these models have left the pool; None while one is in use."""
         with self._lock:
-            self._watch_for(ending)
+            if not self._watching:
+                self._watch(watched=True)
             self._evict_over()
             return None if any(self._models.get(key) is model for key, model in ending.items()) else True
 
@@ -204,7 +203,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         self.line.serve()
 
     def close(self, timeout: float | None = None) -> None:
-        limit = None if timeout is None else Timeout(timeout)
+        limit = Timeout(timeout)
         waiting.raise_on_event_loop(self.name, "close", "await pool.aclose()")
         TICKER.remove(self)
         with self._lock:
@@ -219,10 +218,10 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             releasing = self._releasing
         self.line.serve()
         for engine, ended in [(engine, engine.refuse()) for engine in engines]:  # all at once, and then one by one
-            engine.end(ended, None if limit is None else limit.left())
+            engine.end(ended, limit.left())
         self._close_evicted()
         if releasing is not None:
-            wait([releasing], _END if limit is None else limit.left())
+            wait([releasing], _END if timeout is None else limit.left())
 
     def reopen(self) -> None:
         with self._lock:
@@ -293,7 +292,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             self._release(model)
 
     def _release(self, model: PooledModel[Any]) -> None:
-        """Release a model; on an event loop in another thread, since an ``unload`` hook may need a loop."""
+        """Release a model, off the event loop, since an ``unload`` hook may need one."""
         engine = model.engine
         if engine is None:
             return
@@ -303,11 +302,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                 guard=engine.name, generation=current.number, reasons=(model.until_next_use,)
             )
             telemetry.emit(event)
-        if waiting.on_event_loop():
-            name = f"modelguard-release-{self.name}"
-            waiting.start(engine.shut_down, name, self.runtime.start_thread).result()
-        else:
-            engine.shut_down()
+        waiting.off_loop(engine.shut_down, f"modelguard-release-{self.name}", self.runtime.start_thread)
 
     # What the calling context may do
 
@@ -399,7 +394,6 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
 
     def _forget(self, want: Want[K, M]) -> None:
         """Let others come first. Without a lock: the collector may end a coroutine that was dropped."""
-        self._stop_watching(want)
         if self._first is want:
             self._first = None
             self._in_background(self.line.serve)
@@ -442,25 +436,24 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         self._raise_if_closed()
         if want.awaits is not None and want.awaits.loading and want.awaits.failure is None:
             return None  # cheap: a thousand callers may wait for one load
-        key = want.key
+        key, now = want.key, self.runtime.clock()
         with self._lock:
             want.raise_failure()
             model = self._touch(key)
-            if model is not None and self._expired(model) and model.unused:
+            if model is not None and model.unused and model.overdue(now, paused=self.paused) >= 0:
                 self._evict(key, model.until_next_use)
                 model = None
             mine = model is None
             if model is None:
                 self._raise_if_closed()  # in this very moment: nothing would release it
-                self._raise_if_too_large(key)
                 model = self._make_place(want)
             elif not self._lends(model, want):
                 want.awaits, model = model, None
             if model is not None:
                 model.pins += 1
                 return model, mine
-            if want not in self._watchers and (want.awaits is None or not want.awaits.loading):
-                self._watch_for(want)
+            if not self._watching and (want.awaits is None or not want.awaits.loading):
+                self._watch(watched=True)
                 return self._find(want)  # a call may have ended just before it was watched
             if want.gone:  # in this very moment
                 self._forget(want)
@@ -468,15 +461,17 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
 
     def _make_place(self, want: Want[K, M]) -> PooledModel[M] | None:
         """A place for a model that is to be loaded; None if others come first, or there is no room."""
+        if (need := self._estimate(want.key)) > self.options.max_memory:
+            raise ModelTooLarge(want.key, model_bytes=need, max_memory=self.options.max_memory)
         if not want.nested and self._first not in (None, want):
             return None
-        if not self._make_room(self._estimate(want.key), models=1):
+        if not self._make_room(need, models=1):
             if not want.nested:
                 self._first = want
             return None
         if self._first is want:
             self._first = None
-        model = self._models[want.key] = PooledModel(self._estimate(want.key))
+        model = self._models[want.key] = PooledModel(need)
         return model
 
     def _press(self, want: Want[K, M]) -> None:
@@ -508,26 +503,20 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         # bound is half of the time that others wait: they get the new model, or its room, in the other half.
         return want.nested or (overdue < self.options.wait_timeout / 2 and model in want.half_used)
 
-    # The ends of calls tell the pool only while somebody waits for one
+    # The ends of calls tell the pool from when somebody waits for one until nobody waits
 
-    def _watch_for(self, who: object) -> None:
-        if who not in self._watchers:
-            self._watchers.append(who)
-            for engine in self._engines():
-                engine.state.watch(watched=True)
-
-    def _stop_watching(self, who: object) -> None:
-        with suppress(ValueError):
-            self._watchers.remove(who)
+    def _watch(self, *, watched: bool) -> None:
+        self._watching = watched
+        for engine in self._engines():
+            engine.state.watch(watched=watched)
 
     def _call_ended(self) -> None:
         """A call or a load has ended."""
         if self.line:
             self.line.serve()
-        if not self._watchers:
+        if not self.line:
             with self._lock:
-                for engine in self._engines() if not self._watchers else ():
-                    engine.state.watch(watched=False)
+                self._watch(watched=bool(self.line))
 
     def _return_unwanted(self, found: object) -> None:
         """Take back what a caller that is gone was to have; in another thread, the collector may be at work here."""
@@ -541,13 +530,6 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         for key in [key for key, known in self._models.items() if mine and known is model]:
             self._drop(key, model, Overloaded(f"pool {self.name!r}: who was to load key {shortened(key)} is gone"))
         self._unpin(model)
-
-    def _expired(self, model: PooledModel[M]) -> bool:
-        return model.overdue(self.runtime.clock(), paused=self.paused) >= 0
-
-    def _raise_if_too_large(self, key: K) -> None:
-        if (need := self._estimate(key)) > self.options.max_memory:
-            raise ModelTooLarge(key, model_bytes=need, max_memory=self.options.max_memory)
 
     def _make_room(self, need: int, *, models: int = 0) -> bool:
         """Evict unused models, the least recently used first, until so many more bytes and models fit."""
@@ -650,9 +632,10 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                 return False
             ttl = self.options.ttl
             age = math.inf if ttl is None else ttl.seconds * (1 - ttl.jitter * self.runtime.random())
-            model.admit(self.runtime.clock(), age)
+            model.expires = self.runtime.clock() + age
+            model.loading = False
             self._loads += 1
-            engine.state.watch(watched=bool(self._watchers))
+            engine.state.watch(watched=self._watching)
         self.line.serve()
         return True
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from modelguard import _units
-from modelguard.errors import GuardClosed, LoadFailed, Overloaded
+from modelguard.errors import GuardClosed, Overloaded
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._readings import Probe
 from modelguard.lifecycle.policies import Changed
@@ -41,10 +41,6 @@ class PooledModel(Generic[M]):
         if self.loading or self.pins or self.engine is None:
             return False
         return not self.engine.state.in_flight
-
-    def admit(self, now: float, ttl: float) -> None:
-        self.loading = False
-        self.expires = now + ttl
 
     def seconds_unused(self, now: float) -> float:
         """Seconds for which no call has run or ended, as far as those have seen who have asked."""
@@ -125,7 +121,7 @@ class Want(Generic[K, M]):
         failure = None if self.awaits is None else self.awaits.failure
         self.awaits = None
         if failure is not None and not isinstance(failure, GuardClosed | Overloaded):
-            raise afresh(failure) from failure.__cause__
+            raise afresh(failure)
 
 
 class Known(Generic[M]):
@@ -151,6 +147,6 @@ class Known(Generic[M]):
 
 def afresh(error: Exception) -> Exception:
     """The same error for another caller: an exception object must not be raised in two threads."""
-    again = error.again(error.retry_after, error.current) if isinstance(error, LoadFailed) else copy.copy(error)
+    again = copy.copy(error)
     again.__cause__ = error.__cause__
     return again

@@ -17,13 +17,10 @@ from modelguard.lifecycle._engine import EAGER, Engine, Wrapper
 from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._misuse import first_name, plain_function, receivers, takes_positional, without_model
 
+if TYPE_CHECKING:
+    from modelguard.lifecycle._replay import RecordedCalls
+
 # Results that do their work after the call has returned: generators, iterators, coroutines. They keep the lease.
-
-
-if TYPE_CHECKING:  # generic for the checkers only
-    _Proxy = wrapt.ObjectProxy[Any]
-else:
-    _Proxy = wrapt.ObjectProxy
 
 
 def is_lazy(kind: type) -> bool:
@@ -39,7 +36,7 @@ def keep(lease: Lease[Any], result: Any) -> Any:
     """Let a lazy result keep its lease until it ends, is closed, or is dropped."""
     lease.detach()
     if isinstance(result, types.GeneratorType):
-        return _LeasedGenerator(drive(lambda: lease, lambda _: result), lease)
+        return drive(lambda: lease, lambda _: result)
     if isinstance(result, types.AsyncGeneratorType):
         return adrive(lambda: lease, lambda _: result)
     if isinstance(result, types.CoroutineType):
@@ -124,33 +121,12 @@ async def finish(lease: Lease[Any], coroutine: Coroutine[Any, Any, Any]) -> Any:
         lease.end(failed=False)
 
 
-class _Leased(_Proxy):
+class _Leased(wrapt.ObjectProxy[Any]):
     """A lazy result, otherwise untouched, and the lease that it keeps."""
 
     def __init__(self, wrapped: Any, lease: Lease[Any]) -> None:
         super().__init__(wrapped)
         self._self_lease = lease
-
-
-class _LeasedGenerator(_Leased):
-    """A generator run by :func:`drive`. If it ends before it has begun, none of that runs to end its lease."""
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.__wrapped__)
-
-    def throw(self, *error: Any) -> Any:
-        try:
-            return self.__wrapped__.throw(*error)
-        finally:
-            if self.__wrapped__.gi_frame is None:
-                self._self_lease.end(failed=False)
-
-    def close(self) -> None:
-        self.__wrapped__.close()
-        self._self_lease.end(failed=False)
 
 
 class _LeasedIterator(_Leased):
@@ -229,22 +205,11 @@ def _leased_kind(parts: tuple[type[_Leased], ...]) -> type[_Leased]:
 Take = Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]]
 AsyncTake = Callable[[tuple[Any, ...], dict[str, Any]], "Lease[Any] | Awaitable[Lease[Any]]"]
 
-if TYPE_CHECKING:
-    from modelguard.lifecycle._replay import RecordedCalls
 
-    # Generic for the checkers only.
-    _FunctionWrapper = wrapt.FunctionWrapper[..., Any]
-    _BoundFunctionWrapper = wrapt.BoundFunctionWrapper[..., Any]
-    _CallableProxy = wrapt.CallableObjectProxy[Any]
-else:
-    _FunctionWrapper, _BoundFunctionWrapper = wrapt.FunctionWrapper, wrapt.BoundFunctionWrapper
-    _CallableProxy = wrapt.CallableObjectProxy
-
-
-class BoundByReference(_BoundFunctionWrapper):
+class BoundByReference(wrapt.BoundFunctionWrapper[..., Any]):
     """A method of a decorated function, which is pickled by reference too."""
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         if isinstance(self.__wrapped__, types.MethodType):
             return getattr, (self.__wrapped__.__self__, self.__name__)
         from pkgutil import resolve_name
@@ -252,18 +217,12 @@ class BoundByReference(_BoundFunctionWrapper):
         # By reference, not by name alone: each access through the class makes a new one of these.
         return resolve_name, (f"{self.__module__}:{self.__qualname__}",)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
 
-
-class ByReference(_FunctionWrapper):
+class ByReference(wrapt.FunctionWrapper[..., Any]):
     """A decorated function, pickled and copied by reference, so that spawned processes find it by its name."""
 
-    def __reduce__(self) -> Any:
-        return str(self.__qualname__)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
+        return str(self.__qualname__)
 
     def __copy__(self) -> Any:
         return self
@@ -330,7 +289,7 @@ class Guarded(ByReference):
                 raise AttributeError(said, name=name, obj=self) from None
 
 
-class _MethodFunction(_CallableProxy):
+class _MethodFunction(wrapt.CallableObjectProxy[Any]):
     """The function inside a bound method, as ``inspect.signature`` asks for it."""
 
     @property

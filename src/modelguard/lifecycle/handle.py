@@ -89,7 +89,8 @@ class Handle(Entered):
     if not TYPE_CHECKING:
 
         def __new__(cls, *args: object, **kwargs: object) -> Self:  # noqa: D102 - Python's own
-            _misuse.check_made_by(cls._made_by, cls, args, kwargs)
+            if kwargs or not args or callable(args[0]):  # its function passes no keywords, and no loader
+                raise TypeError(f"{cls.__name__} is not called directly. Write: {cls._made_by}")
             return super().__new__(cls)
 
     def __init__(self, name: str, sources: Sequence[_Source]) -> None:
@@ -143,10 +144,8 @@ class Handle(Entered):
                 :meth:`aclose`).
         """
         limit = Timeout(timeout)
-        left = limit.seconds
         for source in self._sources:
-            source.close(left)
-            left = limit.left()
+            source.close(limit.left())
 
     async def aclose(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`close` for a coroutine: does not block the event loop."""

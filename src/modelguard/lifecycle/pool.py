@@ -53,10 +53,9 @@ class ModelPool(Handle, Generic[K, M]):
     _made_by = "pool(load, max_memory=...)"
     _what = "pool"
 
-    def __init__(self, engine: PoolEngine[K, M], options_for: Callable[[Any], GuardOptions[M]]) -> None:
+    def __init__(self, engine: PoolEngine[K, M]) -> None:
         super().__init__(engine.name, (engine,))
         self._engine = engine
-        self._options_for = options_for
         _pools.add(self)
 
     @property
@@ -91,7 +90,7 @@ class ModelPool(Handle, Generic[K, M]):
 
     else:  # accepts what type checkers reject, to say what is wrong with it
 
-        def __call__(self, *others: Never, key: str | Callable[..., K] | None = None) -> Keyed[M]:
+        def __call__(self, *others: Never, key: str | Callable[..., K] = _misuse.REQUIRED) -> Keyed[M]:
             """Decorate a function that takes the model as its first parameter, after ``self`` or ``cls`` in a class.
 
             Args:
@@ -101,11 +100,10 @@ class ModelPool(Handle, Generic[K, M]):
 
             Raises:
                 InvalidOption: ``key`` is neither, or the function has no such parameter.
+                TypeError: It is missing.
             """
-            if others:
-                fix = "Write @pool(key='voice'), with the name of a parameter."
-                raise InvalidOption("key", others[0], why="only key= can be passed", fix=fix)
-            return Keyed(self._engine, key, self._options_for)
+            _misuse.check_keyword("key", key, others, fix="Write @pool(key='voice'), with the name of a parameter.")
+            return Keyed(self._engine, key)
 
     def status(self) -> PoolStatus[K]:
         """The pool's figures at this moment."""
@@ -217,14 +215,11 @@ def pool(
     world = runtime.default()
     common = _guard_options.GuardOptions[Any](
         load=lambda: None,  # replaced for each key
-        reload_on=None,
         swap=_guard_options.Swap(defer=0),
         warmup=warmup,
         validate=validate,
         unload=unload,
         loading=_guard_options.Loading() if loading is None else loading,
-        wait_timeout=30.0,
-        prefork=False,
         name=title,
         # Without a hook nothing is closed, and two keys may well have one model.
         family=None if unload is None else KnownModels(),
@@ -240,6 +235,7 @@ def pool(
 
     options = PoolOptions(
         name=common.name,
+        options_for=options_for,
         max_memory=_guard_options.memory_bound("max_memory", max_memory, world.limit),
         max_models=math.inf if max_models is None else max_models,
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
@@ -247,7 +243,7 @@ def pool(
         idle=math.inf if idle is None else idle.after,
         source=source,
     )
-    return ModelPool(PoolEngine(make, options, world), options_for)
+    return ModelPool(PoolEngine(make, options, world))
 
 
 # Using a pool's models: leases by key, and functions whose arguments give the key.
@@ -260,7 +256,6 @@ class PoolLease(Generic[M]):
         self.take = take
         self.atake = atake
         self._lease: Lease[M] | None = None
-        self._entered = False
 
     def __enter__(self) -> M:
         self._raise_on_second_use()
@@ -280,9 +275,8 @@ class PoolLease(Generic[M]):
         self.__exit__(kind, error, trace)
 
     def _raise_on_second_use(self) -> None:
-        if self._entered:
+        if self._lease is not None:
             raise RuntimeError("a lease of a pool can be used once; call lease(key) again for another")
-        self._entered = True
 
 
 class PooledFunction(NamedTuple):
@@ -291,30 +285,26 @@ class PooledFunction(NamedTuple):
     Attributes:
         function: What was decorated: it takes the model as its first argument.
         options: The pool's.
-        options_for: The options of the guard of one key's model.
         key_of: The key that a call with these arguments needs.
     """
 
     function: Callable[..., Any]
     options: PoolOptions
-    options_for: Callable[[Any], GuardOptions[Any]]
     key_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Keyed(Decorator[M]):
-    def __init__(
-        self, engine: PoolEngine[Any, M], key: str | Callable[..., Any], options_for: Callable[[Any], GuardOptions[M]]
-    ) -> None:
+    def __init__(self, engine: PoolEngine[Any, M], key: str | Callable[..., Any]) -> None:
         if not isinstance(key, str) and not callable(key):
             fix = "Name a parameter, key='voice', or give a function of the arguments."
             raise InvalidOption("key", key, why="must be a parameter's name or a function", fix=fix)
         self._engine = engine
         self._key = key
-        self._options_for = options_for
 
     def _decorate(self, function: Any) -> Any:
         check_function(plain_function(function), None)
-        key_of = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call(function)
+        key = self._key
+        key_of = self._by_name(function, key) if isinstance(key, str) else self._by_call(function, key)
 
         engine, wait = self._engine, self._engine.options.wait_timeout
 
@@ -324,12 +314,12 @@ class Keyed(Decorator[M]):
         async def atake(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lease[M]:
             return await engine.atake(key_of(args, kwargs), wait)
 
-        owner = PooledFunction(function, engine.options, self._options_for, key_of)
+        owner = PooledFunction(function, engine.options, key_of)
         return wrap(function, take=take, atake=atake, owner=owner)
 
-    def _by_call(self, function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        signature, key = _units.signature_of(self._key), self._key
-        assert callable(key)  # noqa: S101 - names go to _by_name
+    @staticmethod
+    def _by_call(function: Any, key: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        signature = _units.signature_of(key)
 
         def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if signature is not None:

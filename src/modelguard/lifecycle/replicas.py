@@ -50,7 +50,6 @@ class FreeReplicas(fork.Forkable, Generic[M]):
 
     Attributes:
         rolling: Held while all are replaced, one after another.
-        closed: Whether no call gets one any more, though some may still have their models.
     """
 
     fork_rank = fork.Rank.REPLICAS
@@ -59,7 +58,6 @@ class FreeReplicas(fork.Forkable, Generic[M]):
         self._name = name
         self._engines: list[Engine[M]] = []
         self._wait = wait
-        self.closed = False
         self.line: Line[None, int] = Line(lambda _: self._take_free(or_load=True), self.give_back)
         self.after_fork_in_child()
         fork.register(self)
@@ -119,7 +117,7 @@ class FreeReplicas(fork.Forkable, Generic[M]):
 
     def _take_free(self, *, or_load: bool) -> int | None:
         """Take a free replica that has its model, or else one that could be loaded now; None if there is none."""
-        if self.closed:
+        if self._engines[0].state.closed:
             raise GuardClosed(self._name)
         while True:
             free = self._free.copy()
@@ -138,11 +136,6 @@ class FreeReplicas(fork.Forkable, Generic[M]):
         if all(state.current is None and state.job is not None for state in states):
             _engine.search(states)
 
-    def close(self) -> None:
-        """Refuse calls, and those that wait."""
-        self.closed = True
-        self.line.serve()
-
     def give_back(self, at: int) -> None:
         self._free.append(at)
         self.line.serve()
@@ -150,11 +143,6 @@ class FreeReplicas(fork.Forkable, Generic[M]):
     def _end(self, at: int, process: int) -> None:
         if process == self._process:  # else a fork lies between, and all are free here
             self.give_back(at)
-
-    @property
-    def in_use(self) -> int:
-        """How many are used by a call."""
-        return len(self._engines) - len(self._free)
 
     # Policies
 
@@ -284,8 +272,7 @@ class ModelReplicas(ModelHandle[M]):
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine: does not block the event loop."""
-        limit = Timeout(timeout)
-        await waiting.suspend(self._until_rolled(limit))
+        await waiting.suspend(self._until_rolled(Timeout(timeout)))
 
     def _until_rolled(self, limit: Timeout) -> Steps[None]:
         rolling = waiting.start(
@@ -304,14 +291,10 @@ class ModelReplicas(ModelHandle[M]):
             engine.check_closable()
         # All before the first of them drains, else the others would take its calls, and one that was reopened meanwhile
         # would be closed again.
-        self._free.close()
         ended = [(engine, engine.refuse()) for engine in self._engines]
+        self._free.line.serve()  # those who wait are refused, too
         for engine, old in ended:
             engine.end(old, limit.left())
-
-    def _reopen(self) -> None:
-        super()._reopen()
-        self._free.closed = False
 
     def _roll(self, loaded: list[ModelGuard[M]]) -> None:
         with self._free.rolling:

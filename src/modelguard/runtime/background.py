@@ -52,49 +52,43 @@ class KeptThreads:
 
     def after_fork_in_child(self) -> None:
         # Reentrant: the garbage collector may return a dropped lease in here, which may start work.
-        self._lock = threading.RLock()
+        self._lock = threading.Condition(threading.RLock())  # notified when less work runs
         self._idle: dict[str | int, tuple[_Inbox, threading.Thread]] = {}
         self._running = 0
-        self._less = threading.Condition(self._lock)
 
-    def start(self, work: Work, name: str) -> None:
+    def start(self, work: Work, name: str, *, keep: bool = True) -> None:
         """Run ``work`` in a thread of that name: in one that is waiting for work, else in a new one.
 
+        Args:
+            work: The work.
+            name: Of the thread.
+            keep: Whether that is so; if not, the thread is new, and ends with the work.
+
         Raises:
             RuntimeError: The system gives no thread, or the interpreter is shutting down.
         """
         with self._lock:
-            idle = self._idle.pop(next(iter(self._idle), 0) if self._shared else name, None)
+            key = next(iter(self._idle), 0) if self._shared else name
+            idle = self._idle.pop(key, None) if keep else None
             self._running += 1
-        if idle is not None:
-            idle[0].put((work, name))
-        else:
-            self._start(work, name, keep=True)
+        inbox: _Inbox = SimpleQueue() if idle is None else idle[0]
+        inbox.put((work, name))  # not as an argument, which the thread would keep alive as long as it runs
+        if idle is None:
+            try:
+                start_thread(partial(self._serve, inbox, keep=keep), name)
+            except BaseException:
+                self._end()
+                raise
 
     def start_once(self, work: Work, name: str) -> None:
-        """Run ``work`` in a new thread of that name, which ends with it.
-
-        Raises:
-            RuntimeError: The system gives no thread, or the interpreter is shutting down.
-        """
-        with self._lock:
-            self._running += 1
-        self._start(work, name, keep=False)
-
-    def _start(self, work: Work, name: str, *, keep: bool) -> None:
-        inbox: _Inbox = SimpleQueue()
-        inbox.put((work, name))  # not as an argument, which the thread would keep alive as long as it runs
-        try:
-            start_thread(partial(self._serve, inbox, keep=keep), name)
-        except BaseException:
-            self._end()
-            raise
+        """Run ``work`` in a new thread of that name, which ends with it."""
+        self.start(work, name, keep=False)
 
     def finish(self, seconds: float) -> None:
         """Wait until no work runs, at most this many seconds."""
-        with self._less:
+        with self._lock:
             # Below zero in a child that the work itself has forked, where that work ends too.
-            self._less.wait_for(lambda: self._running <= 0, seconds)
+            self._lock.wait_for(lambda: self._running <= 0, seconds)
 
     def end_idle(self) -> None:
         """End the threads that wait for work: a process that is about to fork should have few."""
@@ -118,9 +112,9 @@ class KeptThreads:
             job = self._next(inbox, name) if keep else None
 
     def _end(self) -> None:
-        with self._less:
+        with self._lock:
             self._running -= 1
-            self._less.notify_all()
+            self._lock.notify_all()
 
     def _next(self, inbox: _Inbox, name: str) -> tuple[Work, str] | None:
         thread = threading.current_thread()
@@ -136,7 +130,7 @@ class KeptThreads:
             return inbox.get(timeout=seconds)
         except Empty:
             with self._lock:
-                if (idle := self._idle.get(key)) is not None and idle[0] is inbox:
+                if self._idle.get(key) == (inbox, thread):
                     del self._idle[key]
                     return None
             return inbox.get()  # work was handed over in this very moment

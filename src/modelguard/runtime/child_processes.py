@@ -209,9 +209,7 @@ def do_nothing(_number: int, _frame: object) -> None:
 
 
 class _Ended(BaseException):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """By the signal of this number."""
 
 
 @contextmanager
@@ -232,7 +230,7 @@ def ending_signals() -> Iterator[None]:
     try:
         yield
     except _Ended as ended:
-        came = ended.number
+        (came,) = ended.args
     finally:
         for each in handled:
             signal.signal(each, signal.SIG_DFL)
@@ -270,13 +268,13 @@ def default_actions() -> Iterator[None]:
     """
     earlier = {number: action for number in (*ENDING, signal.SIGCHLD) if (action := _action(number)) is not None}
     for number in earlier:
-        _set(number, bytes(_ACTION_SIZE))
+        _libc().sigaction(number, bytes(_ACTION_SIZE), None)
     try:
         yield
     finally:
         for number, action in earlier.items():
             if _action(number) is None:  # otherwise the code inside the block has installed its own
-                _set(number, action)
+                _libc().sigaction(number, action, None)
 
 
 def _action(number: int) -> bytes | None:
@@ -285,10 +283,6 @@ def _action(number: int) -> bytes | None:
     _libc().sigaction(number, None, action)
     handler = int.from_bytes(action.raw[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)
     return None if handler in (_DEFAULT, _IGNORE) else action.raw
-
-
-def _set(number: int, action: bytes) -> None:
-    _libc().sigaction(number, action, None)
 
 
 # A trial child that does what every worker will do, to detect a hang before the first worker starts.

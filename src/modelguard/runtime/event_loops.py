@@ -239,7 +239,8 @@ class PrivateLoop:
         async def awaited() -> Any:
             return await start()
 
-        return self._here(lambda: self._runner.run(awaited(), context=contextvars.copy_context()))
+        run = partial(self._runner.run, context=contextvars.copy_context())
+        return waiting.off_loop(lambda: run(awaited()), "modelguard-loop", start_thread)
 
     def end(self, start: Callable[[], Awaitable[Any]]) -> None:
         """:meth:`run` for the last time."""
@@ -248,10 +249,4 @@ class PrivateLoop:
 
     def close(self) -> None:
         """End it. Asynchronous generators that are still open on it are closed."""
-        self._here(self._runner.close)
-
-    def _here(self, work: Callable[[], Any]) -> Any:
-        """Do it in this thread, unless an event loop runs here already: a thread has one at most."""
-        if not waiting.on_event_loop():
-            return work()
-        return waiting.start(work, "modelguard-loop", start_thread).result()
+        waiting.off_loop(self._runner.close, "modelguard-loop", start_thread)

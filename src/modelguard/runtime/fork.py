@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import logging
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import IntEnum
 from importlib import _bootstrap
@@ -169,15 +170,23 @@ class _Hooks:
 
     def _in_parent(self) -> None:
         acting, self._acting = self._acting, []
-        for one in reversed(acting):
-            one.after_fork_in_parent()
+        _do_all(one.after_fork_in_parent for one in reversed(acting))
         self._lock.release()
 
     def _in_child(self) -> None:
         acting, self._acting = self._acting, []
         self._lock = threading.RLock()  # before the last of them, which may fork again
-        for one in reversed(acting):
-            one.after_fork_in_child()
+        _do_all(one.after_fork_in_child for one in reversed(acting))
+
+
+def _do_all(actions: Iterable[Action]) -> None:
+    """What one of them raises, as where a child gets no thread, keeps no other from its part."""
+    for act in actions:
+        try:
+            act()
+        except Exception:
+            with suppress(Exception):  # nor does a log handler that raises
+                logging.getLogger("modelguard").exception("modelguard could not do all that a fork needs")
 
 
 _EARLY, _LATE = _Hooks(), _Hooks()

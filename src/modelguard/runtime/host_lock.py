@@ -52,17 +52,17 @@ class HostLock:
         """
         deadline = clock() + MAX_WAIT
 
-        def wait_for(attempt: Callable[[], bool]) -> bool:
+        def wait_for(attempt: Callable[[], bool]) -> Literal["timed_out", "cancelled"] | None:
             while not attempt():
                 if cancelled() or clock() >= deadline:
-                    return False
+                    return "cancelled" if cancelled() else "timed_out"
                 sleep(_POLL)
-            return True
+            return None
 
         # Record locks belong to the process; between its own threads an ordinary lock decides.
         mine = self._mine
-        if not wait_for(lambda: mine.acquire(blocking=False)):
-            yield "cancelled" if cancelled() else "timed_out"
+        if refused := wait_for(lambda: mine.acquire(blocking=False)):
+            yield refused
             return
         try:
             descriptor = self._open()
@@ -70,8 +70,7 @@ class HostLock:
                 yield "process"
                 return
             try:
-                got = wait_for(lambda: _lock(descriptor))
-                yield "host" if got else "cancelled" if cancelled() else "timed_out"
+                yield wait_for(lambda: _lock(descriptor)) or "host"
             finally:
                 os.close(descriptor)  # which releases the lock
         finally:

@@ -39,10 +39,6 @@ class Timeout:
     def left(self) -> float | None:
         return None if self.seconds is None else max(0.0, self.seconds - self.waited())
 
-    @property
-    def over(self) -> bool:
-        return self.seconds is not None and self.waited() >= self.seconds
-
 
 #: Seconds between two looks of one who waits for what nobody tells.
 PATIENCE = 0.5
@@ -105,6 +101,11 @@ def start(work: Callable[[], T], name: str, start_thread: StartThread, future: F
     except RuntimeError as error:  # the system gives no thread
         future.set_exception(error)
     return future
+
+
+def off_loop(work: Callable[[], T], name: str, start_thread: StartThread) -> T:
+    """Do ``work`` in this thread; in another one if an event loop runs here, since a thread has one at most."""
+    return start(work, name, start_thread).result() if on_event_loop() else work()
 
 
 _INSTEAD = "Load the model before the loop starts (guard.load()), or use the plain function or method in a thread"

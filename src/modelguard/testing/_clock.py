@@ -15,6 +15,7 @@ from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._pool_engine import pool_engines
 from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
+from modelguard.lifecycle.handle import Handle
 from modelguard.runtime import clock
 from modelguard.runtime.background import TICKER, Ticked
 from modelguard.runtime.host_lock import Held, HostLock
@@ -220,6 +221,9 @@ class Clock(OfTest):
             InvalidOption: It is neither of them.
         """
         self._require_test("drive()")
+        if isinstance(guarded, Handle) and not isinstance(guarded, ModelGuard):
+            fix = "Make it in the test, where it gets this clock by itself."
+            raise InvalidOption("guarded", guarded, why="is neither a guard nor a function that one decorates", fix=fix)
         guard: ModelGuard[Any] = guarded if isinstance(guarded, ModelGuard) else guard_of(guarded)
         TICKER.remove(guard.engine)
         with self._lock:  # its model's age must not become negative

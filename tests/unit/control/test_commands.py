@@ -67,6 +67,19 @@ class TestCommands:
             (key,) = _listener.figures(keyed)["models"]
         assert 1000 == len(key)
 
+    def test_keys_that_look_alike_are_told_apart(self) -> None:
+        """Each model of a pool is counted, also where the keys have one ``repr``; the second of them gets a number."""
+
+        class Voice:
+            def __repr__(self) -> str:
+                return "Voice()"
+
+        keyed = pool(lambda _: {}, max_memory="1 GB", name="keyed")
+        with keyed.lease(Voice()), keyed.lease(Voice()):
+            assert ["Voice()", "Voice() (2)"] == list(_listener.figures(keyed)["models"])
+        keyed.unload()
+        assert ["Voice()", "Voice() (2)"] == _listener.figures(keyed)["idle"]
+
     def test_a_policy_that_cannot_be_written_stands_in_the_way_of_nothing(self, pair: Pair) -> None:
         """Its own code may raise: it is shown by its type, and the guards behind it are reloaded all the same."""
 

@@ -108,6 +108,16 @@ class TestWrongArguments:
         assert current is not None
         assert 1 == current.errors
 
+    def test_of_a_function_of_any_number_of_arguments(self, nlp: ModelGuard[Any]) -> None:
+        """What is missing is named, and none of the arguments is said to be too many."""
+
+        @nlp
+        def shout(*words: Any, end: str) -> Any:
+            return words, end
+
+        with pytest.raises(TypeError, match=r"missing a required argument: 'end'"):
+            shout("hi")  # type: ignore[call-arg]
+
     def test_of_a_built_in_function_are_its_own(self, nlp: ModelGuard[Any]) -> None:
         """What has no signature keeps the message that Python gives it."""
         with pytest.raises(TypeError, match=r"^(?!.*guard passes)"):

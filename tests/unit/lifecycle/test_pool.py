@@ -137,7 +137,7 @@ class TestNoRoom:
             until(lambda: len(pool._engine.line) == 1)
             assert ["a"] == outcome(world.spawn(use, pool, "a"))  # a newcomer is served meanwhile
             world.tick(1)
-            until(lambda: pool._engine._expired(pool._engine._models["a"]))
+            until(lambda: pool._engine._models["a"].overdue(world.now, paused=False) >= 0)
             with pool.lease("a") as inner:  # this one must not wait for its own end
                 assert "a" == inner.key
             with pytest.raises(Overloaded, match="still being replaced"):

@@ -65,6 +65,15 @@ class TestTheKey:
         """The same on methods of every kind."""
         assert ["Service", "model of bert", "hi"] == getattr(Service(), name)("hi", "bert")
 
+    def test_may_be_a_parameter_of_a_function_of_any_number_of_arguments(self) -> None:
+        """The model is the first of them, and the caller's follow it."""
+
+        @voices(key="voice")
+        def say(*words: str, voice: str) -> tuple[str, ...]:
+            return words
+
+        assert ("model of bert", "hi", "you") == say("hi", "you", voice="bert")
+
     def test_may_be_told_by_a_function(self) -> None:
         """``key=function`` asks a function of the call's arguments, without the model."""
 

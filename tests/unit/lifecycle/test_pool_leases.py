@@ -190,6 +190,15 @@ class TestLease:
             lease.__enter__()
         assert 0 == pool.status().in_flight
 
+    def test_that_was_refused_may_be_tried_again(self, world: World) -> None:
+        """What got no room has not been used, as with a guard's lease that got no model."""
+        pool = world.pool(Sizes(world, a=60, b=60))
+        lease = pool.lease("b", timeout=0)
+        with pool.lease("a"), pytest.raises(Overloaded):
+            lease.__enter__()
+        with lease as model:
+            assert "b" == model.key
+
     def test_is_given_back_however_its_block_ends(self, world: World) -> None:
         """A block that raises returns its lease."""
         pool = world.pool()

@@ -372,7 +372,7 @@ def test_validation_compares_with_the_model_that_came_back(world: World) -> None
     ("options", "says"),
     [
         ({"keep_previous": "yes"}, r"keep_previous='yes': must be True or False"),
-        ({"keep_previous": True, "swap": "drain_first"}, r"keep_previous=True: keeps two models in memory"),
+        ({"keep_previous": True, "swap": "drain_first"}, r"keep_previous=True: needs two models in memory"),
     ],
 )
 def test_bad_options_are_rejected_at_the_definition(world: World, options: dict[str, Any], says: str) -> None:

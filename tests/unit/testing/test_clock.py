@@ -35,6 +35,7 @@ from modelguard import (
     guard,
     memory,
     pool,
+    replicas,
 )
 from modelguard.errors import CircuitOpen, DeadlineExceeded, InvalidOption, LoadFailed, NoMemoryLimit
 from modelguard.lifecycle.runtime import Runtime, use
@@ -312,6 +313,13 @@ def test_a_guard_from_before_the_test_can_be_driven(modelguard_clock: Clock) -> 
     before = generation(module_level)
     modelguard_clock.advance("1h")
     assert before + 1 == generation(module_level)
+
+
+def test_what_has_many_models_is_not_driven(modelguard_clock: Clock) -> None:
+    """Of a pool and of replicas the error says where to make them instead."""
+    for made in (pool(dict, max_memory="1 GB"), replicas(guard(dict, reload_on=None))):
+        with pytest.raises(InvalidOption, match=r"guarded=.* is neither a guard nor .* Make it in the test"):
+            modelguard_clock.drive(made)  # type: ignore[arg-type] # as checkers say too
 
 
 def test_a_guard_can_be_driven_again_by_another_test(modelguard_clock: Clock) -> None:
