@@ -294,6 +294,7 @@ class Planner:
             self.auto.follow(self._times, self._times.curve(), self._mean)
         self.most = self.auto.size
         self._full = math.inf  # seconds of a full batch, for a quick look; infinity where that is not enough
+        self._full_by: tuple[Curve | None, int] = None, 0
 
     # What happens
 
@@ -404,6 +405,9 @@ class Planner:
 
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
+        if curve is self._full_by[0] and self.most == self._full_by[1]:
+            return self._full
+        self._full_by = curve, self.most
         return math.inf if curve is None else curve.seconds(self.most, 0.0)
 
     def _most(self, curve: Curve | None, mean: float) -> int:

@@ -100,10 +100,11 @@ class Curve:
         return min(self.most, self.fixed + self.each * count + self.unit * weight)
 
     def _by_points(self, count: float) -> float:
-        at = bisect_left(self.points, (count,))
-        if at in {0, len(self.points)}:
-            return self._beyond(self.points[min(at, len(self.points) - 1)], count)
-        (low, shorter), (high, longer) = self.points[at - 1 : at + 1]
+        points = self.points
+        at = bisect_left(points, (count,))
+        if not 0 < at < len(points):
+            return self._beyond(points[-1 if at else 0], count)
+        (low, shorter), (high, longer) = points[at - 1], points[at]
         return shorter + (longer - shorter) * (count - low) / (high - low)
 
     def _beyond(self, point: tuple[float, float], count: float) -> float:
