@@ -328,12 +328,14 @@ class _Fixed:
         self.undelivered: list[tuple[Any, Failure]] = []
         self._number = 0
         self._live = 0
+        self._nearest = math.inf  # no deadline of what waits is before this
 
     def admit(self, request: Any, now: float) -> None:
-        if self._live >= self.max_queue:
+        if self._live >= self.max_queue and self.drops and self._nearest <= now:
             self._clear(now)
-            if self._live >= self.max_queue:
-                raise QueueFull("f", queued=self.max_queue, retry_after=1.0)
+        if self._live >= self.max_queue:
+            raise QueueFull("f", queued=self.max_queue, retry_after=1.0)
+        self._nearest = min(self._nearest, request.deadline)
         self._number += 1
         request.state = "waiting"
         self._live += 1
@@ -343,13 +345,14 @@ class _Fixed:
         kept = []
         for entry in self.waiting:
             if entry[2].state == "waiting":
-                if self.drops and entry[2].deadline <= now:
+                if entry[2].deadline <= now:
                     self._expire(entry[2])
                 else:
                     kept.append(entry)
         self.waiting = kept
         heapq.heapify(kept)
         self._live = len(kept)
+        self._nearest = min((entry[2].deadline for entry in kept), default=math.inf)
 
     def _expire(self, request: Any) -> None:
         request.state = "done"

@@ -463,6 +463,7 @@ class Batcher(fork.Forkable):
         with self._lock:
             self._queue.withdraw(*requests)
         self._wake_all()  # also a thread that was chosen, and whose wakeup was never set
+        self._settle()
 
     def order(self) -> None:
         """From now on, requests have keys or priorities."""

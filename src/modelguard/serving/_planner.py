@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
@@ -384,10 +384,8 @@ class Planner:
         self._asked = True
         left = request.deadline - now
         simple = request.group is None and not lines.several
-        if simple and self.surely_in_time(waiting, left, running, now):
-            self._arrivals.note(left)
-            return None
-        curve = self._times.curve(request.group) if self._times.fresh(now) else None
+        sure = simple and self.surely_in_time(waiting, left, running, now)
+        curve = self._times.curve(request.group) if not sure and self._times.fresh(now) else None
         if curve is None:
             self._arrivals.note(left)
             return None
@@ -398,15 +396,12 @@ class Planner:
             return alone
         if not waiting and len(running) < self._limits.threads:
             return None
-        estimate = self.seconds_to_answer(request, lines, running, now)
-        return estimate if estimate is not None and estimate > left else None
+        estimate = self._seconds_to_answer(request, curve, lines, running, now)
+        return estimate if estimate > left else None
 
     def note_admitted(self, left: float, count: int = 1) -> None:
         """Note that so many requests have come which have room in time, with so many seconds for their answers."""
-        if left == math.inf:
-            self._arrivals.patient += count
-        else:
-            self._arrivals.note(left, count)
+        self._arrivals.note(left, count)
 
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
@@ -419,14 +414,14 @@ class Planner:
         """How many items a batch of this group may have."""
         return min(self._ceiling, self.auto.size_for(curve, mean))
 
-    def seconds_to_answer(self, request: Request, lines: Lines, running: list[Batch], now: float) -> float | None:
-        """How long until a new request has its answer; None without enough measurements.
+    def _seconds_to_answer(
+        self, request: Request, curve: Curve, lines: Lines, running: list[Batch], now: float
+    ) -> float:
+        """How long until a new request has its answer.
 
         Its own batch is priced as large as it will be: with the requests in front, and those that arrive until it
         starts.
         """
-        if not self._times.fresh(now) or (curve := self._times.curve(request.group)) is None:
-            return None
         threads = self._limits.threads
         line = lines.find(request.group)
         busy = self._seconds_left(running, now) if len(running) >= threads else 0.0
@@ -447,8 +442,7 @@ class Planner:
         joining = self._arrivals.rate * start / max(len(lines), 1)
         joining = max(joining - math.sqrt(joining) / 2, 0.0)  # arrivals are random: so many are likely
         mine = max(place - batches * crowd, 1)
-        least = self._arrivals.least(curve, mean, lines=len(lines), crowd=crowd)
-        own = max(mine, min(least, mine + joining))  # those that come later need not join it
+        own = max(mine, min(crowd, mine + joining))
         return start + curve.seconds(own, max(own * mean, request.weight if mean else 0.0))
 
     def seconds_to_drain(self, waiting: int, now: float) -> float:
@@ -477,11 +471,10 @@ class Planner:
         """How long the batches of other groups take that start before the one of this request."""
         oldest = None if line is None else line.oldest
         arrived = math.inf if oldest is None else oldest.arrived
-        seconds, looked_at = 0.0, 0
+        seconds = 0.0
         for other in itertools.islice(lines, _LOOKED_AT + 1):
             if other is line or not other.waiting:
                 continue
-            looked_at += 1
             first = other.oldest
             curve = self._times.curve(other.group)
             if first is None or curve is None or (first.arrived > arrived and lines.fairness is None):
@@ -492,7 +485,7 @@ class Planner:
                 batches = math.ceil(count / size)
                 size = min(size, count)
                 seconds += batches * curve.seconds(size, weight * self._padding / batches)
-        return seconds * max(1.0, len(lines) / (_LOOKED_AT + 1)) if looked_at else 0.0
+        return seconds * max(1.0, len(lines) / (_LOOKED_AT + 1))
 
     # What is computed next
 
@@ -544,7 +537,7 @@ class Planner:
         if limits.padded:
             return AlikeBatches(curve, now, self.most, limits.max_weight).choose(waiting), late
         if curve is None:
-            return self._fill(waiting, None, now, ascending=False), []
+            return self._fill(waiting, None, now), []
         ordered = self._by_deadline(waiting) if lines.fairness is None else waiting
         chosen, until = self._fast_enough(ordered, curve, now, len(lines))
         if until != -math.inf:
@@ -567,10 +560,8 @@ class Planner:
 
     def _fast_enough(self, waiting: list[Request], curve: Curve, now: float, lines: int) -> tuple[list[Request], float]:
         """The batch without those whose deadlines would keep it too slow, as few as possible; and the last of these."""
-        deadlines = [request.deadline for request in waiting]
-        by_deadline = sorted(deadlines)
-        ascending = deadlines == by_deadline
-        first = found = self._planned(waiting, self._fill(waiting, curve, now, ascending=ascending), curve, now, lines)
+        by_deadline = sorted(request.deadline for request in waiting)
+        first = found = self._planned(waiting, curve, now, lines)
         if len(first) >= min(self._ceiling, len(waiting)):
             return first, -math.inf
         needed = self._needed(by_deadline, now, lines)
@@ -579,12 +570,7 @@ class Planner:
             if best >= needed or len(found) >= self._ceiling:
                 break
             until = by_deadline[skipped - 1]
-            if ascending:
-                rest = waiting[bisect_right(deadlines, until) :]
-            else:
-                rest = [one for one in waiting if one.deadline > until]
-            room = self._fill(rest, curve, now, ascending=ascending)
-            room = self._planned(waiting, room, curve, now, lines) if room else room
+            room = self._planned([one for one in waiting if one.deadline > until], curve, now, lines)
             lost = sum(one.deadline <= until for one in first)
             rate = self._rate_of(room, curve) * max(len(room) - lost, 0) / max(len(room), 1)
             if rate > best * _DROP_GAIN:
@@ -608,43 +594,24 @@ class Planner:
         ends = start + curve.seconds(1, 0.0)
         return [one for one in requests if ends > one.deadline]
 
-    def _fill(self, waiting: list[Request], curve: Curve | None, now: float, *, ascending: bool) -> list[Request]:
-        """As many requests, from the first on, as one batch may have; ``ascending``: the first has the least time."""
-        limits, longest = self._limits, self.auto.seconds
-        bound = self._ceiling
+    def _fill(self, waiting: list[Request], curve: Curve | None, now: float) -> list[Request]:
+        """As many requests, from the first on, as one batch may have: by halves, for this is asked thirty times."""
+        limits, bound = self._limits, self._ceiling
         if self.auto and (curve is None or not limits.weighed):
             bound = min(bound, self.auto.size_for(curve, 0.0))
-        if ascending and waiting and curve is not None and longest == math.inf:
-            return waiting[: self._count_in_time(waiting[:bound], curve, waiting[0].deadline - now + _ROUNDING)]
-        chosen: list[Request] = []
-        weight, until = 0.0, math.inf
-        for request in waiting:
-            if len(chosen) >= bound or (chosen and weight + request.weight > limits.max_weight):
-                break
-            if curve is not None:
-                nearest = min(until, request.deadline)
-                mine = request.weight if limits.weighed else 0.0
-                if longest != math.inf and chosen and not curve.holds(len(chosen) + 1, weight + mine, longest):
-                    break
-                if not curve.holds(len(chosen) + 1, weight + mine, nearest - now + _ROUNDING):
-                    if chosen and curve.holds(len(chosen) + 1, weight + mine, until - now + _ROUNDING):
-                        continue  # this one alone would be late
-                    break
-                until = nearest
-            chosen.append(request)
-            weight += request.weight
-        return chosen
+        first = waiting[:bound]
+        weights = list(itertools.accumulate(one.weight if limits.weighed else 0.0 for one in first))
+        nearest = list(itertools.accumulate((one.deadline for one in first), min))
 
-    def _count_in_time(self, waiting: list[Request], curve: Curve, left: float) -> int:
-        """How many of the first are one batch that ends in time: by halves, for this is asked thirty times a batch."""
-        limits = self._limits
-        weights = list(itertools.accumulate(one.weight if limits.weighed else 0.0 for one in waiting))
+        def exceeds(count: int) -> bool:
+            weight, left = weights[count - 1], nearest[count - 1] - now + _ROUNDING
+            if count > 1:
+                left = min(left, self.auto.seconds)
+                if weight > limits.max_weight:
+                    return True
+            return curve is not None and not curve.holds(count, weight, left)
 
-        def seconds(count: int) -> float:
-            weight = weights[count - 1]
-            return math.inf if count > 1 and weight > limits.max_weight else curve.at_worst(count, weight)
-
-        return bisect_right(range(1, len(waiting) + 1), left, key=seconds)
+        return first[: bisect_left(range(1, len(first) + 1), True, key=exceeds)]  # noqa: FBT003 - what is looked for
 
     def _rest_holds(self, waiting: list[Request], taken: int, curve: Curve, now: float) -> bool:
         """Whether the batch after this one can still meet its first deadline."""
@@ -654,14 +621,14 @@ class Planner:
         ends = now + curve.seconds(taken, self._weight(waiting[:taken]))
         return ends + curve.seconds(len(rest), self._weight(rest)) <= rest[0].deadline + _ROUNDING
 
-    def _planned(
-        self, waiting: list[Request], chosen: list[Request], curve: Curve, now: float, lines: int
-    ) -> list[Request]:
-        """Fewer requests, where what arrives meanwhile would be late."""
-        mean = self._weight(chosen) / len(chosen) if chosen else 0.0
+    def _planned(self, waiting: list[Request], curve: Curve, now: float, lines: int) -> list[Request]:
+        """As many as a batch may have, or fewer, where what arrives meanwhile would be late."""
+        chosen = self._fill(waiting, curve, now)
+        if not chosen or not self._arrivals.rate:
+            return chosen
+        mean = self._weight(chosen) / len(chosen)
         crowd = self._arrivals.crowd(waiting[0].group, curve, mean, lines=lines, ceiling=self._ceiling)
-        fewer = len(chosen) > crowd and self._arrivals.rate and self._rest_holds(waiting, crowd, curve, now)
-        return chosen[:crowd] if fewer else chosen
+        return chosen[:crowd] if len(chosen) > crowd and self._rest_holds(waiting, crowd, curve, now) else chosen
 
     def _rate_of(self, chosen: list[Request], curve: Curve) -> float:
         return curve.rate(len(chosen), self._weight(chosen)) if chosen else 0.0

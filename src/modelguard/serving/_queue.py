@@ -27,13 +27,7 @@ from modelguard.errors import (
 )
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._planner import GoalSize, Planner
-from modelguard.serving._requests import (
-    Batch,
-    Failure,
-    Request,
-    caller_gone,
-    count_failures,
-)
+from modelguard.serving._requests import Batch, Failure, Request, caller_gone, count_failures
 from modelguard.serving._times import BatchTimes
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.status import BatchState, BatchStatus, Counters, Limits, Quantiles, Verdict
@@ -121,10 +115,8 @@ class Expiry:
         """The next request whose deadline has come; None if there is none."""
         if self.nearest > now:
             return None
-        request: Request = heapq.heappop(self._heap)[3]
-        self.early -= request.timer is not None and request.timer[2]
-        request.timer = None
-        self.settle(())
+        request: Request = self._heap[0][3]
+        self.settle([request])
         return request
 
 

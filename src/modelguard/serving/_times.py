@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 from contextlib import suppress
@@ -100,15 +100,12 @@ class Curve:
         return min(self.most, self.fixed + self.each * count + self.unit * weight)
 
     def _by_points(self, count: float) -> float:
-        before: tuple[float, float] | None = None
-        for point in self.points:
-            if point[0] >= count:
-                if before is None or point[0] == count:
-                    return self._beyond(point, count)
-                part = (count - before[0]) / (point[0] - before[0])
-                return before[1] + part * (point[1] - before[1])
-            before = point
-        return self._beyond(self.points[-1], count)
+        points = self.points
+        at = bisect_left(points, (count,))
+        if not 0 < at < len(points):
+            return self._beyond(points[-1 if at else 0], count)
+        (low, shorter), (high, longer) = points[at - 1], points[at]
+        return shorter + (longer - shorter) * (count - low) / (high - low)
 
     def _beyond(self, point: tuple[float, float], count: float) -> float:
         """From the nearest size on, by the line."""
@@ -603,6 +600,9 @@ class Arrivals:
 
     def note(self, left: float, count: int = 1) -> None:
         """Note that so many requests, with so many seconds for their answers, have come."""
+        if left == math.inf:
+            self.patient += count
+            return
         self.offered += count
         self._alike = self._alike + count if self._last and left == self._last[-1] else count
         if self._alike > 2 * _KEPT_ARRIVALS:  # all that are remembered, and that is summed up
@@ -634,19 +634,6 @@ class Arrivals:
     def keeping_up(self, lines: int) -> float:
         """Items a second that each of so many groups has to compute, so that what arrives is computed."""
         return _AHEAD * self.rate / max(lines, 1)
-
-    def least(self, curve: Curve, mean: float, *, lines: int, crowd: int) -> int:
-        """How many items a batch has at least, so that what arrives is computed: no deadline makes it smaller.
-
-        Args:
-            curve: How long batches of this group take.
-            mean: The mean weight of an item; 0 if nothing is weighed.
-            lines: How many groups wait.
-            crowd: How many items a batch has under overload.
-        """
-        rate = self.keeping_up(lines)
-        fast = (size for size in self._sizes if size >= min(rate * curve.seconds(size, size * mean), crowd))
-        return next(fast, crowd)
 
     def crowd(self, group: Group | None, curve: Curve, mean: float, *, lines: int, ceiling: int) -> int:
         """How many items a batch has under overload.

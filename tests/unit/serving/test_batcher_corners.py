@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, ends_beside, next_turn, queued, until
 
-from modelguard import batched, deadline, telemetry
-from modelguard.errors import GuardClosed, WouldDeadlock
+from modelguard import Fair, batched, deadline, telemetry
+from modelguard.errors import GuardClosed, QueueFull, WouldDeadlock
 from modelguard.runtime.clock import Watch
 from modelguard.serving._requests import deliver
 from modelguard.serving.deadlines import left
@@ -77,6 +77,24 @@ def test_an_exception_by_a_signal_leaves_nothing_half_done(model: Gated) -> None
         f("mine", timeout=60)
     assert 0 == queue.waiting
     assert "next" == f("next")
+
+
+def test_who_has_lost_a_place_to_an_interrupted_call_is_told_at_once(model: Gated) -> None:
+    """And not when a thread is free: that may take as long as a batch does."""
+    f = batched(max_size=1, max_queue=4, fair_by=Fair(by=str))(model)
+    *_, displaced = queued(f, model, *["first"] * 4)
+    requests = f._batcher._queue._lines.ungrouped.requests
+
+    class Interrupting(dict[Any, None]):
+        def __setitem__(self, request: Any, value: None) -> None:
+            raise KeyboardInterrupt
+
+    f._batcher._queue._lines.ungrouped.requests = Interrupting(requests)
+    with pytest.raises(KeyboardInterrupt):
+        f("another", timeout=60)
+    with pytest.raises(QueueFull):
+        displaced.result(0)
+    model.gate.set()
 
 
 def test_an_exception_by_a_signal_loses_no_refusal(model: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
