@@ -41,6 +41,9 @@ def forks():
     os.wait()
 def comes_back(): os.fork() and os.wait()
 def exits(): os._exit(7)
+def closes():
+    kept.append(bytearray(100_000))
+    if len(kept) == 2: os.closerange(3, 1000)
 def slow(): time.sleep(1)
 def steps(number):
     kept.append(b"x" * 20_000)
@@ -268,6 +271,13 @@ def test_a_function_that_ends_the_process(folder: Path) -> None:
     report = diagnose("app:exits", seconds=4, cwd=folder)
     assert "undecided" == report.verdict
     assert "status 7" in report.unknown[0]
+
+
+def test_a_function_that_closes_what_it_has_not_opened(folder: Path) -> None:
+    """As a daemon does with all descriptors: it is driven to the end."""
+    report = diagnose("app:closes", calls=100, cwd=folder)
+    assert "grows" == report.verdict
+    assert ["python objects"] == [cause.name for cause in report.causes]
 
 
 @pytest.mark.parametrize(("code", "says"), [("raise SystemExit(5)", "status 5"), ("while True: pass", "hung.py:1 in ")])

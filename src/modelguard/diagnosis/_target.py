@@ -228,20 +228,19 @@ def _relative(path: Path, folder: Path) -> Path:
 def run_program(program: Callable[[dict[str, Any], Say], None]) -> None:
     config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     stack = Path(config["stack"]).open("a", encoding="utf-8")  # noqa: SIM115 - it is open to the end
-    with Path(config["answer"]).open("a", encoding="utf-8") as stream:
 
-        def say(**line: Any) -> None:
+    def say(**line: Any) -> None:
+        with Path(config["answer"]).open("a", encoding="utf-8") as stream:  # anew: the function may close it
             stream.write(json.dumps(line) + "\n")
-            stream.flush()
 
-        sys.path.insert(0, str(Path.cwd()))
-        faulthandler.enable(stack)
-        faulthandler.register(signal.SIGRTMIN + 9, file=stack)
-        try:
-            program(config, say)
-        except Exception as error:
-            say(error=f"{type(error).__name__}", message=str(error) if isinstance(error, _TOLD) else "")
-            raise
+    sys.path.insert(0, str(Path.cwd()))
+    faulthandler.enable(stack)
+    faulthandler.register(signal.SIGRTMIN + 9, file=stack)
+    try:
+        program(config, say)
+    except Exception as error:
+        say(error=f"{type(error).__name__}", message=str(error) if isinstance(error, _TOLD) else "")
+        raise
     os._exit(0)  # whatever threads the function has left
 
 

@@ -58,19 +58,16 @@ class Calls:
 
     def __init__(self) -> None:
         self.per: Unit = "milliseconds"
-        self._seen: dict[str, tuple[int, int, int]] = {}
+        self._seen: dict[tuple[str, int], int] = {}
 
     @property
     def total(self) -> int:
-        return sum(latest + before for _, latest, before in self._seen.values())
+        return sum(self._seen.values())
 
     def count(self, uses: Iterable[tuple[str, int, int]], seconds: float) -> int:
-        for name, number, count in uses:
+        for name, generation, count in uses:  # a rollback makes a generation current once more
             self.per = "calls"
-            generation, latest, before = self._seen.get(name, (number, 0, 0))
-            if number != generation:
-                before, latest = before + latest, 0
-            self._seen[name] = (number, max(latest, count), before)
+            self._seen[name, generation] = max(count, self._seen.get((name, generation), 0))
         return self.total if self.per == "calls" else int(1000 * seconds)
 
 
