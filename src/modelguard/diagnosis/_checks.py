@@ -34,8 +34,7 @@ _ROOM = (
 
 @check(
     "MG301 Nothing limits the service's memory",
-    "Without a limit, a growing service affects the whole machine, including SSH, and policies with a percentage "
-    "such as MemoryLimit('80%') have nothing to refer to.",
+    "A service that grows then harms the whole machine, and MemoryLimit('80%') has nothing to refer to.",
 )
 def _no_limit(facts: Facts) -> Evidence | None:
     limit = facts.machine.limit
@@ -49,8 +48,7 @@ def _no_limit(facts: Facts) -> Evidence | None:
 
 @check(
     "MG302 Swap is in use",
-    "A whole model is read for each answer. Pages in swap must be read back one by one, so answers take seconds, "
-    "and a growing service becomes slow instead of being killed.",
+    "Pages in swap come back one by one: answers take seconds, and a growing service gets slow instead of killed.",
 )
 def _swapping(facts: Facts) -> Evidence | None:
     fix = "Find what has grown (MG2xx, MG4xx), add memory to the machine, or set a limit and MemorySwapMax=0."
@@ -64,8 +62,7 @@ def _swapping(facts: Facts) -> Evidence | None:
 
 @check(
     "MG304 The kernel has killed processes for want of memory",
-    "A server starts a new worker for each that was killed, so it seems to run, while all calls of the killed one "
-    "fail and each new one loads the model again.",
+    "All calls of a killed worker fail, and each new one loads the model again, while the server seems to run.",
 )
 def _killed(facts: Facts) -> Evidence | None:
     limit, killed = facts.machine.limit, facts.machine.strain and facts.machine.strain.killed
@@ -81,8 +78,7 @@ def _killed(facts: Facts) -> Evidence | None:
 
 @check(
     "MG305 The memory in use is close to the limit",
-    "At the limit the kernel kills a process. Only memory that it cannot drop is counted: file cache, such as "
-    "weights that are mapped from a file, does no harm.",
+    "At the limit the kernel kills a process. What it can drop, such as mapped weights, is not counted.",
 )
 def _near_limit(facts: Facts) -> Evidence | None:
     limit, strain = facts.machine.limit, facts.machine.strain
@@ -100,9 +96,7 @@ def _peak(facts: Facts) -> str:
 
 @check(
     "MG303 Metric files of ended processes are left behind",
-    "prometheus_client keeps a file for each worker in PROMETHEUS_MULTIPROC_DIR and reads all of them for each "
-    "scrape. Files of ended processes are never removed, so scrapes take ever more time and memory, and gauges "
-    "count workers that are gone.",
+    "Each scrape reads all of them, so it takes ever more time and memory, and gauges count workers that are gone.",
 )
 def _stale_metrics(facts: Facts) -> Evidence | None:
     stale, folder = facts.stale_metrics, facts.last("PROMETHEUS_MULTIPROC_DIR")
@@ -126,8 +120,7 @@ _MANY_THREADS = 16
 
 @check(
     "MG101 LD_PRELOAD is set, but not in force",
-    "The dynamic linker reads LD_PRELOAD once, when a program starts. If it is set later, by a configuration such "
-    "as gunicorn's raw_env or by Python, it silently has no effect.",
+    "The dynamic linker reads it once, when a program starts. Set later, as by gunicorn's raw_env, it has no effect.",
 )
 def _placebo(facts: Facts) -> Evidence | None:
     late = [variable for variable in _set_late(facts, "LD_PRELOAD") if not _serves(facts, variable.value)]
@@ -139,8 +132,7 @@ def _placebo(facts: Facts) -> Evidence | None:
 
 @check(
     "MG102 LD_PRELOAD names a file that does not exist",
-    "The dynamic linker prints a warning, which servers often hide, and continues without the file: the service "
-    "uses the allocator that should have been replaced.",
+    "The dynamic linker warns, which servers often hide, and goes on with the allocator that was to be replaced.",
 )
 def _missing(facts: Facts) -> Evidence | None:
     return _evidence(facts, "missing", remedy=_preload(*facts.named("LD_PRELOAD")))
@@ -148,8 +140,7 @@ def _missing(facts: Facts) -> Evidence | None:
 
 @check(
     "MG103 jemalloc runs background threads in a server that forks",
-    "These threads return freed memory in the background, but threads do not survive a fork: the workers do not "
-    "have them.",
+    "They return freed memory in the background. Threads do not survive a fork, so the workers do not have them.",
 )
 def _background_threads(facts: Facts) -> Evidence | None:
     settings = facts.last("MALLOC_CONF")
@@ -163,8 +154,7 @@ def _background_threads(facts: Facts) -> Evidence | None:
 
 @check(
     "MG104 A variable that is read at program start is set later",
-    "glibc, jemalloc and Python read these variables once, when the program starts. If they are set later, they "
-    "have no effect.",
+    "glibc, jemalloc and Python read it once, when the program starts. Later it has no effect.",
 )
 def _exec_variables(facts: Facts) -> Evidence | None:
     late = _set_late(facts, *_AT_EXEC)
@@ -183,8 +173,7 @@ def _unused_settings(facts: Facts) -> Evidence | None:
 
 @check(
     "MG106 More than one allocator is loaded",
-    "Only one of them serves malloc. A package's private copy is harmless, but its presence and its figures say "
-    "nothing about the service. Of two preloaded allocators, the first is used.",
+    "One of them serves malloc, of two preloaded ones the first. A package's private copy is harmless, and unused.",
 )
 def _two(facts: Facts) -> Evidence | None:
     if not _problems(facts, "two allocators"):
@@ -197,7 +186,7 @@ def _two(facts: Facts) -> Evidence | None:
 
 @check(
     "MG107 Settings of glibc's allocator are left over",
-    "Only glibc's own allocator reads these variables. Since another one was preloaded, they have no effect.",
+    "Only glibc's own allocator reads them, and another one was preloaded: they have no effect.",
 )
 def _other_allocators_settings(facts: Facts) -> Evidence | None:
     names = tuple(dict.fromkeys(each.name for each in facts.named(*_knobs.GLIBC) if each.moment == "exec"))
@@ -232,8 +221,7 @@ def _not_understood(facts: Facts) -> Evidence | None:
 
 @check(
     "MG110 Many threads, and no limit of glibc's arenas",
-    "glibc makes up to 8 arenas for each CPU, so that threads do not wait for each other. Each arena keeps what "
-    "was freed in it, so a service whose threads take turns grows to a multiple of what it uses.",
+    "glibc makes up to 8 arenas for each CPU. Each keeps what was freed in it: a multiple of what is used.",
 )
 def _arenas(facts: Facts) -> Evidence | None:
     """Threads that answer requests allocate at the same time; those of thread pools for operations hardly do."""
@@ -294,8 +282,7 @@ _PRESET = "modelguard run --preset torch-cpu-dynamic -- COMMAND"
 
 @check(
     "MG201 One of the two oneDNN caches is capped, the other is not",
-    "Neither cap is enough alone: 400 lengths through 8 convolutions grew by 339 MB without a cap, by 77 MB with "
-    "only oneDNN's, and by 319 MB with only ideep's.",
+    "Neither is enough alone: 400 lengths grew by 339 MB without a cap, by 77 with oneDNN's, and by 319 with ideep's.",
 )
 def _one_cap(facts: Facts) -> Evidence | None:
     onednn, ideep = facts.last(*_ONEDNN), facts.last(_IDEEP)
@@ -318,9 +305,7 @@ def _wanted(missing: str, given: Variable) -> int:
 
 @check(
     "MG205 LRU_CACHE_CAPACITY is read as 0, which crashes the process",
-    "ideep needs room for at least one entry: torch 2.13 crashes with SIGSEGV at its first convolution on CPU. "
-    "It reads the decimal digits at the start, so '', 'abc' and '0x10' are 0 too. "
-    "The capacity of oneDNN's own cache may be 0.",
+    "torch 2.13 then crashes at its first convolution on CPU. '', 'abc' and '0x10' are 0 too. oneDNN's own may be 0.",
 )
 def _crash(facts: Facts) -> Evidence | None:
     cap = facts.last(_IDEEP)
@@ -336,8 +321,7 @@ def _may_run_torch(facts: Facts) -> bool:
 
 @check(
     "MG202 A variable is set too late",
-    "OpenMP and BLAS libraries read their variables when they are loaded, oneDNN and ideep at their first use. "
-    "Variables that are set afterwards silently have no effect.",
+    "OpenMP and BLAS read theirs when they are loaded, oneDNN and ideep at their first use. Later it has no effect.",
 )
 def _too_late(facts: Facts) -> Evidence | None:
     late = [variable for variable in facts.named(*THREAD_VARIABLES) if variable.moment == "after import"]
@@ -371,8 +355,7 @@ def _above_cap(facts: Facts, cap: Variable) -> list[str]:
 
 @check(
     "MG203 torch keeps compiled code for many input shapes, without caps",
-    "oneDNN compiles code for each shape of an input and keeps it for up to 1024 shapes and layers: hundreds of "
-    "MB. If inputs differ in length, memory grows with each new length.",
+    "oneDNN compiles code for each shape of an input, and keeps it for up to 1024 shapes and layers: hundreds of MB.",
 )
 def _no_caps(facts: Facts) -> Evidence | None:
     grown = [process for process in facts.processes if process.torch and process.compiled > _OTHER_CODE]
@@ -394,9 +377,8 @@ def _code(process: ServiceProcess) -> str:
 
 @check(
     "MG204 More threads than CPUs",
-    "Unless told otherwise, each worker has a thread for each CPU, regardless of the quota and other workers. The "
-    "threads then wait for each other, and with a quota the kernel stops all of them for most of each tenth of a "
-    "second.",
+    "A worker has a thread for each CPU, whatever the quota and other workers. They wait for each other, and a quota "
+    "stops all of them for most of each tenth of a second.",
 )
 def _threads(facts: Facts) -> Evidence | None:
     cpus, serving, pools = facts.machine.cpus, facts.serving, facts.pools
@@ -438,8 +420,7 @@ _KINDS_WITHOUT_ASGI = ("sync", "gthread", "gevent", "eventlet", "tornado")
 
 @check(
     "MG401 The app is loaded before the fork, but not frozen",
-    "A worker's first full garbage collection writes to every object that it inherited, so all their pages are "
-    "copied: 276 of 282 MB for a heap of 600,000 small objects, and nothing after gc.freeze() in the parent.",
+    "A worker's first full garbage collection writes to all objects that it inherited, and copies their pages.",
 )
 def _not_frozen(facts: Facts) -> Evidence | None:
     main, said = facts.main, facts.main.said
@@ -472,8 +453,7 @@ def _copies(facts: Facts) -> Evidence | None:
 
 @check(
     "MG404 Each spawned worker holds its own model",
-    "These servers start their workers without a fork and have no preload, so the model is not shared: N workers "
-    "take N times the memory.",
+    "These servers start their workers without a fork, and have no preload: N workers take N times the memory.",
 )
 def _spawned_copies(facts: Facts) -> Evidence | None:
     heavy, kind = _heavy(facts, "spawned"), facts.runs_on.kind or "the service"
@@ -489,8 +469,7 @@ def _spawned_copies(facts: Facts) -> Evidence | None:
 
 @check(
     "MG403 The server replaces workers, and the guard reloads too",
-    "A new worker loads the model, and so does the guard inside a worker. Together they load more often than "
-    "either is configured to, and some loads are wasted.",
+    "A new worker loads the model, and so does the guard inside of a worker: some of these loads are wasted.",
 )
 def _two_ways_to_reload(facts: Facts) -> Evidence | None:
     server, guards = facts.runs_on, [guard for guard in facts.guards if guard.policy]
@@ -519,8 +498,7 @@ def _cuda(facts: Facts) -> Evidence | None:
 
 @check(
     "MG406 An ASGI application is served by a WSGI worker",
-    "These worker classes call the application with two arguments, an ASGI application takes three: every request "
-    "fails with status 500.",
+    "These classes call it with two arguments, and it takes three: every request fails with status 500.",
 )
 def _asgi_on_sync(facts: Facts) -> Evidence | None:
     server = facts.runs_on
@@ -548,8 +526,7 @@ def _in_step(facts: Facts) -> Evidence | None:
 
 @check(
     "MG408 The server restarts when a source file changes",
-    "It watches all source files, keeps one more process for that, and a deployment that copies files over the old "
-    "ones restarts the service amid the copy. uvicorn runs a single worker then.",
+    "It has one more process for that, and restarts amid the copy of a deployment. uvicorn runs a single worker then.",
 )
 def _restarts_on_changes(facts: Facts) -> Evidence | None:
     seen = [f"{facts.runs_on.kind} watches its source files"] if facts.runs_on.reload else ()
@@ -559,9 +536,8 @@ def _restarts_on_changes(facts: Facts) -> Evidence | None:
 
 @check(
     "MG409 A load takes longer than the server waits",
-    "While a model is replaced by drain_first, calls wait for the load. A sync worker that waits gives no sign of "
-    "life, and gunicorn kills it after the timeout, with its load; the next worker begins the same load. A worker "
-    "that is stopped is killed after graceful_timeout, with the calls that wait.",
+    "A sync worker that waits for a load gives no sign of life: gunicorn kills it after the timeout, with its load. "
+    "One that is stopped is killed after graceful_timeout, with the calls that wait.",
 )
 def _loads_too_long(facts: Facts) -> Evidence | None:
     """A call that waits for a load keeps a sync worker from giving its sign of life, and a stop from being graceful."""
@@ -582,8 +558,7 @@ def _loads_too_long(facts: Facts) -> Evidence | None:
 
 @check(
     "MG410 prefork=True has no effect under this server",
-    "A model is shared only if the process that forks the workers has loaded and prepared it before. Without that "
-    "each worker loads its own.",
+    "A model is shared if the process that forks the workers has loaded and prepared it. Else each loads its own.",
 )
 def _unshared(facts: Facts) -> Evidence | None:
     server, guards = facts.runs_on, [guard for guard in facts.guards if guard.unshared]
@@ -601,8 +576,7 @@ def _unshared(facts: Facts) -> Evidence | None:
 
 @check(
     "MG411 A process imports libraries that it does not use",
-    "An isolated function's model is in a mold, which imports the libraries for itself. A server that imports them "
-    "too, because the function stands in its own modules, holds them once more.",
+    "The model of an isolated function is in a mold, which imports the libraries itself. Here they are held once more.",
 )
 def _unused_imports(facts: Facts) -> Evidence | None:
     seen = [
@@ -645,9 +619,7 @@ _INCREMENTAL = (3, 14), range(5)
 
 @check(
     "MG501 This Python has no immortal objects",
-    "Reading an object changes its reference count, which copies its page in the worker, even if it is frozen. "
-    "Since CPython 3.12, objects can be made immortal, and reading them then writes nothing. Tensors and arrays "
-    "are not affected: their data has no reference counts.",
+    "To read an object changes its reference count, and copies its page in the worker. Of an immortal one it does not.",
 )
 def _no_immortal_objects(facts: Facts) -> Evidence | None:
     python, objects = facts.interpreter, facts.main.said.frozen + facts.main.said.tracked
@@ -661,8 +633,7 @@ def _no_immortal_objects(facts: Facts) -> Evidence | None:
 
 @check(
     "MG502 This Python's garbage collector lets memory grow",
-    "It looks at a part of the heap at a time, so objects in reference cycles stay longer, and memory grows more "
-    "before they are freed. Traces, requests and models with cycles look like a leak.",
+    "It looks at a part of the heap at a time: objects in reference cycles stay longer, which looks like a leak.",
 )
 def _incremental_collector(facts: Facts) -> Evidence | None:
     python = facts.interpreter
@@ -676,8 +647,7 @@ def _incremental_collector(facts: Facts) -> Evidence | None:
 
 @check(
     "MG503 Python keeps small objects in huge pages, and workers are forked",
-    "A page that a worker writes to must be copied. If no huge page is free at that moment, the kernel ends the "
-    "worker with SIGBUS.",
+    "If no huge page is free when a worker writes to one that it has inherited, the kernel ends it with SIGBUS.",
 )
 def _huge_pages(facts: Facts) -> Evidence | None:
     setting = facts.last("PYTHON_PYMALLOC_HUGEPAGES")
@@ -689,8 +659,7 @@ def _huge_pages(facts: Facts) -> Evidence | None:
 
 @check(
     "MG504 Python's allocator runs with its debug checks",
-    "It adds 24 to 32 bytes to every block, fills blocks when they are made and freed, and checks them: more "
-    "memory and time for every object. It is meant to find faults of extensions.",
+    "It adds 24 to 32 bytes to every block, and fills and checks it: more memory and time for every object.",
 )
 def _debug_allocator(facts: Facts) -> Evidence | None:
     setting = facts.last("PYTHONMALLOC")
@@ -705,8 +674,7 @@ def _without(setting: Variable, seen: str) -> Evidence:
 
 @check(
     "MG505 An extension has switched the GIL back on",
-    "A Python without the GIL switches it on when it imports an extension module that does not say that it needs "
-    "none. From then on one thread runs at a time, and what the build costs in speed and memory buys nothing.",
+    "From then on one thread runs at a time, and what this build costs in speed and memory buys nothing.",
 )
 def _gil_switched_on(facts: Facts) -> Evidence | None:
     found = next((process for process in facts.serving if process.said.gil_for is not None), None)
