@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib
 import itertools
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelguard import memory
-from modelguard._units import function_kind
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._counts import Counts, Exhausted, compiled, kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
@@ -374,7 +374,6 @@ def _shape(given: Any) -> Any:
 # One remedy, tried on the function in a process of its own.
 
 _STEPS = 24
-_PAUSE = 0.01
 #: The module that this program writes, so that worker processes can import the function.
 _MODULE = "modelguard_tried"
 
@@ -418,14 +417,11 @@ def _settle(function: Any, until: float) -> None:
     from modelguard.isolation.isolate import Isolated  # here: what imports leave behind would falsify a measurement
 
     owner = owner_of(function)
-    while time.monotonic() < until:
-        if isinstance(function, Isolated):
-            due = any(worker.worn for worker in function.status().workers)
-        else:
-            due = isinstance(owner, ModelGuard) and owner.engine.loading
-        if not due:
-            return
-        time.sleep(_PAUSE)
+    if isinstance(function, Isolated):
+        _target.settled_workers([function], until)
+    elif isinstance(owner, ModelGuard):
+        while owner.engine.loading and time.monotonic() < until:
+            time.sleep(_target.PAUSE)
 
 
 # The remedies
@@ -490,31 +486,18 @@ def _isolated(config: dict[str, Any]) -> Any:
 def isolated_function(config: dict[str, Any], module: str) -> Isolated[..., Any]:
     from modelguard.isolation.isolate import isolate
 
-    plain = _target.load(config["target"])
-    policy = Uses(config["uses"])
+    plain, policy, given = _target.load(config["target"]), Uses(config["uses"]), {}
     if config["load"] or isinstance(owner_of(plain), ModelGuard):
-        return isolate(workers=1, timeout=None)(_as_call(_guarded(plain, config, policy), module))
+        call = _guarded(plain, config, policy)
+    else:
+        given["recycle_on"] = policy
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs)
+        @functools.wraps(plain)  # whose kind it has: a coroutine's, a generator's
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return plain(*args, **kwargs)
 
-    async def acall(*args: Any, **kwargs: Any) -> Any:
-        return await plain(*args, **kwargs)
-
-    def stream(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        yield from plain(*args, **kwargs)
-
-    async def astream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        async for each in plain(*args, **kwargs):
-            yield each
-
-    same = {"coroutine": acall, "generator": stream, "async generator": astream}.get(function_kind(plain), call)
-    return isolate(workers=1, timeout=None, recycle_on=policy)(_as_call(same, module))
-
-
-def _as_call(function: Any, module: str) -> Any:
-    function.__module__, function.__qualname__ = module, "call"
-    return function
+    call.__module__, call.__qualname__ = module, "call"
+    return isolate(workers=1, timeout=None, **given)(call)
 
 
 # What a run costs

@@ -44,7 +44,7 @@ Say = Callable[..., None]
 _TOLD = (ImportError, AttributeError, NameError, SyntaxError, ValueError, TypeError, ModelGuardError)
 
 #: Seconds that a replacement of workers may take, and between two looks.
-_REPLACED, _PAUSE = 10.0, 0.01
+_REPLACED, PAUSE = 10.0, 0.05
 
 #: Seconds between two looks at how long a call takes.
 _LOOK = 0.25
@@ -259,19 +259,24 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def held_by_workers() -> int:
-    """Private memory of the workers of isolated functions: what these keep is there, and not in their caller.
-
-    It is read when no worker is being replaced: a new one beside the old one is no growth.
-    """
+    """Private memory of the workers of isolated functions: what these keep is there, and not in their caller."""
     registry = sys.modules.get("modelguard.isolation.status")
     functions = () if registry is None else registry.live()
-    until = time.monotonic() + _REPLACED
+    return sum(_memory.private_of(pid) for pid in settled_workers(functions, time.monotonic() + _REPLACED))
+
+
+def settled_workers(functions: Sequence[Any], until: float) -> list[int]:
+    """The workers of isolated functions, when none is being replaced: a new one beside the old one is no growth."""
+    before: list[int] | None = None
     while True:
         workers = [worker for function in functions for worker in function.status().workers]
+        pids = [worker.pid for worker in workers if worker.pid]
         settled = all(worker.state in ("idle", "busy") and not worker.worn and worker.pid for worker in workers)
-        if settled or time.monotonic() >= until:
-            return sum(_memory.private_of(worker.pid) for worker in workers if worker.pid)
-        time.sleep(_PAUSE)
+        # In two looks: the next spare one is started a little after the last one has taken its place.
+        if not workers or (settled and pids == before) or time.monotonic() >= until:
+            return pids
+        before = pids if settled else None
+        time.sleep(PAUSE)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
