@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,15 +23,8 @@ FAULTS = 1
 
 #: What only a command that is started can be given.
 _OF_COMMANDS = ("request", "count", "wait")
-_STYLES = {
-    "subject": "bold",
-    "fault": "bold red",
-    "note": "yellow",
-    "unknown": "dim",
-    "fix": "green",
-    "verdict": "bold",
-    "detail": "",
-}
+#: How a terminal is told to show each: in bold, dim, or a colour.
+_STYLES = {"subject": "1", "fault": "1;31", "note": "33", "unknown": "2", "fix": "32", "verdict": "1"}
 
 
 def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -120,23 +113,10 @@ def _show(report: DoctorReport, stream: TextIO) -> None:
     from modelguard.diagnosis._report import as_text
 
     live = stream.isatty()
-    show = _colours(stream) if live and not os.environ.get("NO_COLOR") else None
+    plain = not live or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     for style, line in as_text(report, width=shutil.get_terminal_size().columns if live else None):
-        if show:
-            show(line, style)
-        else:
-            print(line, file=stream)
-
-
-def _colours(stream: TextIO) -> Callable[[str, str], None] | None:
-    """Make a function that prints a line in a style; None if rich is not installed."""
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
-        return None
-    console = Console(file=stream)
-    return lambda line, style: console.print(Text(line, style=_STYLES[style]), soft_wrap=True)
+        code = "" if plain else _STYLES.get(style)
+        print(f"\x1b[{code}m{line}\x1b[0m" if code else line, file=stream)
 
 
 # ``modelguard diagnose``: drives a function and names what makes its memory grow.

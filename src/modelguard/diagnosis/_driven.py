@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from modelguard import memory
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._counts import Counts, Exhausted, compiled, kept_by_line
-from modelguard.diagnosis._target import Arguments, Say, Target
+from modelguard.diagnosis._target import Arguments, Patience, Say, Target
 from modelguard.environment import _allocator
 from modelguard.errors import ModelGuardError
 from modelguard.facts import _holders, _memory, _proc
@@ -62,7 +62,7 @@ _MANY = 100
 
 def main() -> None:
     """Do what the configuration describes: drive the function, or try a remedy on it."""
-    _target.run_program(lambda config, say: (_try if "act" in config else _drive)(config, say))
+    _target.run_program(lambda config, say, patience: (_try if "act" in config else _drive)(config, say, patience))
 
 
 class _Extent(NamedTuple):
@@ -94,10 +94,9 @@ class _Pace(NamedTuple):
         return _Extent(at_most, time.monotonic() + share * self.seconds)
 
 
-def _drive(config: dict[str, Any], say: Say) -> None:
+def _drive(config: dict[str, Any], say: Say, patience: Patience) -> None:
     say(phase="import")
     began = time.monotonic()
-    patience = _target.Patience(float(config["patience"]), Path(config["stack"]).open("a", encoding="utf-8"))  # noqa: SIM115
     patience.begin(config["loading"])
     function = _target.load(config["target"])
     if config["load"]:
@@ -107,7 +106,7 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     def look() -> None:  # a closure of this package, by which the census knows what it holds
         counts.require_few()
 
-    target = Target(function, _target.inputs(config, function), patience=patience, look=look)
+    target = Target(function, _target.inputs(config, function), patience, look=look)
     patience.end()
     try:
         _measure(config | {"imported": time.monotonic() - began}, say, function, target, counts)
@@ -378,11 +377,11 @@ _STEPS = 24
 _MODULE = "modelguard_tried"
 
 
-def _try(config: dict[str, Any], say: Say) -> None:
+def _try(config: dict[str, Any], say: Say, patience: Patience) -> None:
     plain = _target.load(config["target"])
     function, around = _with_remedy(plain, config)
     given = _target.inputs(config, _guarded(plain, config, None) if config["load"] else plain)
-    target = Target(function, given, asynchronous=_target.is_async(plain), around=around)
+    target = Target(function, given, patience, asynchronous=_target.is_async(plain), around=around)
     until = time.monotonic() + config["limit"]
     say(phase="warm-up")
     target.run(config["warm"], until)
@@ -486,18 +485,18 @@ def _isolated(config: dict[str, Any]) -> Any:
 def isolated_function(config: dict[str, Any], module: str) -> Isolated[..., Any]:
     from modelguard.isolation.isolate import isolate
 
-    plain, policy, given = _target.load(config["target"]), Uses(config["uses"]), {}
-    if config["load"] or isinstance(owner_of(plain), ModelGuard):
+    plain, policy = _target.load(config["target"]), Uses(config["uses"])
+    guarded = config["load"] or isinstance(owner_of(plain), ModelGuard)
+    if guarded:
         call = _guarded(plain, config, policy)
     else:
-        given["recycle_on"] = policy
 
         @functools.wraps(plain)  # whose kind it has: a coroutine's, a generator's
         def call(*args: Any, **kwargs: Any) -> Any:
             return plain(*args, **kwargs)
 
     call.__module__, call.__qualname__ = module, "call"
-    return isolate(workers=1, timeout=None, **given)(call)
+    return isolate(workers=1, timeout=None, recycle_on=None if guarded else policy)(call)
 
 
 # What a run costs

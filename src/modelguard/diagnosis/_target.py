@@ -59,24 +59,23 @@ class Patience:
     The C thread of faulthandler does it: it needs neither the interpreter's lock nor a signal.
     """
 
-    def __init__(self, seconds: float = math.inf, stream: IO[str] | None = None) -> None:
+    def __init__(self, seconds: float, stream: IO[str]) -> None:
         self._seconds, self._stream = seconds, stream
         self._renewed = -math.inf
-        if stream is not None:
-            # A forked child has no such thread, and would wait for it at its end.
-            os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=self._again)
+        # A forked child has no such thread, and would wait for it at its end.
+        os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=self._again)
 
     def begin(self, seconds: float | None = None) -> bool:
         """It may take so long from now on; returns whether it was time to look."""
         now = time.monotonic()
-        if self._stream is None or now < self._renewed + _LOOK:
+        if now < self._renewed + _LOOK:
             return False
         self._renewed = now
         self._arm(seconds)
         return True
 
     def _arm(self, seconds: float | None = None) -> None:
-        faulthandler.dump_traceback_later(seconds or self._seconds + _LOOK, file=self._stream or sys.stderr)
+        faulthandler.dump_traceback_later(seconds or self._seconds + _LOOK, file=self._stream)
 
     def _again(self) -> None:
         if self._renewed > 0:
@@ -86,10 +85,8 @@ class Patience:
         self._renewed = -math.inf
         faulthandler.cancel_dump_traceback_later()
 
-    def watch(self, loop: asyncio.AbstractEventLoop, coroutine: Any) -> asyncio.TimerHandle | None:
+    def watch(self, loop: asyncio.AbstractEventLoop, coroutine: Any) -> asyncio.TimerHandle:
         """The same for a coroutine that waits: its thread only shows the event loop."""
-        if self._stream is None:
-            return None
         return loop.call_later(self._seconds, self._write, coroutine)
 
     def _write(self, coroutine: Any) -> None:
@@ -101,7 +98,6 @@ class Patience:
                 code = frame.f_code
                 frames.insert(0, f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n')
             coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-        assert self._stream is not None  # noqa: S101 - watch() has looked
         self._stream.write("Thread (most recent call first):\n" + "".join(frames))
         self._stream.flush()
 
@@ -111,14 +107,14 @@ class Target:
         self,
         function: Callable[..., Any],
         given: Iterator[Arguments],
+        patience: Patience,
         *,
         asynchronous: bool = False,
         around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-        patience: Patience | None = None,
         look: Callable[[], object] = lambda: None,
     ) -> None:
         self._look = look
-        self._patience = patience or Patience()
+        self._patience = patience
         self._function = function
         self._inputs = given
         self._around = around
@@ -184,8 +180,7 @@ class Target:
             else:
                 await result
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -225,7 +220,7 @@ def _relative(path: Path, folder: Path) -> Path:
     return path.relative_to(folder) if path.is_relative_to(folder) else path
 
 
-def run_program(program: Callable[[dict[str, Any], Say], None]) -> None:
+def run_program(program: Callable[[dict[str, Any], Say, Patience], None]) -> None:
     config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     stack = Path(config["stack"]).open("a", encoding="utf-8")  # noqa: SIM115 - it is open to the end
 
@@ -237,7 +232,7 @@ def run_program(program: Callable[[dict[str, Any], Say], None]) -> None:
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGRTMIN + 9, file=stack)
     try:
-        program(config, say)
+        program(config, say, Patience(float(config["patience"]), stack))
     except Exception as error:
         say(error=f"{type(error).__name__}", message=str(error) if isinstance(error, _TOLD) else "")
         raise
