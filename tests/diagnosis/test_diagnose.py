@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 APP = """
-import asyncio, ctypes, os, signal, socket, subprocess, sys, tempfile, threading, time
+import asyncio, ctypes, os, resource, signal, socket, subprocess, sys, tempfile, threading, time
 kept = []
 class Deep:
     async def predict(self, text, *, times=1):
@@ -41,9 +41,6 @@ def forks():
     os.wait()
 def comes_back(): os.fork() and os.wait()
 def exits(): os._exit(7)
-def closes():
-    kept.append(bytearray(100_000))
-    if len(kept) == 2: os.closerange(3, 1000)
 def slow(): time.sleep(1)
 def steps(number):
     kept.append(b"x" * 20_000)
@@ -57,6 +54,14 @@ def deaf():
     signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
     while True: pass
 def opens(): kept.append(open("app.py"))
+def closes():
+    kept.append(bytearray(100_000))
+    if len(kept) == 2: os.closerange(3, 1000)
+def takes_all():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    try:
+        while True: kept.append(os.open("app.py", os.O_RDONLY))
+    except OSError: time.sleep(0.3)
 def connects():
     if not kept: kept.append(socket.create_server(("127.0.0.1", 0), backlog=1000))
     kept.append(socket.create_connection(kept[0].getsockname()))
@@ -150,7 +155,7 @@ def test_what_workers_keep_is_counted(folder: Path, decorators: str, expected: t
 
 def test_a_generator_function_is_consumed(folder: Path) -> None:
     """A lazy result belongs to the call."""
-    assert "steady" == diagnose("app:lazily", inputs=inputs(folder, '"x"'), seconds=4, cwd=folder).verdict
+    assert "steady" == diagnose("app:lazily", inputs=inputs(folder, '"x\u2028y"'), seconds=4, cwd=folder).verdict
 
 
 @pytest.mark.parametrize("target", ["app:forks", "app:comes_back"])
@@ -314,6 +319,13 @@ def test_what_runs_out_beside_memory(folder: Path, name: str, counted: str, seen
     found = {each.name: each for each in report.measured.growing}[counted]
     assert seen in found.seen
     assert found.more == pytest.approx(found.calls, abs=8 if name != "connects" else found.calls)
+
+
+def test_a_function_that_takes_all_descriptors(folder: Path) -> None:
+    """It raises nothing itself, and nothing more can be read: what it has opened is the finding."""
+    report = diagnose("app:takes_all", calls=120, seconds=30, cwd=folder)
+    assert ["open files"] == [each.name for each in report.measured.growing]
+    assert "app.py" in report.measured.growing[0].seen
 
 
 def test_a_pool_that_fills_is_no_finding(folder: Path) -> None:

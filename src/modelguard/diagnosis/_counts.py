@@ -84,11 +84,11 @@ class Counts:
 
     def begin(self) -> None:
         self.calls.clear()
-        self._kinds, self._first = kinds(self._pid), numbers(self._pid)
-        self._read: list[dict[str, int]] = []
         # The call may use up all descriptors, and then nothing could be read.
         if self._pid is None:
             self._spare += [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE - len(self._spare))]
+        self._kinds, self._first = kinds(self._pid), numbers(self._pid)
+        self._read: list[dict[str, int]] = []
 
     def read(self, calls: int) -> None:
         self.calls.append(calls)

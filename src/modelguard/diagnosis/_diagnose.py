@@ -139,7 +139,7 @@ def read_inputs(file: str | None) -> list[Any] | None:
         return None
     found, number, why = [], 0, "must not be empty"
     try:
-        for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):  # noqa: B007
+        for number, line in enumerate(Path(file).read_text(encoding="utf-8").split("\n"), start=1):  # noqa: B007
             if line.strip():
                 found.append(json.loads(line))
     except (OSError, UnicodeDecodeError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import gc
 import importlib
@@ -110,11 +111,13 @@ def _drive(config: dict[str, Any], say: Say, patience: Patience) -> None:
     patience.end()
     try:
         _measure(config | {"imported": time.monotonic() - began}, say, function, target, counts)
-    except Exhausted:
-        if counts.judged:  # only the tests are missing
-            say(done=True)
-        else:
-            say(measured=_alone(target) | {"growing": counts.exhausted(target.calls)}, done=True)
+    except (Exhausted, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EMFILE:
+            raise
+        growing = counts.exhausted(target.calls)  # first: nothing could be said without a descriptor
+        if not counts.judged:  # else only the tests are missing
+            say(measured=_alone(target) | {"growing": growing})
+        say(done=True)
 
 
 def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, counts: Counts) -> None:
