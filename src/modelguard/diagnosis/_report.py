@@ -30,12 +30,12 @@ def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | No
     environ = {name: value for name, _, value in (each.partition("=") for each in merged["environ"])}
     unset = [name for name in dict.fromkeys(merged["unset"]) if name not in environ]
     command = _without(words, {*unset, *environ}, merged["drop"])
-    options = _options(remedies)
+    options, run = _once(each.options for each in remedies), _once(each.run for each in remedies)
     if any(PurePath(word).name == server for word in command):
         command += options
     elif server == "gunicorn" and options:
         environ["GUNICORN_CMD_ARGS"] = shlex.join(options)
-    if run := _pairs(merged["run"]):
+    if run:
         command = ["modelguard", "run", *run, "--", *command]
     if unset or environ:
         removed = [part for name in unset for part in ("-u", name)]
@@ -44,19 +44,12 @@ def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | No
     return " && ".join([*dict.fromkeys(merged["before"]), line])
 
 
-def _options(remedies: Iterable[Remedy]) -> list[str]:
-    """The server's options, each once: the first remedy that has an option decides on its value."""
-    found: dict[str, tuple[str, ...]] = {}
-    for remedy in remedies:
-        found.setdefault(remedy.options[0] if remedy.options else "", remedy.options)
+def _once(options: Iterable[tuple[str, ...]]) -> list[str]:
+    """Options with their values, each once: the first decides. Presets may be given several times."""
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for words in options:
+        found.setdefault(words if "--preset" in words else words[:1], words)
     return [word for words in found.values() for word in words]
-
-
-def _pairs(words: Sequence[str]) -> list[str]:
-    """The options of ``modelguard run``: presets may be given several times, an allocator once."""
-    pairs = list(dict.fromkeys(zip(words[::2], words[1::2], strict=True)))
-    allocators = [pair for pair in pairs if pair[0] == "--allocator"]
-    return [word for pair in pairs if pair[0] != "--allocator" or pair == allocators[0] for word in pair]
 
 
 def _without(words: Sequence[str], names: set[str], drop: Iterable[str]) -> list[str]:
@@ -149,15 +142,7 @@ def examine(facts: Facts, checks: Iterable[Check] = CHECKS, *, ignore: Iterable[
 
 
 def as_json(report: DoctorReport) -> str:
-    content = {
-        "subject": report.subject,
-        "ok": report.ok,
-        "served": report.served,
-        "findings": [asdict(finding) for finding in report.findings],
-        "unknown": report.unknown,
-        "fix": report.fix,
-    }
-    return json.dumps(content, indent=2)
+    return json.dumps({"ok": report.ok, **asdict(report)}, indent=2)
 
 
 def as_text(report: DoctorReport, width: int | None = None) -> Iterator[tuple[str, str]]:
