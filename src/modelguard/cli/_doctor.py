@@ -160,8 +160,13 @@ def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _diagnose(options: argparse.Namespace) -> int:
     from modelguard.diagnosis import _growth_page
 
-    progress = _show_progress if sys.stderr.isatty() else lambda _: None
-    report = (_of_function if options.pid is None else _of_process)(options, progress)
+    live = sys.stderr.isatty()
+    try:
+        progress = _show_progress if live else lambda _: None
+        report = (_of_function if options.pid is None else _of_process)(options, progress)
+    finally:
+        if live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # noqa: T201 - the report's line is its own
     report = dataclasses.replace(report, about=_about(options, report))
     if options.report is not None:
         _write(report, options.report)
@@ -243,7 +248,7 @@ def _show_progress(line: Mapping[str, Any]) -> None:
     if "private" in line:
         text = f"{line['calls']:,} calls, {format_bytes(line['private'] - line['first'])} more memory"
     if text:
-        print(f"\r\x1b[K{text}", end="\n" if line.get("done") else "", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _write(report: GrowthReport, folder: str) -> None:

@@ -41,18 +41,19 @@ def verdict(report: GrowthReport) -> str:
     measured = report.measured
     calls = counted(measured.calls[-1] if measured.calls else 0, measured.per)
     judged = measured.judged.verdict if measured.growing else report.verdict
+    by = " with the calls" if measured.per == "calls" else ""
     if judged != "grows" and measured.growing:
         names = " and ".join(each.name for each in measured.growing)
         memory = "memory does not" if judged == "steady" else "of memory nothing is known"
-        return f"{names} grow with the calls; {memory}"
+        return f"{names} grow{by}; {memory}"
     if report.verdict == "undecided":
         return f"undecided after {calls}"
     moved = f"{format_bytes(max(0, measured.growth))} in {calls}"
     if report.verdict == "steady":
-        return f"memory does not grow with the calls ({moved})"
-    if measured.per != "calls":
+        return f"memory does not grow{by} ({moved})"
+    if not by:
         return f"memory grows: {moved}; its calls are not known, as it has no guard"
-    return f"memory grows with the calls: {moved}, {measured.per_call * 1000 / 1e6:.2f} MB per 1,000 calls"
+    return f"memory grows{by}: {moved}, {measured.per_call * 1000 / 1e6:.2f} MB per 1,000 calls"
 
 
 def advice(trials: Trials) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,21 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def test_progress_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report begins on a line of its own, and says nothing of calls that are not known."""
+    terminal, measured = Terminal(), diagnosis.Measured(per="milliseconds")
+
+    def watched(*_: object, progress: Callable[[dict[str, str]], None], **__: object) -> diagnosis.GrowthReport:
+        progress({"phase": "drive"})
+        return diagnosis.GrowthReport("it", "steady", measured=measured)
+
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(diagnosis, "diagnose_process", watched)
+    assert 0 == main(["diagnose", "--pid", "7"])
+    assert terminal.getvalue().endswith("drive\r\x1b[K")
+    assert "Verdict: memory does not grow (0 B in 0 seconds)" in capsys.readouterr().out
 
 
 @pytest.fixture
