@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 APP = """
-import asyncio, ctypes, os, resource, signal, socket, subprocess, sys, tempfile, threading, time
+import asyncio, ctypes, errno, os, resource, signal, socket, subprocess, sys, tempfile, threading, time
 kept = []
 class Deep:
     async def predict(self, text, *, times=1):
@@ -54,6 +54,7 @@ def deaf():
     signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
     while True: pass
 def opens(): kept.append(open("app.py"))
+def of_a_limit(): raise OSError(errno.EMFILE, "inotify_init1")
 def closes():
     kept.append(bytearray(100_000))
     if len(kept) == 2: os.closerange(3, 1000)
@@ -326,6 +327,13 @@ def test_a_function_that_takes_all_descriptors(folder: Path) -> None:
     report = diagnose("app:takes_all", calls=120, seconds=30, cwd=folder)
     assert ["open files"] == [each.name for each in report.measured.growing]
     assert "app.py" in report.measured.growing[0].seen
+
+
+def test_another_limit_of_that_name_is_a_failure(folder: Path) -> None:
+    """The system has fewer watches of files than descriptors, and says the same: no open file is accused."""
+    report = diagnose("app:of_a_limit", calls=120, seconds=30, cwd=folder)
+    assert ("undecided", ()) == (report.verdict, report.measured.growing)
+    assert report.measured.failures
 
 
 def test_a_pool_that_fills_is_no_finding(folder: Path) -> None:

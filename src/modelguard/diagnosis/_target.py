@@ -197,7 +197,7 @@ class Target:
             self.failed = self.failed or self._taken
             self.errors[_described(error, self._folder)] = None
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
-                raise Exhausted from None
+                self._look()  # which ends it if this process has none left
         if os.getpid() != self._pid:
             os._exit(0)  # a process that the function has forked, and that came back from the call
         if self.timed:

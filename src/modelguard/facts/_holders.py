@@ -141,10 +141,9 @@ def _held(way: str, one: Any, more: int, weight: _Weight, link: Any = None) -> H
         about, fix = "metric labels", f"Take ids, paths and messages out of the labels of {way.rpartition('.')[0]}."
     elif link is not None:
         fix = f"Cut the chain at {where}: each {name(type(link))} holds others, so all of them stay."
-    elif kind.endswith("ict"):
-        fix = f"Give {where} a bound, as cachetools.LRUCache(maxsize=1024) has, or delete entries that are done with."
     else:
-        fix = f"Give {where} a bound, as collections.deque(maxlen=1000) has, or remove entries that are done with."
+        bounded = "cachetools.LRUCache(maxsize=1024)" if kind.endswith("ict") else "collections.deque(maxlen=1000)"
+        fix = f"Give {where} a bound, as {bounded} has, or remove entries that are done with."
     return Held(way, kind, more, weight.of, weight.size, about, state, fix, unit, weight.table)
 
 
