@@ -431,7 +431,10 @@ class Check:
         return Finding(self.number, self.title, found.level, tuple(found.seen), self.why, found.fix, page, found.remedy)
 
 
-def check(text: str, why: str) -> Callable[[Callable[[Facts], Evidence | None]], Check]:
-    """Make the function below it the ``find`` of a check, whose text is its number and its title."""
+def check(text: str) -> Callable[[Callable[[Facts], Evidence | None]], Check]:
+    """Make the function below it the ``find`` of a check.
+
+    Its number and its title are the text. Why it matters is the function's docstring.
+    """
     number, _, title = text.partition(" ")
-    return lambda find: Check(number, title, why, find)
+    return lambda find: Check(number, title, " ".join((find.__doc__ or "").split()), find)
