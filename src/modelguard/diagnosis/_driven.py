@@ -145,7 +145,7 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
         moment = _census.moment()
     _trim()  # what this look has left
     in_use = _in_use()
-    measured = _readings(target, pace, size, say, counts)
+    measured = _Readings(target, pace, size, say, counts).decided()
     grown = measured["private"][-1] - measured["private"][0]
     pace = pace._replace(most=max(_FEWEST_CALLS, _calls_for(_TESTED, target.calls, grown)))
     measured["trimmed"] = max(0, _fallen(lambda: None) - free)
@@ -201,6 +201,24 @@ class _Readings:
         self.judged_from = 0
         self._target, self._pace, self._size, self._say, self._counts = target, pace, size, say, counts
 
+    def decided(self) -> dict[str, Any]:
+        """Drive it until it is decided, or for three times as long.
+
+        The second time garbage is collected before each reading: the collector's own sawtooth most often hides the
+        rest.
+        """
+        began = time.monotonic()
+        self.drive()
+        if self.verdict() == "undecided" and self.grown() <= _MOST:
+            self.drive(_AGAIN, collect=True)
+        return {
+            **{name: getattr(self, name) for name in ("calls", "private", "judged_from")},
+            "in_workers": self.workers[-1] - self.workers[0],
+            **_failed(self._target),
+            "growing": self._counts.growing(self.judged_from),
+            "seconds": time.monotonic() - began,
+        }
+
     def drive(self, times: int = 1, *, collect: bool = False) -> None:
         """Call, and read 24 times or so, or some times as often; only these readings are judged."""
         self.judged_from = len(self.calls)
@@ -245,26 +263,6 @@ class _Readings:
 
 def _calls_for(size: int, calls: int, grown: int) -> int:
     return max(1, size * calls // grown) if grown > 0 else _UNCOUNTED
-
-
-def _readings(target: Target, pace: _Pace, size: int, say: Say, counts: Counts) -> dict[str, Any]:
-    """Drive it until it is decided, or for three times as long.
-
-    The second time garbage is collected before each reading: the collector's own sawtooth most often hides the rest.
-    """
-    began, readings = time.monotonic(), _Readings(target, pace, size, say, counts)
-    readings.drive()
-    if readings.verdict() == "undecided" and readings.grown() <= _MOST:
-        readings.drive(_AGAIN, collect=True)
-    return {
-        "calls": readings.calls,
-        "private": readings.private,
-        "judged_from": readings.judged_from,
-        "in_workers": readings.workers[-1] - readings.workers[0],
-        **_failed(target),
-        "growing": counts.growing(readings.judged_from),
-        "seconds": time.monotonic() - began,
-    }
 
 
 def _warm_up(target: Target, pace: _Pace) -> int:
