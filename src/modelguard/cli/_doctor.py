@@ -59,12 +59,14 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from modelguard.diagnosis._report import as_json, examine
+    from modelguard.diagnosis._report import as_json, examine, without_accepted
 
     try:
-        report = _compared(examine(_gather(options), ignore=options.ignore), options.baseline)
+        report = examine(_gather(options), ignore=options.ignore)
     except KeyboardInterrupt:
         return fail("doctor", "interrupted; the command was stopped")
+    if options.baseline is not None:
+        report = without_accepted(report, options.baseline)
     if options.json:
         print(as_json(report))  # noqa: T201 - the output of the command
     else:
@@ -94,19 +96,6 @@ def _gather(options: argparse.Namespace) -> Facts:
         for name, default in (("count", diagnosis.REQUESTS), ("wait", diagnosis.PATIENCE))
     )
     return diagnosis.facts_of_command(words, request=options.request, count=int(count), patience=wait)
-
-
-def _compared(report: DoctorReport, baseline: str | None) -> DoctorReport:
-    """The report without the findings that the baseline file contains. A missing file is written."""
-    if baseline is None:
-        return report
-    from modelguard.diagnosis._report import known_findings, write_baseline
-
-    known = known_findings(baseline)
-    if known is None:
-        write_baseline(baseline, report)
-        known = frozenset(finding.number for finding in report.findings)
-    return report.without(known)
 
 
 def _show(report: DoctorReport, stream: TextIO) -> None:

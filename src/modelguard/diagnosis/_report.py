@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path, PurePath
+from typing import Any
 
 from modelguard.diagnosis import _checks
 from modelguard.diagnosis._facts import Check, Facts, Finding, Remedy
@@ -179,24 +180,20 @@ def _lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
 
 # A file with the findings that are accepted, so that only new ones fail a build.
 
-_FIX = "Remove the file, and the next run writes it."
 
-
-def known_findings(file: str) -> frozenset[str] | None:
+def without_accepted(report: DoctorReport, file: str) -> DoctorReport:
+    """The report without the findings that the file accepts. A missing file is written, and accepts all of them."""
+    numbers: Any = sorted({finding.number for finding in report.findings})
+    why = "must hold a list of numbers as 'accepted'"
     try:
         numbers = json.loads(Path(file).read_text(encoding="utf-8"))["accepted"]
     except FileNotFoundError:
-        return None
+        try:
+            Path(file).write_text(json.dumps({"accepted": numbers}, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            numbers, why = None, f"cannot be written ({error.strerror})"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidOption("--baseline", file, why=f"cannot be read ({type(error).__name__})", fix=_FIX) from None
+        numbers, why = None, f"cannot be read ({type(error).__name__})"
     if not isinstance(numbers, list) or not all(isinstance(number, str) for number in numbers):
-        raise InvalidOption("--baseline", file, why="must hold a list of numbers as 'accepted'", fix=_FIX)
-    return frozenset(numbers)
-
-
-def write_baseline(file: str, report: DoctorReport) -> None:
-    content = {"accepted": sorted({finding.number for finding in report.findings})}
-    try:
-        Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InvalidOption("--baseline", file, why=f"cannot be written ({error.strerror})", fix=_FIX) from None
+        raise InvalidOption("--baseline", file, why=why, fix="Remove the file, and the next run writes it.")
+    return report.without(numbers)
