@@ -22,7 +22,6 @@ from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._counts import Counts, Exhausted, compiled, kept_by_line
 from modelguard.diagnosis._target import Arguments, Patience, Say, Target
 from modelguard.environment import _allocator
-from modelguard.errors import ModelGuardError
 from modelguard.facts import _holders, _memory, _proc
 from modelguard.facts._growth_judge import Verdict, judge
 from modelguard.lifecycle import runtime
@@ -284,8 +283,7 @@ def _warm_up(target: Target, pace: _Pace) -> int:
 
 
 def _trim() -> None:
-    with suppress(ModelGuardError):
-        _allocator.trim()
+    runtime.known(_allocator.trim)
 
 
 def _fallen(act: Callable[[], object]) -> int:

@@ -147,21 +147,14 @@ _SHORTEST = 0.05
 
 
 def _look() -> Look:
-    return Look(*_census.look(), compiled(), tuple(_census.loaded()), _free(), _census.moment())
+    free = runtime.known(lambda: _allocator.stats().retained)
+    return Look(*_census.look(), compiled(), tuple(_census.loaded()), free, _census.moment())
 
 
 def _held(first: Look, calls: int) -> tuple[Held, ...]:
     """What holds what has become more. Nothing is collected here, so what has no way from a root may be garbage."""
     found = () if first.moment is None else _holders.named(_census.grown(first.moment, calls))
     return tuple(one for one in found if one.path)
-
-
-def _free() -> int | None:
-    return runtime.known(lambda: _allocator.stats().retained)
-
-
-def _trim() -> int:
-    return runtime.known(_allocator.trim) or 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +175,7 @@ class World:
     private: Callable[[], int] = lambda: _memory.private(fresh=True)
     look: Callable[[], Look] = _look
     held: Callable[[Look, int], tuple[Held, ...]] = _held
-    trim: Callable[[], int] = _trim
+    trim: Callable[[], int] = lambda: runtime.known(_allocator.trim) or 0
 
 
 class Watch:
