@@ -161,7 +161,8 @@ def _lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
         yield "detail", ""
         yield finding.level, f"{finding.number} {finding.level}: {finding.title}"
         details = [*(("seen", each) for each in finding.seen), ("why", finding.why), ("fix", finding.fix)]
-        yield from (("detail", f"  {name:4}  {printable(text)}") for name, text in (*details, ("more", finding.page)))
+        details.append(("more", finding.page))  # under python -OO there are no docstrings, and none says why
+        yield from (("detail", f"  {name:4}  {printable(text)}") for name, text in details if text)
     if report.unknown:
         yield "detail", ""
         yield "unknown", "Not known:"
