@@ -49,6 +49,7 @@ _FRAMES = 4
 
 
 def _check_name(option: str, name: str) -> None:
+    _units.instance(name, option, str, "text", fix="Write for example app:predict.")
     file, _, function = name.partition(".py:")
     if function:
         path = Path(file)
@@ -64,9 +65,9 @@ def diagnose(
     *,
     inputs: str | None = None,
     generate: str | None = None,
-    seconds: float = SECONDS,
+    seconds: _units.Duration = SECONDS,
     calls: int | None = None,
-    trial_seconds: float = 0.0,
+    trial_seconds: _units.Duration = 0.0,
     bucketed: Sequence[str] = (),
     load: str | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -103,8 +104,8 @@ def diagnose(
             _check_name(option, name)
     if inputs is not None and generate is not None:
         raise InvalidOption("--inputs", inputs, why="must be given alone", fix="Remove --generate.")
-    within_a_day(seconds, "--time", least=1, example="30s")
-    within_a_day(trial_seconds, "--try", least=0, example="2m")
+    seconds = within_a_day(seconds, "--time", least=1, example="30s")
+    trial_seconds = within_a_day(trial_seconds, "--try", least=0, example="2m")
     if calls is not None:
         _units.whole_number(calls, "--calls", at_least=_FEWEST_CALLS)
     if not Path("/proc/self/smaps").exists():
@@ -128,10 +129,12 @@ def diagnose(
     return dataclasses.replace(report, trials=trials)
 
 
-def within_a_day(seconds: float, option: str, *, least: int, example: str) -> None:
+def within_a_day(given: _units.Duration, option: str, *, least: int, example: str) -> float:
+    seconds = _units.seconds(given, option, zero=True)
     if not least <= seconds <= _DAY:
         why = f"must be between {least} s and 1 day"
-        raise InvalidOption(option, seconds, why=why, fix=f"Write {option} {example}.")
+        raise InvalidOption(option, given, why=why, fix=f"Write {option} {example}.")
+    return seconds
 
 
 def read_inputs(file: str | None) -> list[Any] | None:
@@ -142,7 +145,7 @@ def read_inputs(file: str | None) -> list[Any] | None:
         for number, line in enumerate(Path(file).read_text(encoding="utf-8").split("\n"), start=1):  # noqa: B007
             if line.strip():
                 found.append(json.loads(line))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, TypeError) as error:
         why = f"cannot be read ({type(error).__name__})"
     except ValueError:
         why = f"line {number} is not JSON"

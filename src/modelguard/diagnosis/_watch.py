@@ -329,7 +329,7 @@ _LISTEN = (
 def diagnose_process(
     pid: str | int,
     *,
-    seconds: float = 300.0,
+    seconds: _units.Duration = 300.0,
     progress: Progress = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -354,7 +354,7 @@ def diagnose_process(
         NotSupported: There is no ``/proc``.
     """
     number = process_number(pid)
-    within_a_day(seconds, "--time", least=1, example="5m")
+    seconds = within_a_day(seconds, "--time", least=1, example="5m")
     require_proc()
     with readable(number), ExitStack() as stack:
         _memory.usage(number)  # raises if there is no such process, or it belongs to another user
