@@ -260,7 +260,7 @@ def held_by_workers() -> int:
     return sum(_memory.private_of(pid) for pid in settled_workers(functions, time.monotonic() + _REPLACED))
 
 
-def settled_workers(functions: Sequence[Any], until: float) -> list[int]:
+def settled_workers(functions: Sequence[Any], until: float, sleep: Callable[[float], None] = time.sleep) -> list[int]:
     """The workers of isolated functions, when none is being replaced: a new one beside the old one is no growth."""
     before: list[int] | None = None
     while True:
@@ -271,7 +271,7 @@ def settled_workers(functions: Sequence[Any], until: float) -> list[int]:
         if not workers or (settled and pids == before) or time.monotonic() >= until:
             return pids
         before = pids if settled else None
-        time.sleep(PAUSE)
+        sleep(PAUSE)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
