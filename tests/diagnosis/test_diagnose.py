@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 APP = """
-import asyncio, ctypes, os, signal, socket, subprocess, sys, tempfile, threading, time
+import asyncio, ctypes, errno, os, resource, signal, socket, subprocess, sys, tempfile, threading, time
 kept = []
 class Deep:
     async def predict(self, text, *, times=1):
@@ -54,6 +54,15 @@ def deaf():
     signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
     while True: pass
 def opens(): kept.append(open("app.py"))
+def of_a_limit(): raise OSError(errno.EMFILE, "inotify_init1")
+def closes():
+    kept.append(bytearray(100_000))
+    if len(kept) == 2: os.closerange(3, 1000)
+def takes_all():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    try:
+        while True: kept.append(os.open("app.py", os.O_RDONLY))
+    except OSError: time.sleep(0.3)
 def connects():
     if not kept: kept.append(socket.create_server(("127.0.0.1", 0), backlog=1000))
     kept.append(socket.create_connection(kept[0].getsockname()))
@@ -147,7 +156,7 @@ def test_what_workers_keep_is_counted(folder: Path, decorators: str, expected: t
 
 def test_a_generator_function_is_consumed(folder: Path) -> None:
     """A lazy result belongs to the call."""
-    assert "steady" == diagnose("app:lazily", inputs=inputs(folder, '"x"'), seconds=4, cwd=folder).verdict
+    assert "steady" == diagnose("app:lazily", inputs=inputs(folder, '"x\u2028y"'), seconds=4, cwd=folder).verdict
 
 
 @pytest.mark.parametrize("target", ["app:forks", "app:comes_back"])
@@ -270,6 +279,13 @@ def test_a_function_that_ends_the_process(folder: Path) -> None:
     assert "status 7" in report.unknown[0]
 
 
+def test_a_function_that_closes_what_it_has_not_opened(folder: Path) -> None:
+    """As a daemon does with all descriptors: it is driven to the end."""
+    report = diagnose("app:closes", calls=100, cwd=folder)
+    assert "grows" == report.verdict
+    assert ["python objects"] == [cause.name for cause in report.causes]
+
+
 @pytest.mark.parametrize(("code", "says"), [("raise SystemExit(5)", "status 5"), ("while True: pass", "hung.py:1 in ")])
 def test_a_module_that_ends_or_hangs_while_it_is_imported(folder: Path, code: str, says: str) -> None:
     """Nothing could be driven, which is an error and no verdict."""
@@ -304,6 +320,20 @@ def test_what_runs_out_beside_memory(folder: Path, name: str, counted: str, seen
     found = {each.name: each for each in report.measured.growing}[counted]
     assert seen in found.seen
     assert found.more == pytest.approx(found.calls, abs=8 if name != "connects" else found.calls)
+
+
+def test_a_function_that_takes_all_descriptors(folder: Path) -> None:
+    """It raises nothing itself, and nothing more can be read: what it has opened is the finding."""
+    report = diagnose("app:takes_all", calls=120, seconds=30, cwd=folder)
+    assert ["open files"] == [each.name for each in report.measured.growing]
+    assert "app.py" in report.measured.growing[0].seen
+
+
+def test_another_limit_of_that_name_is_a_failure(folder: Path) -> None:
+    """The system has fewer watches of files than descriptors, and says the same: no open file is accused."""
+    report = diagnose("app:of_a_limit", calls=120, seconds=30, cwd=folder)
+    assert ("undecided", ()) == (report.verdict, report.measured.growing)
+    assert report.measured.failures
 
 
 def test_a_pool_that_fills_is_no_finding(folder: Path) -> None:

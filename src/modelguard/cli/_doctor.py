@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,15 +23,8 @@ FAULTS = 1
 
 #: What only a command that is started can be given.
 _OF_COMMANDS = ("request", "count", "wait")
-_STYLES = {
-    "subject": "bold",
-    "fault": "bold red",
-    "note": "yellow",
-    "unknown": "dim",
-    "fix": "green",
-    "verdict": "bold",
-    "detail": "",
-}
+#: How a terminal is told to show each: in bold, dim, or a colour.
+_STYLES = {"subject": "1", "fault": "1;31", "note": "33", "unknown": "2", "fix": "32", "verdict": "1"}
 
 
 def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -66,12 +59,14 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from modelguard.diagnosis._report import as_json, examine
+    from modelguard.diagnosis._report import as_json, examine, without_accepted
 
     try:
-        report = _compared(examine(_gather(options), ignore=options.ignore), options.baseline)
+        report = examine(_gather(options), ignore=options.ignore)
     except KeyboardInterrupt:
         return fail("doctor", "interrupted; the command was stopped")
+    if options.baseline is not None:
+        report = without_accepted(report, options.baseline)
     if options.json:
         print(as_json(report))  # noqa: T201 - the output of the command
     else:
@@ -103,40 +98,14 @@ def _gather(options: argparse.Namespace) -> Facts:
     return diagnosis.facts_of_command(words, request=options.request, count=int(count), patience=wait)
 
 
-def _compared(report: DoctorReport, baseline: str | None) -> DoctorReport:
-    """The report without the findings that the baseline file contains. A missing file is written."""
-    if baseline is None:
-        return report
-    from modelguard.diagnosis._report import known_findings, write_baseline
-
-    known = known_findings(baseline)
-    if known is None:
-        write_baseline(baseline, report)
-        known = frozenset(finding.number for finding in report.findings)
-    return report.without(known)
-
-
 def _show(report: DoctorReport, stream: TextIO) -> None:
     from modelguard.diagnosis._report import as_text
 
     live = stream.isatty()
-    show = _colours(stream) if live and not os.environ.get("NO_COLOR") else None
+    plain = not live or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     for style, line in as_text(report, width=shutil.get_terminal_size().columns if live else None):
-        if show:
-            show(line, style)
-        else:
-            print(line, file=stream)
-
-
-def _colours(stream: TextIO) -> Callable[[str, str], None] | None:
-    """Make a function that prints a line in a style; None if rich is not installed."""
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
-        return None
-    console = Console(file=stream)
-    return lambda line, style: console.print(Text(line, style=_STYLES[style]), soft_wrap=True)
+        code = "" if plain else _STYLES.get(style)
+        print(f"\x1b[{code}m{line}\x1b[0m" if code else line, file=stream)
 
 
 # ``modelguard diagnose``: drives a function and names what makes its memory grow.
@@ -180,8 +149,13 @@ def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _diagnose(options: argparse.Namespace) -> int:
     from modelguard.diagnosis import _growth_page
 
-    progress = _show_progress if sys.stderr.isatty() else lambda _: None
-    report = (_of_function if options.pid is None else _of_process)(options, progress)
+    live = sys.stderr.isatty()
+    try:
+        progress = _show_progress if live else lambda _: None
+        report = (_of_function if options.pid is None else _of_process)(options, progress)
+    finally:
+        if live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # noqa: T201 - the report's line is its own
     report = dataclasses.replace(report, about=_about(options, report))
     if options.report is not None:
         _write(report, options.report)
@@ -263,7 +237,7 @@ def _show_progress(line: Mapping[str, Any]) -> None:
     if "private" in line:
         text = f"{line['calls']:,} calls, {format_bytes(line['private'] - line['first'])} more memory"
     if text:
-        print(f"\r\x1b[K{text}", end="\n" if line.get("done") else "", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _write(report: GrowthReport, folder: str) -> None:

@@ -153,17 +153,16 @@ def _program(command: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _behind_python(python: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    waiting = list(arguments)
-    while waiting:
-        word = waiting.pop(0)
-        if word == "-m" and waiting:
-            return waiting[0], waiting[1:]
+    words = iter(arguments)
+    for word in words:
+        if word == "-m":
+            return next(words, python), tuple(words)
         if word == "-c":
-            return _behind_program(python, *waiting), ()
-        if word in _PYTHON_VALUES and waiting:
-            waiting.pop(0)
+            return _behind_program(python, *words), ()
+        if word in _PYTHON_VALUES:
+            next(words, "")
         elif not word.startswith("-"):
-            return PurePath(word).name, waiting
+            return PurePath(word).name, tuple(words)
     return python, ()
 
 

@@ -32,12 +32,9 @@ _ROOM = (
 )
 
 
-@check(
-    "MG301 Nothing limits the service's memory",
-    "Without a limit, a growing service affects the whole machine, including SSH, and policies with a percentage "
-    "such as MemoryLimit('80%') have nothing to refer to.",
-)
+@check("MG301 Nothing limits the service's memory")
 def _no_limit(facts: Facts) -> Evidence | None:
+    """A service that grows then harms the whole machine, and MemoryLimit('80%') has nothing to refer to."""
     limit = facts.machine.limit
     if limit is None or limit.bytes is not None:
         return None
@@ -47,12 +44,9 @@ def _no_limit(facts: Facts) -> Evidence | None:
     return Evidence([seen], fix, "note")
 
 
-@check(
-    "MG302 Swap is in use",
-    "A whole model is read for each answer. Pages in swap must be read back one by one, so answers take seconds, "
-    "and a growing service becomes slow instead of being killed.",
-)
+@check("MG302 Swap is in use")
 def _swapping(facts: Facts) -> Evidence | None:
+    """Pages in swap come back one by one: answers take seconds, and a growing service gets slow instead of killed."""
     fix = "Find what has grown (MG2xx, MG4xx), add memory to the machine, or set a limit and MemorySwapMax=0."
     swapped = [process for process in facts.processes if process.swap > _SWAP]
     if facts.processes:
@@ -62,12 +56,9 @@ def _swapping(facts: Facts) -> Evidence | None:
     return Evidence([unassigned] if machine > _SWAP else (), fix, "note")
 
 
-@check(
-    "MG304 The kernel has killed processes for want of memory",
-    "A server starts a new worker for each that was killed, so it seems to run, while all calls of the killed one "
-    "fail and each new one loads the model again.",
-)
+@check("MG304 The kernel has killed processes for want of memory")
 def _killed(facts: Facts) -> Evidence | None:
+    """All calls of a killed worker fail, and each new one loads the model again, while the server seems to run."""
     limit, killed = facts.machine.limit, facts.machine.strain and facts.machine.strain.killed
     if not killed:
         return None
@@ -79,12 +70,9 @@ def _killed(facts: Facts) -> Evidence | None:
     return Evidence(seen, _ROOM, "fault" if facts.words or (facts.processes and limited) else "note")
 
 
-@check(
-    "MG305 The memory in use is close to the limit",
-    "At the limit the kernel kills a process. Only memory that it cannot drop is counted: file cache, such as "
-    "weights that are mapped from a file, does no harm.",
-)
+@check("MG305 The memory in use is close to the limit")
 def _near_limit(facts: Facts) -> Evidence | None:
+    """At the limit the kernel kills a process. What it can drop, such as mapped weights, is not counted."""
     limit, strain = facts.machine.limit, facts.machine.strain
     held = None if strain is None or strain.killed else strain.held  # after kills, MG304 says it
     if limit is None or limit.bytes is None or held is None or held < limit.bytes * _NEAR:
@@ -98,13 +86,9 @@ def _peak(facts: Facts) -> str:
     return "" if peak is None else f"; the most that was used, file cache included, is {format_bytes(peak)}"
 
 
-@check(
-    "MG303 Metric files of ended processes are left behind",
-    "prometheus_client keeps a file for each worker in PROMETHEUS_MULTIPROC_DIR and reads all of them for each "
-    "scrape. Files of ended processes are never removed, so scrapes take ever more time and memory, and gauges "
-    "count workers that are gone.",
-)
+@check("MG303 Metric files of ended processes are left behind")
 def _stale_metrics(facts: Facts) -> Evidence | None:
+    """Each scrape reads all of them, so it takes ever more time and memory, and gauges count workers that are gone."""
     stale, folder = facts.stale_metrics, facts.last("PROMETHEUS_MULTIPROC_DIR")
     if not stale or folder is None:
         return None
@@ -124,12 +108,9 @@ _AT_EXEC = (*_knobs.GLIBC, "MALLOC_CONF", "PYTHONMALLOC")
 _MANY_THREADS = 16
 
 
-@check(
-    "MG101 LD_PRELOAD is set, but not in force",
-    "The dynamic linker reads LD_PRELOAD once, when a program starts. If it is set later, by a configuration such "
-    "as gunicorn's raw_env or by Python, it silently has no effect.",
-)
+@check("MG101 LD_PRELOAD is set, but not in force")
 def _placebo(facts: Facts) -> Evidence | None:
+    """The dynamic linker reads it when a program starts. Set later, as by gunicorn's raw_env, it has no effect."""
     late = [variable for variable in _set_late(facts, "LD_PRELOAD") if not _serves(facts, variable.value)]
     served = f"malloc is served by {facts.allocators[0]}" if facts.allocators else "it is not loaded"
     seen = [f"{variable.where} sets LD_PRELOAD, and {served}" for variable in late]
@@ -137,21 +118,15 @@ def _placebo(facts: Facts) -> Evidence | None:
     return Evidence(seen, _RUN, remedy=_preload(*late, *facts.named("LD_PRELOAD")[:1]))
 
 
-@check(
-    "MG102 LD_PRELOAD names a file that does not exist",
-    "The dynamic linker prints a warning, which servers often hide, and continues without the file: the service "
-    "uses the allocator that should have been replaced.",
-)
+@check("MG102 LD_PRELOAD names a file that does not exist")
 def _missing(facts: Facts) -> Evidence | None:
+    """The dynamic linker warns, which servers often hide, and goes on with the allocator that was to be replaced."""
     return _evidence(facts, "missing", remedy=_preload(*facts.named("LD_PRELOAD")))
 
 
-@check(
-    "MG103 jemalloc runs background threads in a server that forks",
-    "These threads return freed memory in the background, but threads do not survive a fork: the workers do not "
-    "have them.",
-)
+@check("MG103 jemalloc runs background threads in a server that forks")
 def _background_threads(facts: Facts) -> Evidence | None:
+    """They return freed memory in the background. Threads do not survive a fork, so the workers do not have them."""
     settings = facts.last("MALLOC_CONF")
     if not facts.running("forked"):
         return None
@@ -161,32 +136,24 @@ def _background_threads(facts: Facts) -> Evidence | None:
     return Evidence(seen, "Remove background_thread:true from MALLOC_CONF if workers are forked.", remedy=remedy)
 
 
-@check(
-    "MG104 A variable that is read at program start is set later",
-    "glibc, jemalloc and Python read these variables once, when the program starts. If they are set later, they "
-    "have no effect.",
-)
+@check("MG104 A variable that is read at program start is set later")
 def _exec_variables(facts: Facts) -> Evidence | None:
+    """When the program starts, glibc, jemalloc and Python read it. Later it has no effect."""
     late = _set_late(facts, *_AT_EXEC)
     remedy = Remedy(environ=tuple(f"{variable.name}={variable.value}" for variable in late))
     seen = [f"{variable.where} sets {variable.name}" for variable in late]
     return Evidence(seen, "Set it before the program starts: in the shell, the unit file or the image.", remedy=remedy)
 
 
-@check(
-    "MG105 MALLOC_CONF is set, but jemalloc is not in use",
-    "Only jemalloc reads this variable, so it has no effect.",
-)
+@check("MG105 MALLOC_CONF is set, but jemalloc is not in use")
 def _unused_settings(facts: Facts) -> Evidence | None:
+    """Only jemalloc reads this variable, so it has no effect."""
     return _evidence(facts, "unused setting", "note", Remedy(run=("--allocator", "jemalloc")))
 
 
-@check(
-    "MG106 More than one allocator is loaded",
-    "Only one of them serves malloc. A package's private copy is harmless, but its presence and its figures say "
-    "nothing about the service. Of two preloaded allocators, the first is used.",
-)
+@check("MG106 More than one allocator is loaded")
 def _two(facts: Facts) -> Evidence | None:
+    """One of them serves malloc, of two preloaded ones the first. A package's private copy is harmless, and unused."""
     if not _problems(facts, "two allocators"):
         return _evidence(facts, "private copy", "note")
     given = facts.last("LD_PRELOAD")
@@ -195,11 +162,9 @@ def _two(facts: Facts) -> Evidence | None:
     return _evidence(facts, "two allocators", remedy=remedy)
 
 
-@check(
-    "MG107 Settings of glibc's allocator are left over",
-    "Only glibc's own allocator reads these variables. Since another one was preloaded, they have no effect.",
-)
+@check("MG107 Settings of glibc's allocator are left over")
 def _other_allocators_settings(facts: Facts) -> Evidence | None:
+    """Only glibc's own allocator reads them, and another one was preloaded: they have no effect."""
     names = tuple(dict.fromkeys(each.name for each in facts.named(*_knobs.GLIBC) if each.moment == "exec"))
     file = next((file for file in facts.allocators if kind_of(file) not in (None, "glibc")), None)
     if not names or file is None:
@@ -208,35 +173,28 @@ def _other_allocators_settings(facts: Facts) -> Evidence | None:
     return Evidence([seen], f"Remove {' and '.join(names)}.", "note", Remedy(unset=names))
 
 
-@check(
-    "MG108 A variable's name is misspelt",
-    "Nothing reads it, and nothing says so: the service runs as if it were not set.",
-)
+@check("MG108 A variable's name is misspelt")
 def _misspelt(facts: Facts) -> Evidence | None:
+    """Nothing reads it, and nothing says so: the service runs as if it were not set."""
     seen = [f"{each.where} has {each.name}, which nothing reads; {each.meant} is read" for each in facts.misspelt]
     settings = tuple(f"{each.meant}={each.value}" for each in facts.misspelt if each.value)
     fix = f"Write {', '.join(each.meant for each in facts.misspelt)}, or remove the variable."
     return Evidence(seen, fix, remedy=Remedy(environ=settings, unset=tuple(each.name for each in facts.misspelt)))
 
 
-@check(
-    "MG109 A variable's value is not understood by what reads it",
-    "Its reader uses its default or a part of the value, and prints a warning at most, which servers often hide.",
-)
+@check("MG109 A variable's value is not understood by what reads it")
 def _not_understood(facts: Facts) -> Evidence | None:
+    """Its reader uses its default or a part of the value, and prints a warning at most, which servers often hide."""
     wrong = [(each, why) for each in facts.variables if (why := _knobs.why_not_understood(each.name, each.value))]
     seen = [f"{_sets(variable)}: {why}" for variable, why in wrong]
     names = tuple(dict.fromkeys(variable.name for variable, _ in wrong))
     return Evidence(seen, f"Correct the value, or remove {' and '.join(names)}.", remedy=Remedy(unset=names))
 
 
-@check(
-    "MG110 Many threads, and no limit of glibc's arenas",
-    "glibc makes up to 8 arenas for each CPU, so that threads do not wait for each other. Each arena keeps what "
-    "was freed in it, so a service whose threads take turns grows to a multiple of what it uses.",
-)
+@check("MG110 Many threads, and no limit of glibc's arenas")
 def _arenas(facts: Facts) -> Evidence | None:
-    """Threads that answer requests allocate at the same time; those of thread pools for operations hardly do."""
+    """Up to 8 arenas are made for each CPU. Each keeps what was freed in it: a multiple of what is used."""
+    # Threads that answer requests allocate at the same time; those of thread pools for operations hardly do.
     server, tunables = facts.runs_on, facts.last("GLIBC_TUNABLES")
     limited = facts.named("MALLOC_ARENA_MAX") or (tunables and "glibc.malloc.arena_max=" in tunables.value)
     of_others = any(kind_of(said.malloc or "") != "glibc" for said in facts.answers)
@@ -292,12 +250,9 @@ _PER_ENTRY, _OTHER_CODE = 100_000, 2_000_000
 _PRESET = "modelguard run --preset torch-cpu-dynamic -- COMMAND"
 
 
-@check(
-    "MG201 One of the two oneDNN caches is capped, the other is not",
-    "Neither cap is enough alone: 400 lengths through 8 convolutions grew by 339 MB without a cap, by 77 MB with "
-    "only oneDNN's, and by 319 MB with only ideep's.",
-)
+@check("MG201 One of the two oneDNN caches is capped, the other is not")
 def _one_cap(facts: Facts) -> Evidence | None:
+    """Neither is enough: 400 lengths grew by 339 MB without a cap, by 77 with oneDNN's, and by 319 with ideep's."""
     onednn, ideep = facts.last(*_ONEDNN), facts.last(_IDEEP)
     given = onednn or ideep
     if given is None or (onednn and ideep) or not _may_run_torch(facts):
@@ -316,13 +271,9 @@ def _wanted(missing: str, given: Variable) -> int:
     return max(1, entries) if missing == _IDEEP else entries
 
 
-@check(
-    "MG205 LRU_CACHE_CAPACITY is read as 0, which crashes the process",
-    "ideep needs room for at least one entry: torch 2.13 crashes with SIGSEGV at its first convolution on CPU. "
-    "It reads the decimal digits at the start, so '', 'abc' and '0x10' are 0 too. "
-    "The capacity of oneDNN's own cache may be 0.",
-)
+@check("MG205 LRU_CACHE_CAPACITY is read as 0, which crashes the process")
 def _crash(facts: Facts) -> Evidence | None:
+    """At its first convolution on CPU torch 2.13 crashes. '', 'abc' and '0x10' are 0 too. oneDNN's own may be 0."""
     cap = facts.last(_IDEEP)
     if cap is None or _knobs.why_unusable(_IDEEP, cap.value) is None or not _may_run_torch(facts):
         return None
@@ -334,12 +285,9 @@ def _may_run_torch(facts: Facts) -> bool:
     return not facts.processes or any(process.torch for process in facts.processes)
 
 
-@check(
-    "MG202 A variable is set too late",
-    "OpenMP and BLAS libraries read their variables when they are loaded, oneDNN and ideep at their first use. "
-    "Variables that are set afterwards silently have no effect.",
-)
+@check("MG202 A variable is set too late")
 def _too_late(facts: Facts) -> Evidence | None:
+    """OpenMP and BLAS read theirs when they are loaded, oneDNN and ideep at their first use. Later it has no effect."""
     late = [variable for variable in facts.named(*THREAD_VARIABLES) if variable.moment == "after import"]
     ignored = [(variable, pool) for variable in late if (pool := _larger_pool(facts, variable))]
     seen = [f"{_sets(variable)}, but {library} has {threads} threads" for variable, (library, threads) in ignored]
@@ -369,12 +317,9 @@ def _above_cap(facts: Facts, cap: Variable) -> list[str]:
     ]
 
 
-@check(
-    "MG203 torch keeps compiled code for many input shapes, without caps",
-    "oneDNN compiles code for each shape of an input and keeps it for up to 1024 shapes and layers: hundreds of "
-    "MB. If inputs differ in length, memory grows with each new length.",
-)
+@check("MG203 torch keeps compiled code for many input shapes, without caps")
 def _no_caps(facts: Facts) -> Evidence | None:
+    """For each shape of an input oneDNN compiles code, and keeps that of up to 1024 shapes: hundreds of MB."""
     grown = [process for process in facts.processes if process.torch and process.compiled > _OTHER_CODE]
     if facts.named(*_ONEDNN, _IDEEP) or not grown:
         return None
@@ -392,13 +337,12 @@ def _code(process: ServiceProcess) -> str:
     return f"{format_bytes(process.compiled)} of machine code compiled at run time"
 
 
-@check(
-    "MG204 More threads than CPUs",
-    "Unless told otherwise, each worker has a thread for each CPU, regardless of the quota and other workers. The "
-    "threads then wait for each other, and with a quota the kernel stops all of them for most of each tenth of a "
-    "second.",
-)
+@check("MG204 More threads than CPUs")
 def _threads(facts: Facts) -> Evidence | None:
+    """A worker has a thread for each CPU, whatever the quota and other workers.
+
+    They wait for each other, and a quota stops all of them for most of each tenth of a second.
+    """
     cpus, serving, pools = facts.machine.cpus, facts.serving, facts.pools
     if cpus is None or not pools:
         return None
@@ -436,12 +380,9 @@ _LOAD_ROOM = 30
 _KINDS_WITHOUT_ASGI = ("sync", "gthread", "gevent", "eventlet", "tornado")
 
 
-@check(
-    "MG401 The app is loaded before the fork, but not frozen",
-    "A worker's first full garbage collection writes to every object that it inherited, so all their pages are "
-    "copied: 276 of 282 MB for a heap of 600,000 small objects, and nothing after gc.freeze() in the parent.",
-)
+@check("MG401 The app is loaded before the fork, but not frozen")
 def _not_frozen(facts: Facts) -> Evidence | None:
+    """A worker's first full garbage collection writes to all objects that it inherited, and copies their pages."""
     main, said = facts.main, facts.main.said
     # CPython 3.12 freezes 375 at its own start.
     frozen = said.frozen > said.tracked or said.tracked < MANY_OBJECTS
@@ -455,11 +396,9 @@ def _not_frozen(facts: Facts) -> Evidence | None:
     return Evidence([loaded, *map(_own_share, facts.running("forked"))], fix, remedy=_ours(facts))
 
 
-@check(
-    "MG402 Each forked worker holds its own model",
-    "Workers that load the model after the fork do not share it: N workers take N times the memory.",
-)
+@check("MG402 Each forked worker holds its own model")
 def _copies(facts: Facts) -> Evidence | None:
+    """Workers that load the model after the fork do not share it: N workers take N times the memory."""
     server, heavy = facts.runs_on, _heavy(facts, "forked")
     if not server.forks or len(heavy) <= 1 or server.preload:
         return None
@@ -470,12 +409,9 @@ def _copies(facts: Facts) -> Evidence | None:
     return Evidence([f"{server.kind} runs {server.workers} workers", *map(_own_share, heavy)], fix, remedy=remedy)
 
 
-@check(
-    "MG404 Each spawned worker holds its own model",
-    "These servers start their workers without a fork and have no preload, so the model is not shared: N workers "
-    "take N times the memory.",
-)
+@check("MG404 Each spawned worker holds its own model")
 def _spawned_copies(facts: Facts) -> Evidence | None:
+    """These servers start their workers without a fork, and have no preload: N workers take N times the memory."""
     heavy, kind = _heavy(facts, "spawned"), facts.runs_on.kind or "the service"
     if len(heavy) <= 1:
         return None
@@ -487,12 +423,9 @@ def _spawned_copies(facts: Facts) -> Evidence | None:
     return Evidence([count, *map(_own_share, heavy)], fix, remedy=Remedy(options=("--workers", "1")))
 
 
-@check(
-    "MG403 The server replaces workers, and the guard reloads too",
-    "A new worker loads the model, and so does the guard inside a worker. Together they load more often than "
-    "either is configured to, and some loads are wasted.",
-)
+@check("MG403 The server replaces workers, and the guard reloads too")
 def _two_ways_to_reload(facts: Facts) -> Evidence | None:
+    """A new worker loads the model, and so does the guard inside of a worker: some of these loads are wasted."""
     server, guards = facts.runs_on, [guard for guard in facts.guards if guard.policy]
     if not server.max_requests or not guards:
         return None
@@ -506,23 +439,18 @@ def _two_ways_to_reload(facts: Facts) -> Evidence | None:
     return Evidence(seen, fix, remedy=remedy)
 
 
-@check(
-    "MG405 CUDA is used before the fork",
-    "CUDA does not support fork: every use in the workers fails or hangs.",
-)
+@check("MG405 CUDA is used before the fork")
 def _cuda(facts: Facts) -> Evidence | None:
+    """CUDA does not support fork: every use in the workers fails or hangs."""
     fix = "Use CUDA only in the workers (load in gunicorn's post_worker_init, or without preload_app)."
     if not (facts.main.cuda or facts.main.said.cuda) or not facts.running("forked"):
         return None
     return Evidence([f"process {facts.main.pid} uses an NVIDIA device, and has forked workers"], fix)
 
 
-@check(
-    "MG406 An ASGI application is served by a WSGI worker",
-    "These worker classes call the application with two arguments, an ASGI application takes three: every request "
-    "fails with status 500.",
-)
+@check("MG406 An ASGI application is served by a WSGI worker")
 def _asgi_on_sync(facts: Facts) -> Evidence | None:
+    """These classes call it with two arguments, and it takes three: every request fails with status 500."""
     server = facts.runs_on
     if not any(process.said.asgi for process in facts.processes) or server.worker_class not in _KINDS_WITHOUT_ASGI:
         return None
@@ -532,11 +460,9 @@ def _asgi_on_sync(facts: Facts) -> Evidence | None:
     return Evidence([seen], f"Add --worker-class {kind}{extra}.", remedy=Remedy(options=("--worker-class", kind)))
 
 
-@check(
-    "MG407 All workers are replaced at the same time",
-    "Requests are spread evenly, so without a jitter all workers reach max_requests together and load together.",
-)
+@check("MG407 All workers are replaced at the same time")
 def _in_step(facts: Facts) -> Evidence | None:
+    """Requests are spread evenly, so without a jitter all workers reach max_requests together and load together."""
     server = facts.runs_on
     if not server.max_requests or server.jitter or server.workers <= 1:
         return None
@@ -546,25 +472,21 @@ def _in_step(facts: Facts) -> Evidence | None:
     return Evidence([seen], f"Add {option} {jitter}.", remedy=Remedy(options=(option, str(jitter))))
 
 
-@check(
-    "MG408 The server restarts when a source file changes",
-    "It watches all source files, keeps one more process for that, and a deployment that copies files over the old "
-    "ones restarts the service amid the copy. uvicorn runs a single worker then.",
-)
+@check("MG408 The server restarts when a source file changes")
 def _restarts_on_changes(facts: Facts) -> Evidence | None:
+    """It has one more process for that, and restarts amid the copy of a deployment. uvicorn runs one worker then."""
     seen = [f"{facts.runs_on.kind} watches its source files"] if facts.runs_on.reload else ()
     fix = "Remove --reload (or reload=True) where the service runs for users."
     return Evidence(seen, fix, remedy=Remedy(drop=("--reload",)))
 
 
-@check(
-    "MG409 A load takes longer than the server waits",
-    "While a model is replaced by drain_first, calls wait for the load. A sync worker that waits gives no sign of "
-    "life, and gunicorn kills it after the timeout, with its load; the next worker begins the same load. A worker "
-    "that is stopped is killed after graceful_timeout, with the calls that wait.",
-)
+@check("MG409 A load takes longer than the server waits")
 def _loads_too_long(facts: Facts) -> Evidence | None:
-    """A call that waits for a load keeps a sync worker from giving its sign of life, and a stop from being graceful."""
+    """A sync worker that waits for a load gives no sign of life: gunicorn kills it after the timeout, with its load.
+
+    One that is stopped is killed after graceful_timeout, with the calls that wait.
+    """
+    # A call that waits for a load keeps a sync worker from giving its sign of life, and a stop from being graceful.
     server, guards = facts.runs_on, [guard for guard in facts.guards if guard.policy]
     if server.kind != "gunicorn" or not guards:
         return None
@@ -580,12 +502,9 @@ def _loads_too_long(facts: Facts) -> Evidence | None:
     return Evidence(seen, f"Add {' '.join(options)}.", "fault" if silent else "note", remedy=Remedy(options=options))
 
 
-@check(
-    "MG410 prefork=True has no effect under this server",
-    "A model is shared only if the process that forks the workers has loaded and prepared it before. Without that "
-    "each worker loads its own.",
-)
+@check("MG410 prefork=True has no effect under this server")
 def _unshared(facts: Facts) -> Evidence | None:
+    """A model is shared if the process that forks the workers has loaded and prepared it. Else each loads its own."""
     server, guards = facts.runs_on, [guard for guard in facts.guards if guard.unshared]
     if server.workers <= 1 or not guards:
         return None
@@ -599,12 +518,9 @@ def _unshared(facts: Facts) -> Evidence | None:
     return Evidence(seen, fix, remedy=_ours(facts))
 
 
-@check(
-    "MG411 A process imports libraries that it does not use",
-    "An isolated function's model is in a mold, which imports the libraries for itself. A server that imports them "
-    "too, because the function stands in its own modules, holds them once more.",
-)
+@check("MG411 A process imports libraries that it does not use")
 def _unused_imports(facts: Facts) -> Evidence | None:
+    """The model of an isolated function is in a mold, which imports them itself. Here they are held once more."""
     seen = [
         f"process {one.pid} has imported {', '.join(one.libraries)} and holds {format_bytes(one.private)} of its own; "
         "the models of its isolated functions are in other processes"
@@ -643,13 +559,9 @@ _IMMORTAL = (3, 12)  # the first version of CPython with immortal objects
 _INCREMENTAL = (3, 14), range(5)
 
 
-@check(
-    "MG501 This Python has no immortal objects",
-    "Reading an object changes its reference count, which copies its page in the worker, even if it is frozen. "
-    "Since CPython 3.12, objects can be made immortal, and reading them then writes nothing. Tensors and arrays "
-    "are not affected: their data has no reference counts.",
-)
+@check("MG501 This Python has no immortal objects")
 def _no_immortal_objects(facts: Facts) -> Evidence | None:
+    """Reading an object changes its reference count, and copies its page in the worker. An immortal object's stays."""
     python, objects = facts.interpreter, facts.main.said.frozen + facts.main.said.tracked
     if python is None or not facts.runs_on.preforks or not facts.running("forked") or objects < MANY_OBJECTS:
         return None
@@ -659,12 +571,9 @@ def _no_immortal_objects(facts: Facts) -> Evidence | None:
     return Evidence([f"workers share {objects:,} objects on {python}"], fix, "note")
 
 
-@check(
-    "MG502 This Python's garbage collector lets memory grow",
-    "It looks at a part of the heap at a time, so objects in reference cycles stay longer, and memory grows more "
-    "before they are freed. Traces, requests and models with cycles look like a leak.",
-)
+@check("MG502 This Python's garbage collector lets memory grow")
 def _incremental_collector(facts: Facts) -> Evidence | None:
+    """It looks at a part of the heap at a time: objects in reference cycles stay longer, which looks like a leak."""
     python = facts.interpreter
     if python is None or python.name != "CPython" or python.free_threaded:
         return None
@@ -674,12 +583,9 @@ def _incremental_collector(facts: Facts) -> Evidence | None:
     return Evidence([seen], "Use CPython 3.14.5 or newer.", "note")
 
 
-@check(
-    "MG503 Python keeps small objects in huge pages, and workers are forked",
-    "A page that a worker writes to must be copied. If no huge page is free at that moment, the kernel ends the "
-    "worker with SIGBUS.",
-)
+@check("MG503 Python keeps small objects in huge pages, and workers are forked")
 def _huge_pages(facts: Facts) -> Evidence | None:
+    """If no huge page is free when a worker writes to one that it has inherited, the kernel ends it with SIGBUS."""
     setting = facts.last("PYTHON_PYMALLOC_HUGEPAGES")
     built = [process for process in facts.running("forked") if process.said.huge_pages]
     if not built or setting is None or setting.value in ("", "0"):
@@ -687,12 +593,9 @@ def _huge_pages(facts: Facts) -> Evidence | None:
     return _without(setting, f"{_sets(setting)}, and process {built[0].pid} is a fork")
 
 
-@check(
-    "MG504 Python's allocator runs with its debug checks",
-    "It adds 24 to 32 bytes to every block, fills blocks when they are made and freed, and checks them: more "
-    "memory and time for every object. It is meant to find faults of extensions.",
-)
+@check("MG504 Python's allocator runs with its debug checks")
 def _debug_allocator(facts: Facts) -> Evidence | None:
+    """It adds 24 to 32 bytes to every block, and fills and checks it: more memory and time for every object."""
     setting = facts.last("PYTHONMALLOC")
     if setting is None or setting.moment != "exec" or not setting.value.endswith("debug"):
         return None
@@ -703,12 +606,9 @@ def _without(setting: Variable, seen: str) -> Evidence:
     return Evidence([seen], f"Remove {setting.name}.", remedy=Remedy(unset=(setting.name,)))
 
 
-@check(
-    "MG505 An extension has switched the GIL back on",
-    "A Python without the GIL switches it on when it imports an extension module that does not say that it needs "
-    "none. From then on one thread runs at a time, and what the build costs in speed and memory buys nothing.",
-)
+@check("MG505 An extension has switched the GIL back on")
 def _gil_switched_on(facts: Facts) -> Evidence | None:
+    """From then on one thread runs at a time, and what this build costs in speed and memory buys nothing."""
     found = next((process for process in facts.serving if process.said.gil_for is not None), None)
     if found is None:
         return None

@@ -84,11 +84,11 @@ class Counts:
 
     def begin(self) -> None:
         self.calls.clear()
-        self._kinds, self._first = kinds(self._pid), numbers(self._pid)
-        self._read: list[dict[str, int]] = []
         # The call may use up all descriptors, and then nothing could be read.
         if self._pid is None:
             self._spare += [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE - len(self._spare))]
+        self._kinds, self._first = kinds(self._pid), numbers(self._pid)
+        self._read: list[dict[str, int]] = []
 
     def read(self, calls: int) -> None:
         self.calls.append(calls)
@@ -181,32 +181,8 @@ _SMALL = 512
 _OFTEN = 0.02
 
 
-class _Kept:
-    """What was allocated and not freed, by the line: by Python, by libraries, and in blocks of malloc's for Python."""
-
-    def __init__(self) -> None:
-        self.python: Counter[str] = Counter()
-        self.native: Counter[str] = Counter()
-        self._large: Counter[str] = Counter()
-        self._blocks: Counter[str] = Counter()
-
-    def add(self, file: str, number: int, size: int, count: int = 1, *, of_python: bool = True) -> None:
-        if file in (__file__, tracemalloc.__file__):
-            return
-        line = f"{file}:{number}"
-        (self.python if of_python else self.native)[line] += size
-        if of_python and size > _SMALL * count:
-            self._large[line] += size
-            self._blocks[line] += count
-
-    def said(self, calls: int, tool: str) -> dict[str, Any]:
-        often = sum(size for line, size in self._large.items() if self._blocks[line] >= _OFTEN * calls)
-        traced, native = (
-            {line: size / max(1, calls) for line, size in sizes.most_common(_MOST)}
-            for sizes in (self.python, self.native)
-        )
-        large = often / max(1, calls)
-        return {"traced": traced, "native": native, "large": large, "traced_calls": calls, "traced_by": tool}
+#: What was allocated and not freed: the file, the line, bytes and blocks, and whether Python's allocators did it.
+_Record = tuple[str, int, int, int, bool]
 
 
 def kept_by_line(run: Callable[[], int]) -> dict[str, Any]:
@@ -215,11 +191,28 @@ def kept_by_line(run: Callable[[], int]) -> dict[str, Any]:
     if importlib.util.find_spec("memray") is not None:
         # A folder of that name, or a profiler that is active.
         with suppress(AttributeError, ImportError, OSError, RuntimeError):
-            return _by_memray(run)
-    return _by_tracemalloc(run)
+            return _kept(*_by_memray(run), "memray")
+    return _kept(*_by_tracemalloc(run), "tracemalloc")
 
 
-def _by_tracemalloc(run: Callable[[], int]) -> dict[str, Any]:
+def _kept(calls: int, records: Iterable[_Record], tool: str) -> dict[str, Any]:
+    """By the line: by Python, by libraries, and in blocks of malloc's for Python."""
+    python, native, large, blocks = (Counter[str]() for _ in range(4))
+    for file, number, size, count, of_python in records:
+        if file in (__file__, tracemalloc.__file__):
+            continue
+        line = f"{file}:{number}"
+        (python if of_python else native)[line] += size
+        if of_python and size > _SMALL * count:
+            large[line] += size
+            blocks[line] += count
+    often = sum(size for line, size in large.items() if blocks[line] >= _OFTEN * calls)
+    calls = max(1, calls)
+    traced, outside = ({line: size / calls for line, size in sizes.most_common(_MOST)} for sizes in (python, native))
+    return {"traced": traced, "native": outside, "large": often / calls, "traced_calls": calls, "traced_by": tool}
+
+
+def _by_tracemalloc(run: Callable[[], int]) -> tuple[int, list[_Record]]:
     tracemalloc.start(_FRAMES)
     try:
         calls = run()
@@ -227,15 +220,11 @@ def _by_tracemalloc(run: Callable[[], int]) -> dict[str, Any]:
         traces = tracemalloc.take_snapshot().traces  # nothing from before is traced
     finally:
         tracemalloc.stop()
-    kept = _Kept()
-    for each in traces:
-        kept.add(each.traceback[0].filename, each.traceback[0].lineno, each.size)
-    return kept.said(calls, "tracemalloc")
+    return calls, [(each.traceback[0].filename, each.traceback[0].lineno, each.size, 1, True) for each in traces]
 
 
-def _by_memray(run: Callable[[], int]) -> dict[str, Any]:
-    memray = importlib.import_module("memray")
-    kept = _Kept()
+def _by_memray(run: Callable[[], int]) -> tuple[int, list[_Record]]:
+    memray, found = importlib.import_module("memray"), []
     with tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
         file = Path(folder, "allocations")
         with memray.Tracker(file, trace_python_allocators=True):
@@ -244,8 +233,8 @@ def _by_memray(run: Callable[[], int]) -> dict[str, Any]:
         for record in memray.FileReader(file).get_leaked_allocation_records(merge_threads=True):
             of_python = memray.AllocatorType(record.allocator).name.startswith("PYMALLOC")
             for _, place, number in record.stack_trace(max_stacks=_FRAMES):
-                kept.add(place, number, record.size, record.n_allocations, of_python=of_python)
-    return kept.said(calls, "memray")
+                found.append((place, number, record.size, record.n_allocations, of_python))
+    return calls, found
 
 
 # Machine code that libraries have compiled at run time, as oneDNN does for each input shape.

@@ -23,6 +23,7 @@ from modelguard.diagnosis._growth_causes import (
     GrowthReport,
     Measured,
     Round,
+    Trial,
     Trials,
     attribute,
     notes_on,
@@ -48,6 +49,7 @@ _FRAMES = 4
 
 
 def _check_name(option: str, name: str) -> None:
+    _units.instance(name, option, str, "text", fix="Write for example app:predict.")
     file, _, function = name.partition(".py:")
     if function:
         path = Path(file)
@@ -63,9 +65,9 @@ def diagnose(
     *,
     inputs: str | None = None,
     generate: str | None = None,
-    seconds: float = SECONDS,
+    seconds: _units.Duration = SECONDS,
     calls: int | None = None,
-    trial_seconds: float = 0.0,
+    trial_seconds: _units.Duration = 0.0,
     bucketed: Sequence[str] = (),
     load: str | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -102,14 +104,15 @@ def diagnose(
             _check_name(option, name)
     if inputs is not None and generate is not None:
         raise InvalidOption("--inputs", inputs, why="must be given alone", fix="Remove --generate.")
-    within_a_day(seconds, "--time", least=1, example="30s")
-    within_a_day(trial_seconds, "--try", least=0, example="2m")
+    seconds = within_a_day(seconds, "--time", least=1, example="30s")
+    trial_seconds = within_a_day(trial_seconds, "--try", least=0, example="2m")
     if calls is not None:
         _units.whole_number(calls, "--calls", at_least=_FEWEST_CALLS)
     if not Path("/proc/self/smaps").exists():
         raise NotSupported("modelguard diagnose", reason="there is no /proc")
     given = read_inputs(inputs)
-    config = {"target": target, "generate": generate, "inputs": given, "load": load, "bucketed": list(bucketed)}
+    config: dict[str, Any] = {"target": target, "generate": generate, "inputs": given, "load": load}
+    config |= {"bucketed": list(bucketed), "patience": silence}
     run = partial(follow, environ=environ, cwd=cwd or Path.cwd())
     patience = min(silence, _MOST_TIMES * seconds)
     drive = {**config, "seconds": seconds, "calls": calls, "patience": patience, "loading": silence}
@@ -126,10 +129,12 @@ def diagnose(
     return dataclasses.replace(report, trials=trials)
 
 
-def within_a_day(seconds: float, option: str, *, least: int, example: str) -> None:
+def within_a_day(given: _units.Duration, option: str, *, least: int, example: str) -> float:
+    seconds = _units.seconds(given, option, zero=True)
     if not least <= seconds <= _DAY:
         why = f"must be between {least} s and 1 day"
-        raise InvalidOption(option, seconds, why=why, fix=f"Write {option} {example}.")
+        raise InvalidOption(option, given, why=why, fix=f"Write {option} {example}.")
+    return seconds
 
 
 def read_inputs(file: str | None) -> list[Any] | None:
@@ -137,10 +142,10 @@ def read_inputs(file: str | None) -> list[Any] | None:
         return None
     found, number, why = [], 0, "must not be empty"
     try:
-        for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):  # noqa: B007
+        for number, line in enumerate(Path(file).read_text(encoding="utf-8").split("\n"), start=1):  # noqa: B007
             if line.strip():
                 found.append(json.loads(line))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, TypeError) as error:
         why = f"cannot be read ({type(error).__name__})"
     except ValueError:
         why = f"line {number} is not JSON"
@@ -276,14 +281,40 @@ _MAIN = 0.3
 _TRIM = "10 MB"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
-    """A remedy to try: what to write to have it, and how it is tried."""
+    """A remedy to try, and what has come of it.
+
+    Attributes:
+        name: The remedy.
+        act: How it is tried.
+        lines: What to write to have it.
+        environ: The variables that it is tried with; None for those of the process without it.
+        rounds: Its runs, each with the run without it of the same round.
+        stopped: Why no more rounds are run; empty if they are.
+    """
 
     name: str
     act: Act
-    lines: tuple[str, ...]
+    lines: tuple[str, ...] = ()
     environ: Mapping[str, str] | None = None
+    rounds: list[tuple[Round, Round]] = dataclasses.field(default_factory=list)
+    stopped: str = ""
+
+    def add(self, said: Said, nothing: Said, base: Round) -> None:
+        self.stopped = _failure(said, nothing)
+        if said.last("readings") is None:
+            return
+        own = _round(said, max(1.0, SOLVES * base.growth * said.lines[-1]["calls"]))
+        if base.undecided:
+            own = own._replace(undecided=f"without a remedy, {base.undecided}")
+        self.rounds.append((own, base))
+        grows = own.growth > _LOSER * base.growth and not own.undecided
+        if not self.stopped and grows and own.cpu > _LOSER * base.cpu:
+            self.stopped = "it leaves the growth as it is"
+
+    def trial(self) -> Trial:
+        return _growth_causes.trial(self.name, self.lines, self.rounds, self.stopped)
 
 
 def candidates(
@@ -376,8 +407,6 @@ _RUNS = 16
 #: A remedy with which a larger share of the calls fails is none.
 _FAILURES = 0.01
 
-_NOTHING = "nothing"
-
 
 def try_remedies(
     config: Mapping[str, Any],
@@ -429,14 +458,6 @@ def seconds_needed(measured: Measured, calls: int, seconds: float) -> float:
     return max(_RUNS * (measured.imported + wanted * each), 2 * seconds)
 
 
-@dataclass
-class _Tried:
-    """The rounds of one remedy: each with the run without it of the same round."""
-
-    rounds: list[tuple[Round, Round]] = dataclasses.field(default_factory=list)
-    stopped: str = ""
-
-
 class _Rounds:
     """Runs rounds: doing nothing first, then each remedy, in another order each time."""
 
@@ -446,15 +467,13 @@ class _Rounds:
         self._run = run
         self._progress = progress
         self._clock = clock
-        self._nothing: list[Round] = []
-        self._tried: dict[str, _Tried] = {}
+        self._nothing = Candidate("nothing", "variables")
         self._over = self._interrupted = False
 
     def run(self, found: Sequence[Candidate], seconds: float) -> None:
-        self._tried = {candidate.name: _Tried() for candidate in found}
         began = self._clock()
         for number in range(_ROUNDS):
-            left = [candidate for candidate in found if not self._tried[candidate.name].stopped]
+            left = [candidate for candidate in found if not candidate.stopped]
             order = left[number:] + left[:number] if number < len(left) else left
             if not order or self._over or (number and (self._clock() - began) * (1 + 1 / number) > seconds):
                 return
@@ -462,18 +481,20 @@ class _Rounds:
 
     def _one_round(self, number: int, order: Sequence[Candidate]) -> None:
         began = self._clock()
-        said = self._one(number, Candidate(_NOTHING, "variables", ()), None)
+        said = self._one(number, self._nothing, None)
         if said.last("readings") is None:
             self._over = True
             return
         base = _round(said, LEAST)
         if not base.undecided and base.growth * said.lines[-1]["calls"] < LEAST:
             base = base._replace(undecided="memory grows by less than 1 MB in so few calls")
-        self._nothing.append(base)
+        self._nothing.rounds.append((base, base))
         limit = _MOST_SLOWER * (self._clock() - began) + _START
         for candidate in order:
-            if not self._over:
-                self._add(self._tried[candidate.name], self._one(number, candidate, limit), said, base)
+            its = self._one(number, candidate, limit)
+            if self._over:
+                return
+            candidate.add(its, said, base)
 
     def _one(self, number: int, candidate: Candidate, limit: float | None) -> Said:
         self._progress({"phase": f"round {number + 1} of {_ROUNDS}: {candidate.name}"})
@@ -481,37 +502,16 @@ class _Rounds:
         self._over = self._interrupted = said.end == "interrupted"
         return said
 
-    @staticmethod
-    def _add(tried: _Tried, said: Said, nothing: Said, base: Round) -> None:
-        if said.end == "interrupted":
-            return
-        tried.stopped = _failure(said, nothing)
-        if said.last("readings") is None:
-            return
-        own = _round(said, max(1.0, SOLVES * base.growth * said.lines[-1]["calls"]))
-        if base.undecided:
-            own = own._replace(undecided=f"without a remedy, {base.undecided}")
-        tried.rounds.append((own, base))
-        grows = own.growth > _LOSER * base.growth and not own.undecided
-        if not tried.stopped and grows and own.cpu > _LOSER * base.cpu:
-            tried.stopped = "it leaves the growth as it is"
-
     def results(self, calls: int, found: Sequence[Candidate], left_out: Sequence[str], *, mends: bool) -> Trials | None:
         """What came of it; None if there is nothing to say."""
-        if not self._nothing:
+        if not self._nothing.rounds:
             return None if not left_out or found else Trials(calls, None, left_out=tuple(left_out))
-        nothing = _growth_causes.trial(_NOTHING, (), [(each, each) for each in self._nothing])
-        made, missing = [], list(left_out)
-        for candidate in found:
-            tried = self._tried[candidate.name]
-            if tried.rounds:
-                made.append(_growth_causes.trial(candidate.name, candidate.lines, tried.rounds, tried.stopped))
-            elif tried.stopped:
-                missing.append(f"{candidate.name}: {tried.stopped}")
-        if self._interrupted:
-            missing.append("the other rounds: they were interrupted")
+        nothing, made = self._nothing.trial(), [candidate.trial() for candidate in found if candidate.rounds]
         names = _growth_causes.front(nothing, made)
         made = [dataclasses.replace(one, front=one.name in names) for one in made]
+        missing = [*left_out, *(f"{one.name}: {one.stopped}" for one in found if one.stopped and not one.rounds)]
+        if self._interrupted:
+            missing.append("the other rounds: they were interrupted")
         best = _growth_causes.recommend(nothing, made)
         return Trials(calls, nothing, tuple(made), best, tuple(missing), contains=not mends)
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import functools
 import gc
 import importlib
 import itertools
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelguard import memory
-from modelguard._units import function_kind
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._counts import Counts, Exhausted, compiled, kept_by_line
-from modelguard.diagnosis._target import Arguments, Say, Target
+from modelguard.diagnosis._target import Arguments, Patience, Say, Target
 from modelguard.environment import _allocator
-from modelguard.errors import ModelGuardError
 from modelguard.facts import _holders, _memory, _proc
 from modelguard.facts._growth_judge import Verdict, judge
 from modelguard.lifecycle import runtime
@@ -62,7 +62,7 @@ _MANY = 100
 
 def main() -> None:
     """Do what the configuration describes: drive the function, or try a remedy on it."""
-    _target.run_program(lambda config, say: (_try if "act" in config else _drive)(config, say))
+    _target.run_program(lambda config, say, patience: (_try if "act" in config else _drive)(config, say, patience))
 
 
 class _Extent(NamedTuple):
@@ -94,10 +94,9 @@ class _Pace(NamedTuple):
         return _Extent(at_most, time.monotonic() + share * self.seconds)
 
 
-def _drive(config: dict[str, Any], say: Say) -> None:
+def _drive(config: dict[str, Any], say: Say, patience: Patience) -> None:
     say(phase="import")
     began = time.monotonic()
-    patience = _target.Patience(float(config["patience"]), Path(config["stack"]).open("a", encoding="utf-8"))  # noqa: SIM115
     patience.begin(config["loading"])
     function = _target.load(config["target"])
     if config["load"]:
@@ -107,15 +106,17 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     def look() -> None:  # a closure of this package, by which the census knows what it holds
         counts.require_few()
 
-    target = Target(function, _target.inputs(config, function), patience=patience, look=look)
+    target = Target(function, _target.inputs(config, function), patience, look=look)
     patience.end()
     try:
         _measure(config | {"imported": time.monotonic() - began}, say, function, target, counts)
-    except Exhausted:
-        if counts.judged:  # only the tests are missing
-            say(done=True)
-        else:
-            say(measured=_alone(target) | {"growing": counts.exhausted(target.calls)}, done=True)
+    except (Exhausted, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EMFILE:
+            raise
+        growing = counts.exhausted(target.calls)  # first: nothing could be said without a descriptor
+        if not counts.judged:  # else only the tests are missing
+            say(measured=_alone(target) | {"growing": growing})
+        say(done=True)
 
 
 def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, counts: Counts) -> None:
@@ -143,7 +144,7 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
         moment = _census.moment()
     _trim()  # what this look has left
     in_use = _in_use()
-    measured = _readings(target, pace, size, say, counts)
+    measured = _Readings(target, pace, size, say, counts).decided()
     grown = measured["private"][-1] - measured["private"][0]
     pace = pace._replace(most=max(_FEWEST_CALLS, _calls_for(_TESTED, target.calls, grown)))
     measured["trimmed"] = max(0, _fallen(lambda: None) - free)
@@ -199,6 +200,24 @@ class _Readings:
         self.judged_from = 0
         self._target, self._pace, self._size, self._say, self._counts = target, pace, size, say, counts
 
+    def decided(self) -> dict[str, Any]:
+        """Drive it until it is decided, or for three times as long.
+
+        The second time garbage is collected before each reading: the collector's own sawtooth most often hides the
+        rest.
+        """
+        began = time.monotonic()
+        self.drive()
+        if self.verdict() == "undecided" and self.grown() <= _MOST:
+            self.drive(_AGAIN, collect=True)
+        return {
+            **{name: getattr(self, name) for name in ("calls", "private", "judged_from")},
+            "in_workers": self.workers[-1] - self.workers[0],
+            **_failed(self._target),
+            "growing": self._counts.growing(self.judged_from),
+            "seconds": time.monotonic() - began,
+        }
+
     def drive(self, times: int = 1, *, collect: bool = False) -> None:
         """Call, and read 24 times or so, or some times as often; only these readings are judged."""
         self.judged_from = len(self.calls)
@@ -245,26 +264,6 @@ def _calls_for(size: int, calls: int, grown: int) -> int:
     return max(1, size * calls // grown) if grown > 0 else _UNCOUNTED
 
 
-def _readings(target: Target, pace: _Pace, size: int, say: Say, counts: Counts) -> dict[str, Any]:
-    """Drive it until it is decided, or for three times as long.
-
-    The second time garbage is collected before each reading: the collector's own sawtooth most often hides the rest.
-    """
-    began, readings = time.monotonic(), _Readings(target, pace, size, say, counts)
-    readings.drive()
-    if readings.verdict() == "undecided" and readings.grown() <= _MOST:
-        readings.drive(_AGAIN, collect=True)
-    return {
-        "calls": readings.calls,
-        "private": readings.private,
-        "judged_from": readings.judged_from,
-        "in_workers": readings.workers[-1] - readings.workers[0],
-        **_failed(target),
-        "growing": counts.growing(readings.judged_from),
-        "seconds": time.monotonic() - began,
-    }
-
-
 def _warm_up(target: Target, pace: _Pace) -> int:
     """Call until the time is up, or memory has grown by too much; returns how many calls make up a reading."""
     part = pace.part(_WARM)
@@ -284,8 +283,7 @@ def _warm_up(target: Target, pace: _Pace) -> int:
 
 
 def _trim() -> None:
-    with suppress(ModelGuardError):
-        _allocator.trim()
+    runtime.known(_allocator.trim)
 
 
 def _fallen(act: Callable[[], object]) -> int:
@@ -374,16 +372,15 @@ def _shape(given: Any) -> Any:
 # One remedy, tried on the function in a process of its own.
 
 _STEPS = 24
-_PAUSE = 0.01
 #: The module that this program writes, so that worker processes can import the function.
 _MODULE = "modelguard_tried"
 
 
-def _try(config: dict[str, Any], say: Say) -> None:
+def _try(config: dict[str, Any], say: Say, patience: Patience) -> None:
     plain = _target.load(config["target"])
     function, around = _with_remedy(plain, config)
     given = _target.inputs(config, _guarded(plain, config, None) if config["load"] else plain)
-    target = Target(function, given, asynchronous=_target.is_async(plain), around=around)
+    target = Target(function, given, patience, asynchronous=_target.is_async(plain), around=around)
     until = time.monotonic() + config["limit"]
     say(phase="warm-up")
     target.run(config["warm"], until)
@@ -418,14 +415,11 @@ def _settle(function: Any, until: float) -> None:
     from modelguard.isolation.isolate import Isolated  # here: what imports leave behind would falsify a measurement
 
     owner = owner_of(function)
-    while time.monotonic() < until:
-        if isinstance(function, Isolated):
-            due = any(worker.worn for worker in function.status().workers)
-        else:
-            due = isinstance(owner, ModelGuard) and owner.engine.loading
-        if not due:
-            return
-        time.sleep(_PAUSE)
+    if isinstance(function, Isolated):
+        _target.settled_workers([function], until)
+    elif isinstance(owner, ModelGuard):
+        while owner.engine.loading and time.monotonic() < until:
+            time.sleep(_target.PAUSE)
 
 
 # The remedies
@@ -490,31 +484,18 @@ def _isolated(config: dict[str, Any]) -> Any:
 def isolated_function(config: dict[str, Any], module: str) -> Isolated[..., Any]:
     from modelguard.isolation.isolate import isolate
 
-    plain = _target.load(config["target"])
-    policy = Uses(config["uses"])
-    if config["load"] or isinstance(owner_of(plain), ModelGuard):
-        return isolate(workers=1, timeout=None)(_as_call(_guarded(plain, config, policy), module))
+    plain, policy = _target.load(config["target"]), Uses(config["uses"])
+    guarded = config["load"] or isinstance(owner_of(plain), ModelGuard)
+    if guarded:
+        call = _guarded(plain, config, policy)
+    else:
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs)
+        @functools.wraps(plain)  # whose kind it has: a coroutine's, a generator's
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return plain(*args, **kwargs)
 
-    async def acall(*args: Any, **kwargs: Any) -> Any:
-        return await plain(*args, **kwargs)
-
-    def stream(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        yield from plain(*args, **kwargs)
-
-    async def astream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        async for each in plain(*args, **kwargs):
-            yield each
-
-    same = {"coroutine": acall, "generator": stream, "async generator": astream}.get(function_kind(plain), call)
-    return isolate(workers=1, timeout=None, recycle_on=policy)(_as_call(same, module))
-
-
-def _as_call(function: Any, module: str) -> Any:
-    function.__module__, function.__qualname__ = module, "call"
-    return function
+    call.__module__, call.__qualname__ = module, "call"
+    return isolate(workers=1, timeout=None, recycle_on=None if guarded else policy)(call)
 
 
 # What a run costs

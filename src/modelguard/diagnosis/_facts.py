@@ -7,6 +7,7 @@ contain secrets: only the environment variables that modelguard knows are kept, 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
 from modelguard.environment import _knobs
@@ -324,11 +325,8 @@ _READ = {
 _OF_OTHERS = frozenset({"PYTHON_EXECUTABLE", "PYTHON_HOME", "PYTHON_PATH"})
 _NAMES = tuple(f"{family}{name}" for family, names in _READ.items() for name in names.split())
 
-#: The most letters that a misspelt name may differ by: two where a long name makes a coincidence unlikely.
-_FAR, _LONG = 2, 14
-
-#: From this length on, one wrong letter in a name's first word is a slip, and not another program's own prefix.
-_WORD = 5
+#: From this likeness on a name is misspelt: one letter of ten may be wrong, and the first one is right.
+_ALIKE = 0.9
 
 
 def known_variables(environ: Mapping[str, str], where: str) -> tuple[Variable, ...]:
@@ -336,7 +334,7 @@ def known_variables(environ: Mapping[str, str], where: str) -> tuple[Variable, .
 
 
 def misspelt_variables(environ: Mapping[str, str], where: str) -> Iterator[Variable]:
-    """The names in an environment that nothing reads, and that one letter or two make into a name that is read.
+    """The names in an environment that nothing reads, and that are nearly a name that is read.
 
     Only a value of digits is kept: of any other it is not known what it is.
     """
@@ -350,31 +348,9 @@ def misspelt_variables(environ: Mapping[str, str], where: str) -> Iterator[Varia
 def _meant(name: str) -> str | None:
     if name.rstrip("0123456789") in _NAMES:  # PYTHONPATH2: put aside, not misspelt
         return None
-    near = [(distance, each) for each in _NAMES if (distance := _distance(name, each)) <= _allowed(name, each)]
-    return min(near, default=(0, None))[1]
-
-
-def _allowed(name: str, meant: str) -> int:
-    first, first_meant = name.partition("_")[0], meant.partition("_")[0]
-    if first == first_meant or sorted(first) == sorted(first_meant):
-        return _FAR if len(meant) >= _LONG else 1
-    return 1 if len(first_meant) >= _WORD and name[0] == meant[0] else 0
-
-
-def _distance(one: str, other: str) -> int:
-    """How many letters differ: inserted, left out, replaced, or exchanged with their neighbour."""
-    if abs(len(one) - len(other)) > _FAR:
-        return _FAR + 1
-    before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        before, last, row = row, before, [i]
-        for j, wanted in enumerate(other, 1):
-            least = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
-                least = min(least, last[j - 2] + 1)
-            row.append(least)
-    return row[-1]
+    # Another first letter is most often another program's own prefix: KMP_AFFINITY_FORMAT.
+    near = get_close_matches(name, [each for each in _NAMES if each.startswith(name[:1])], 1, _ALIKE)
+    return near[0] if near else None
 
 
 # Checks, and the findings that they report.
@@ -455,7 +431,10 @@ class Check:
         return Finding(self.number, self.title, found.level, tuple(found.seen), self.why, found.fix, page, found.remedy)
 
 
-def check(text: str, why: str) -> Callable[[Callable[[Facts], Evidence | None]], Check]:
-    """Make the function below it the ``find`` of a check, whose text is its number and its title."""
+def check(text: str) -> Callable[[Callable[[Facts], Evidence | None]], Check]:
+    """Make the function below it the ``find`` of a check.
+
+    Its number and its title are the text. Why it matters is the function's docstring.
+    """
     number, _, title = text.partition(" ")
-    return lambda find: Check(number, title, why, find)
+    return lambda find: Check(number, title, " ".join((find.__doc__ or "").split()), find)

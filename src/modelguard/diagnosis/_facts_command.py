@@ -13,7 +13,7 @@ import time
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -199,15 +199,6 @@ _SUCCESS = range(200, 300)
 _REFUSED = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Driven:
-    """What became of the requests."""
-
-    answered: int = 0
-    failed: int = 0
-    last: str = ""
-
-
 def check_url(url: str) -> None:
     fix = "Write a path such as /predict?text=x, or http://127.0.0.1:8000/predict."
     if url and not re.fullmatch(r"[!-~]+", url):  # no request can have them
@@ -220,13 +211,13 @@ def check_url(url: str) -> None:
     raise InvalidOption("--request", url, why="must be a path or an http:// address", fix=fix)
 
 
-def drive(url: str, count: int, listening: Iterable[int | str]) -> Driven:
+def drive(url: str, count: int, listening: Iterable[int | str]) -> list[str]:
+    """Send requests one after the other; returns why some have failed."""
     parts = urllib.parse.urlsplit(url)
     port = parts.port or (80 if parts.hostname else min((one for one in listening if isinstance(one, int)), default=0))
     if not port:
-        return Driven(failed=count, last="the service listens on no TCP port")
-    path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
-    answered, last = 0, ""
+        return count * ["the service listens on no TCP port"]
+    path, failed = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, "")), []
     for _ in range(count):
         connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", port, timeout=_TIMEOUT)
         try:
@@ -234,16 +225,13 @@ def drive(url: str, count: int, listening: Iterable[int | str]) -> Driven:
             response = connection.getresponse()
             response.read()
         except (OSError, http.client.HTTPException) as error:
-            last = type(error).__name__
+            failed.append(type(error).__name__)
             time.sleep(_REFUSED if isinstance(error, OSError) else 0)
-            continue
+        else:
+            failed += [] if response.status in _SUCCESS else [f"status {response.status}"]
         finally:
             connection.close()
-        if response.status in _SUCCESS:
-            answered += 1
-        else:
-            last = f"status {response.status}"
-    return Driven(answered, count - answered, last)
+    return failed
 
 
 #: Seconds to wait until a service serves: longer than most models take to load.
@@ -288,20 +276,26 @@ def facts_of_command(
         took = session.wait(patience)
         waited = time.monotonic() - began
         before = session.private()
-        driven = drive(request, count, session.listening()) if request is not None else None
+        failed = drive(request, count, session.listening()) if request is not None else []
         session.require_running()
         answers = session.answers()
         facts = _examine(session, answers, f"the command: {_redact.redact_command(words, environ)}")
         strain = replace(facts.machine.strain or Strain(), killed=session.killed())
+    seen = []
+    if took is None:
+        not_served = f"it did not serve within {waited:.0f} seconds (it listens on no port, or still computes)"
+        seen.append(f"{not_served}, so it was examined as it was then")
+    if failed:
+        seen.append(f"{len(failed)} of {count} requests failed, the last with {failed[-1]}")
     processes = [
-        replace(each, grown=each.private - before[each.pid]) if driven is not None and each.pid in before else each
+        replace(each, grown=each.private - before[each.pid]) if request is not None and each.pid in before else each
         for each in facts.processes
     ]
     return replace(
         facts,
         machine=replace(facts.machine, strain=strain),
         processes=tuple(processes),
-        unknown=(*_unknown(took, waited, driven, answers, facts), *facts.unknown),
+        unknown=(*seen, *_unknown(answers, facts), *facts.unknown),
         words=tuple(_redact.redacted_words(words, environ)),
         served=took is not None,
     )
@@ -320,14 +314,7 @@ def _examine(session: Session, answers: Answers, subject: str) -> Facts:
         raise
 
 
-def _unknown(took: float | None, waited: float, driven: Driven | None, answers: Answers, facts: Facts) -> Iterator[str]:
-    if took is None:
-        yield (
-            f"it did not serve within {waited:.0f} seconds (it listens on no port, or still computes), so it was "
-            "examined as it was then"
-        )
-    if driven is not None and driven.failed:
-        yield f"{driven.failed} of {driven.failed + driven.answered} requests failed, the last with {driven.last}"
+def _unknown(answers: Answers, facts: Facts) -> Iterator[str]:
     silent = [process.pid for process in facts.processes if process.role != "other" and process.pid not in answers]
     if silent:
         pids = ", ".join(map(str, silent))

@@ -156,11 +156,15 @@ def facts_of_process(pid: str | int, *, root: Path = _proc.ROOT) -> Facts:
         NotSupported: There is no ``/proc``, or it hides what has to be read.
     """
     number = process_number(pid)
-    with readable(number, root):
-        require_proc(root)
-        facts = facts_of_tree(number, named_process(number, root), root=root)
-        outside = "what it has set for itself since it started, and its server's settings, cannot be seen from outside"
-        return replace(facts, unknown=(outside, *facts.unknown, *above(number, root)))
+    require_proc(root)
+    outside = "what it has set for itself since it started, and its server's settings, cannot be seen from outside"
+    return _facts_of(number, {}, [outside], root)
+
+
+def _facts_of(pid: int, answers: Answers, unknown: Sequence[str], root: Path = _proc.ROOT) -> Facts:
+    with readable(pid, root):
+        facts = facts_of_tree(pid, named_process(pid, root), answers, root=root)
+        return replace(facts, unknown=(*unknown, *facts.unknown, *above(pid, root)))
 
 
 @contextmanager
@@ -492,6 +496,4 @@ def facts_from_inside(pid: str | int) -> Facts:
             if each == number:
                 raise
             unknown.append(f"no answer from inside of {each}: {error}")
-    with readable(number):
-        facts = facts_of_tree(number, named_process(number), answers)
-    return replace(facts, unknown=(*unknown, *facts.unknown, *above(number)))
+    return _facts_of(number, answers, unknown)

@@ -41,18 +41,19 @@ def verdict(report: GrowthReport) -> str:
     measured = report.measured
     calls = counted(measured.calls[-1] if measured.calls else 0, measured.per)
     judged = measured.judged.verdict if measured.growing else report.verdict
+    by = " with the calls" if measured.per == "calls" else ""
     if judged != "grows" and measured.growing:
         names = " and ".join(each.name for each in measured.growing)
         memory = "memory does not" if judged == "steady" else "of memory nothing is known"
-        return f"{names} grow with the calls; {memory}"
+        return f"{names} grow{by}; {memory}"
     if report.verdict == "undecided":
         return f"undecided after {calls}"
     moved = f"{format_bytes(max(0, measured.growth))} in {calls}"
     if report.verdict == "steady":
-        return f"memory does not grow with the calls ({moved})"
-    if measured.per != "calls":
+        return f"memory does not grow{by} ({moved})"
+    if not by:
         return f"memory grows: {moved}; its calls are not known, as it has no guard"
-    return f"memory grows with the calls: {moved}, {measured.per_call * 1000 / 1e6:.2f} MB per 1,000 calls"
+    return f"memory grows{by}: {moved}, {measured.per_call * 1000 / 1e6:.2f} MB per 1,000 calls"
 
 
 def advice(trials: Trials) -> str:
@@ -284,10 +285,6 @@ def _swatch(colour: str, text: str) -> str:
 # What holds it
 
 
-def draw_chains(measured: Measured) -> str:
-    return "".join(_chain(one) for one in measured.held if one.about or one.size >= _SEEN * measured.growth)
-
-
 def _chain(one: Held) -> str:
     """The same words as in the text: the way, the container with what came to it, and what that is."""
     way, _, rest = str(one).partition(f" ({one.kind}, ")
@@ -353,17 +350,17 @@ _STYLE = (
 
 def as_html(report: GrowthReport) -> str:
     """Write a report as one page without any other file."""
-    subject = words(report.subject)
-    held = draw_chains(report.measured)
+    subject, measured = words(report.subject), report.measured
+    held = "".join(_chain(one) for one in measured.held if one.about or one.size >= _SEEN * measured.growth)
     chains = f"<h2>What holds it</h2>{held}" if held else ""
-    found = [f"{each.told(report.measured.per)}: {each.seen}. {each.fix}" for each in report.measured.growing]
+    found = [f"{each.told(measured.per)}: {each.seen}. {each.fix}" for each in measured.growing]
     rows = "".join(f"<dt>{words(name)}</dt><dd>{words(value)}</dd>" for name, value in report.about.items())
     about = f"<h2>This run</h2><dl>{rows}</dl>" if rows else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{subject}</title><style>{_STYLE}{STYLE}</style></head><body><h1>{subject}</h1>"
-        f"<p>{words(verdict(report))}.</p>{readings(report.measured)}{_causes(report)}"
+        f"<p>{words(verdict(report))}.</p>{readings(measured)}{_causes(report)}"
         f"{_list('More with the calls', found)}{_list('Notes', (*report.seen, *report.unknown))}{chains}"
         f"{_remedies(report.trials)}{about}</body></html>\n"
     )

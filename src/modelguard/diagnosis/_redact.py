@@ -20,7 +20,7 @@ _WORD = (
     r"|CONNECTION[_-]?STRING|(?<![A-Z0-9])(?:PW|SIG|SAS|PIN|OTP)(?![A-Z0-9]))"
 )
 #: Looked for where a name begins, and to its end: a word of a command may have thousands of letters.
-_NAME = rf"(?<![\w.-])[\w.-]*{_WORD}[\w.-]*+"
+_NAME = rf"(?<![\w.-])(?=[\w.-]*{_WORD})[\w.-]++"
 _IS_NAME = re.compile(_NAME, re.IGNORECASE)
 
 #: Not passwords, but a shell's current and previous folders.
@@ -28,7 +28,7 @@ _FOLDERS = ("PWD", "OLDPWD")
 
 #: A private key, and an XML element.
 _KEY_BLOCK = re.compile(r"-----BEGIN [^\n-]*-----.*?(?:-----END [^\n-]*-----|\Z)", re.DOTALL)
-_ELEMENT = re.compile(rf"(<{_NAME}(?:\s[^>]*)?>).*?(?=</|\Z)", re.IGNORECASE | re.DOTALL)
+_ELEMENT = re.compile(rf"(<{_NAME}(?:\s[^<>]*)?>).*?(?=</|\Z)", re.IGNORECASE | re.DOTALL)
 
 #: Tokens that are known by their shape, without a name: GitHub, GitLab, Slack, Hugging Face, OpenAI, AWS, Google, npm,
 #: PyPI, and every JSON web token.
@@ -68,9 +68,9 @@ _LINE = re.compile(rf"({'|'.join(_BEFORE_VALUE)})({_IN_QUOTES}|{_OPENS}|{_LINE_E
 _ALL = re.compile(rf"({'|'.join(_BEFORE_VALUE)})({_IN_QUOTES}|.*\Z)", re.IGNORECASE | re.DOTALL)
 
 #: The user and password in an address. Passwords may contain anything, also what should have been escaped.
-_ADDRESS_LINE = re.compile(r"(?<=://)[^\n]*@")
-_ADDRESS_ALL = re.compile(r"(?<=://).*@", re.DOTALL)
-_LOGIN = re.compile(r"(?<![\w/])[\w.+-]+:[^\s/]+@")
+_ADDRESS_LINE, _ADDRESS_ALL = re.compile(r"://[^\n]*"), re.compile(r"://.*", re.DOTALL)
+#: Where one may stand without a scheme: what has no blank and no slash, to its last "@".
+_BEFORE_AT, _LOGIN = re.compile(r"(?<![^\s/])[^\s/]+@"), re.compile(r"(?<![\w.+-])[\w.+-]+:.+@")
 
 #: Options whose value is a password, and options whose value is one if it has a colon, as ``user:password``.
 _SHORT = ("-p", "-a")
@@ -123,14 +123,19 @@ def _hide(text: str, environ: Mapping[str, str], value: re.Pattern[str], address
     text = _KEY_BLOCK.sub(HIDDEN, text)
     text = _ELEMENT.sub(rf"\g<1>{HIDDEN}", text)
     text = value.sub(_hidden_value, text)
-    text = address.sub(f"{HIDDEN}@", text)
-    text = _LOGIN.sub(f"{HIDDEN}@", text)
+    text = address.sub(_hidden_login, text)
+    text = _BEFORE_AT.sub(lambda found: _LOGIN.sub(f"{HIDDEN}@", found[0]), text)
     return _SHAPES.sub(HIDDEN, text)
 
 
 def _hidden_value(found: re.Match[str]) -> str:
     name = found[1].rstrip("=: \t")
     return found[0] if name in _FOLDERS or not found[2] else f"{found[1]}{HIDDEN}"
+
+
+def _hidden_login(found: re.Match[str]) -> str:
+    _, at, after = found[0].rpartition("@")
+    return f"://{HIDDEN}@{after}" if at else found[0]
 
 
 def _values(environ: Mapping[str, str]) -> set[str]:

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path, PurePath
+from typing import Any
 
 from modelguard.diagnosis import _checks
 from modelguard.diagnosis._facts import Check, Facts, Finding, Remedy
@@ -30,12 +31,12 @@ def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | No
     environ = {name: value for name, _, value in (each.partition("=") for each in merged["environ"])}
     unset = [name for name in dict.fromkeys(merged["unset"]) if name not in environ]
     command = _without(words, {*unset, *environ}, merged["drop"])
-    options = _options(remedies)
+    options, run = _once(each.options for each in remedies), _once(each.run for each in remedies)
     if any(PurePath(word).name == server for word in command):
         command += options
     elif server == "gunicorn" and options:
         environ["GUNICORN_CMD_ARGS"] = shlex.join(options)
-    if run := _pairs(merged["run"]):
+    if run:
         command = ["modelguard", "run", *run, "--", *command]
     if unset or environ:
         removed = [part for name in unset for part in ("-u", name)]
@@ -44,19 +45,12 @@ def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | No
     return " && ".join([*dict.fromkeys(merged["before"]), line])
 
 
-def _options(remedies: Iterable[Remedy]) -> list[str]:
-    """The server's options, each once: the first remedy that has an option decides on its value."""
-    found: dict[str, tuple[str, ...]] = {}
-    for remedy in remedies:
-        found.setdefault(remedy.options[0] if remedy.options else "", remedy.options)
+def _once(options: Iterable[tuple[str, ...]]) -> list[str]:
+    """Options with their values, each once: the first decides. Presets may be given several times."""
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for words in options:
+        found.setdefault(words if "--preset" in words else words[:1], words)
     return [word for words in found.values() for word in words]
-
-
-def _pairs(words: Sequence[str]) -> list[str]:
-    """The options of ``modelguard run``: presets may be given several times, an allocator once."""
-    pairs = list(dict.fromkeys(zip(words[::2], words[1::2], strict=True)))
-    allocators = [pair for pair in pairs if pair[0] == "--allocator"]
-    return [word for pair in pairs if pair[0] != "--allocator" or pair == allocators[0] for word in pair]
 
 
 def _without(words: Sequence[str], names: set[str], drop: Iterable[str]) -> list[str]:
@@ -149,15 +143,7 @@ def examine(facts: Facts, checks: Iterable[Check] = CHECKS, *, ignore: Iterable[
 
 
 def as_json(report: DoctorReport) -> str:
-    content = {
-        "subject": report.subject,
-        "ok": report.ok,
-        "served": report.served,
-        "findings": [asdict(finding) for finding in report.findings],
-        "unknown": report.unknown,
-        "fix": report.fix,
-    }
-    return json.dumps(content, indent=2)
+    return json.dumps({"ok": report.ok, **asdict(report)}, indent=2)
 
 
 def as_text(report: DoctorReport, width: int | None = None) -> Iterator[tuple[str, str]]:
@@ -175,7 +161,8 @@ def _lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
         yield "detail", ""
         yield finding.level, f"{finding.number} {finding.level}: {finding.title}"
         details = [*(("seen", each) for each in finding.seen), ("why", finding.why), ("fix", finding.fix)]
-        yield from (("detail", f"  {name:4}  {printable(text)}") for name, text in (*details, ("more", finding.page)))
+        details.append(("more", finding.page))  # under python -OO there are no docstrings, and none says why
+        yield from (("detail", f"  {name:4}  {printable(text)}") for name, text in details if text)
     if report.unknown:
         yield "detail", ""
         yield "unknown", "Not known:"
@@ -194,24 +181,20 @@ def _lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
 
 # A file with the findings that are accepted, so that only new ones fail a build.
 
-_FIX = "Remove the file, and the next run writes it."
 
-
-def known_findings(file: str) -> frozenset[str] | None:
+def without_accepted(report: DoctorReport, file: str) -> DoctorReport:
+    """The report without the findings that the file accepts. A missing file is written, and accepts all of them."""
+    numbers: Any = sorted({finding.number for finding in report.findings})
+    why = "must hold a list of numbers as 'accepted'"
     try:
         numbers = json.loads(Path(file).read_text(encoding="utf-8"))["accepted"]
     except FileNotFoundError:
-        return None
+        try:
+            Path(file).write_text(json.dumps({"accepted": numbers}, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            numbers, why = None, f"cannot be written ({error.strerror})"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidOption("--baseline", file, why=f"cannot be read ({type(error).__name__})", fix=_FIX) from None
+        numbers, why = None, f"cannot be read ({type(error).__name__})"
     if not isinstance(numbers, list) or not all(isinstance(number, str) for number in numbers):
-        raise InvalidOption("--baseline", file, why="must hold a list of numbers as 'accepted'", fix=_FIX)
-    return frozenset(numbers)
-
-
-def write_baseline(file: str, report: DoctorReport) -> None:
-    content = {"accepted": sorted({finding.number for finding in report.findings})}
-    try:
-        Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InvalidOption("--baseline", file, why=f"cannot be written ({error.strerror})", fix=_FIX) from None
+        raise InvalidOption("--baseline", file, why=why, fix="Remove the file, and the next run writes it.")
+    return report.without(numbers)

@@ -44,7 +44,7 @@ Say = Callable[..., None]
 _TOLD = (ImportError, AttributeError, NameError, SyntaxError, ValueError, TypeError, ModelGuardError)
 
 #: Seconds that a replacement of workers may take, and between two looks.
-_REPLACED, _PAUSE = 10.0, 0.01
+_REPLACED, PAUSE = 10.0, 0.05
 
 #: Seconds between two looks at how long a call takes.
 _LOOK = 0.25
@@ -59,24 +59,23 @@ class Patience:
     The C thread of faulthandler does it: it needs neither the interpreter's lock nor a signal.
     """
 
-    def __init__(self, seconds: float = math.inf, stream: IO[str] | None = None) -> None:
+    def __init__(self, seconds: float, stream: IO[str]) -> None:
         self._seconds, self._stream = seconds, stream
         self._renewed = -math.inf
-        if stream is not None:
-            # A forked child has no such thread, and would wait for it at its end.
-            os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=self._again)
+        # A forked child has no such thread, and would wait for it at its end.
+        os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=self._again)
 
     def begin(self, seconds: float | None = None) -> bool:
         """It may take so long from now on; returns whether it was time to look."""
         now = time.monotonic()
-        if self._stream is None or now < self._renewed + _LOOK:
+        if now < self._renewed + _LOOK:
             return False
         self._renewed = now
         self._arm(seconds)
         return True
 
     def _arm(self, seconds: float | None = None) -> None:
-        faulthandler.dump_traceback_later(seconds or self._seconds + _LOOK, file=self._stream or sys.stderr)
+        faulthandler.dump_traceback_later(seconds or self._seconds + _LOOK, file=self._stream)
 
     def _again(self) -> None:
         if self._renewed > 0:
@@ -86,10 +85,8 @@ class Patience:
         self._renewed = -math.inf
         faulthandler.cancel_dump_traceback_later()
 
-    def watch(self, loop: asyncio.AbstractEventLoop, coroutine: Any) -> asyncio.TimerHandle | None:
+    def watch(self, loop: asyncio.AbstractEventLoop, coroutine: Any) -> asyncio.TimerHandle:
         """The same for a coroutine that waits: its thread only shows the event loop."""
-        if self._stream is None:
-            return None
         return loop.call_later(self._seconds, self._write, coroutine)
 
     def _write(self, coroutine: Any) -> None:
@@ -101,7 +98,6 @@ class Patience:
                 code = frame.f_code
                 frames.insert(0, f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n')
             coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-        assert self._stream is not None  # noqa: S101 - watch() has looked
         self._stream.write("Thread (most recent call first):\n" + "".join(frames))
         self._stream.flush()
 
@@ -111,14 +107,14 @@ class Target:
         self,
         function: Callable[..., Any],
         given: Iterator[Arguments],
+        patience: Patience,
         *,
         asynchronous: bool = False,
         around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-        patience: Patience | None = None,
         look: Callable[[], object] = lambda: None,
     ) -> None:
         self._look = look
-        self._patience = patience or Patience()
+        self._patience = patience
         self._function = function
         self._inputs = given
         self._around = around
@@ -184,8 +180,7 @@ class Target:
             else:
                 await result
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -202,7 +197,7 @@ class Target:
             self.failed = self.failed or self._taken
             self.errors[_described(error, self._folder)] = None
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
-                raise Exhausted from None
+                self._look()  # which ends it if this process has none left
         if os.getpid() != self._pid:
             os._exit(0)  # a process that the function has forked, and that came back from the call
         if self.timed:
@@ -225,23 +220,22 @@ def _relative(path: Path, folder: Path) -> Path:
     return path.relative_to(folder) if path.is_relative_to(folder) else path
 
 
-def run_program(program: Callable[[dict[str, Any], Say], None]) -> None:
+def run_program(program: Callable[[dict[str, Any], Say, Patience], None]) -> None:
     config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     stack = Path(config["stack"]).open("a", encoding="utf-8")  # noqa: SIM115 - it is open to the end
-    with Path(config["answer"]).open("a", encoding="utf-8") as stream:
 
-        def say(**line: Any) -> None:
+    def say(**line: Any) -> None:
+        with Path(config["answer"]).open("a", encoding="utf-8") as stream:  # anew: the function may close it
             stream.write(json.dumps(line) + "\n")
-            stream.flush()
 
-        sys.path.insert(0, str(Path.cwd()))
-        faulthandler.enable(stack)
-        faulthandler.register(signal.SIGRTMIN + 9, file=stack)
-        try:
-            program(config, say)
-        except Exception as error:
-            say(error=f"{type(error).__name__}", message=str(error) if isinstance(error, _TOLD) else "")
-            raise
+    sys.path.insert(0, str(Path.cwd()))
+    faulthandler.enable(stack)
+    faulthandler.register(signal.SIGRTMIN + 9, file=stack)
+    try:
+        program(config, say, Patience(float(config["patience"]), stack))
+    except Exception as error:
+        say(error=f"{type(error).__name__}", message=str(error) if isinstance(error, _TOLD) else "")
+        raise
     os._exit(0)  # whatever threads the function has left
 
 
@@ -260,19 +254,24 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def held_by_workers() -> int:
-    """Private memory of the workers of isolated functions: what these keep is there, and not in their caller.
-
-    It is read when no worker is being replaced: a new one beside the old one is no growth.
-    """
+    """Private memory of the workers of isolated functions: what these keep is there, and not in their caller."""
     registry = sys.modules.get("modelguard.isolation.status")
     functions = () if registry is None else registry.live()
-    until = time.monotonic() + _REPLACED
+    return sum(_memory.private_of(pid) for pid in settled_workers(functions, time.monotonic() + _REPLACED))
+
+
+def settled_workers(functions: Sequence[Any], until: float, sleep: Callable[[float], None] = time.sleep) -> list[int]:
+    """The workers of isolated functions, when none is being replaced: a new one beside the old one is no growth."""
+    before: list[int] | None = None
     while True:
         workers = [worker for function in functions for worker in function.status().workers]
+        pids = [worker.pid for worker in workers if worker.pid]
         settled = all(worker.state in ("idle", "busy") and not worker.worn and worker.pid for worker in workers)
-        if settled or time.monotonic() >= until:
-            return sum(_memory.private_of(worker.pid) for worker in workers if worker.pid)
-        time.sleep(_PAUSE)
+        # In two looks: the next spare one is started a little after the last one has taken its place.
+        if not workers or (settled and pids == before) or time.monotonic() >= until:
+            return pids
+        before = pids if settled else None
+        sleep(PAUSE)
 
 
 def is_async(function: Callable[..., Any]) -> bool:

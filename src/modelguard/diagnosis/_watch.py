@@ -58,19 +58,16 @@ class Calls:
 
     def __init__(self) -> None:
         self.per: Unit = "milliseconds"
-        self._seen: dict[str, tuple[int, int, int]] = {}
+        self._seen: dict[tuple[str, int], int] = {}
 
     @property
     def total(self) -> int:
-        return sum(latest + before for _, latest, before in self._seen.values())
+        return sum(self._seen.values())
 
     def count(self, uses: Iterable[tuple[str, int, int]], seconds: float) -> int:
-        for name, number, count in uses:
+        for name, generation, count in uses:  # a rollback makes a generation current once more
             self.per = "calls"
-            generation, latest, before = self._seen.get(name, (number, 0, 0))
-            if number != generation:
-                before, latest = before + latest, 0
-            self._seen[name] = (number, max(latest, count), before)
+            self._seen[name, generation] = max(count, self._seen.get((name, generation), 0))
         return self.total if self.per == "calls" else int(1000 * seconds)
 
 
@@ -150,21 +147,14 @@ _SHORTEST = 0.05
 
 
 def _look() -> Look:
-    return Look(*_census.look(), compiled(), tuple(_census.loaded()), _free(), _census.moment())
+    free = runtime.known(lambda: _allocator.stats().retained)
+    return Look(*_census.look(), compiled(), tuple(_census.loaded()), free, _census.moment())
 
 
 def _held(first: Look, calls: int) -> tuple[Held, ...]:
     """What holds what has become more. Nothing is collected here, so what has no way from a root may be garbage."""
     found = () if first.moment is None else _holders.named(_census.grown(first.moment, calls))
     return tuple(one for one in found if one.path)
-
-
-def _free() -> int | None:
-    return runtime.known(lambda: _allocator.stats().retained)
-
-
-def _trim() -> int:
-    return runtime.known(_allocator.trim) or 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +175,7 @@ class World:
     private: Callable[[], int] = lambda: _memory.private(fresh=True)
     look: Callable[[], Look] = _look
     held: Callable[[Look, int], tuple[Held, ...]] = _held
-    trim: Callable[[], int] = _trim
+    trim: Callable[[], int] = lambda: runtime.known(_allocator.trim) or 0
 
 
 class Watch:
@@ -339,7 +329,7 @@ _LISTEN = (
 def diagnose_process(
     pid: str | int,
     *,
-    seconds: float = 300.0,
+    seconds: _units.Duration = 300.0,
     progress: Progress = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -364,7 +354,7 @@ def diagnose_process(
         NotSupported: There is no ``/proc``.
     """
     number = process_number(pid)
-    within_a_day(seconds, "--time", least=1, example="5m")
+    seconds = within_a_day(seconds, "--time", least=1, example="5m")
     require_proc()
     with readable(number), ExitStack() as stack:
         _memory.usage(number)  # raises if there is no such process, or it belongs to another user

@@ -140,8 +140,8 @@ def _held(way: str, one: Any, more: int, weight: _Weight, link: Any = None) -> H
     if about:
         how = _FINISHED if state == "finished" else "give the wait a limit, asyncio.timeout(), or cancel them"
         fix = _FIXES[about].format(where=where, of=special, state=state, how=how)
-    elif (known := next((known for known in _STANDARD if way.endswith(known.ending)), None)) is not None:
-        way, fix = known.name or way, known.fix
+    elif (known := next((known for end, known in _STANDARD.items() if way.endswith(end)), None)) is not None:
+        way, fix = known[1] or way, known[0]
     elif way.startswith("the lru_cache of"):
         about, fix = "unbounded cache", f"Give {way} a size: functools.lru_cache(maxsize=1024)."
     elif way.endswith((".queue", "._queue")):
@@ -151,10 +151,9 @@ def _held(way: str, one: Any, more: int, weight: _Weight, link: Any = None) -> H
         about, fix = "metric labels", f"Take ids, paths and messages out of the labels of {way.rpartition('.')[0]}."
     elif link is not None:
         fix = f"Cut the chain at {where}: each {name(type(link))} holds others, so all of them stay."
-    elif kind.endswith("ict"):
-        fix = f"Give {where} a bound, as cachetools.LRUCache(maxsize=1024) has, or delete entries that are done with."
     else:
-        fix = f"Give {where} a bound, as collections.deque(maxlen=1000) has, or remove entries that are done with."
+        bounded = "cachetools.LRUCache(maxsize=1024)" if kind.endswith("ict") else "collections.deque(maxlen=1000)"
+        fix = f"Give {where} a bound, as {bounded} has, or remove entries that are done with."
     return Held(way, kind, more, weight.of, weight.size, about, state, fix, unit, weight.table)
 
 
@@ -329,26 +328,21 @@ def weight(one: Any) -> int:
 # What entries do
 
 
-class _Known(NamedTuple):
-    """A table of the standard library that nobody is to bound or to empty."""
-
-    ending: str
-    fix: str
-    name: str = ""
-
-
 _LOGGERS = "logging.Logger.manager.loggerDict"
 _ONE_LOGGER = "Make one logger per module: they are never freed. Ids belong into messages or extra=."
-_STANDARD = (
-    _Known(
-        "weakref.finalize._registry", "Each callback waits for an object that lives on: detach() it when its call ends."
+#: Tables of the standard library that nobody is to bound or to empty, by the end of the way to them: what to do, and
+#: what to call them.
+_STANDARD = {
+    "weakref.finalize._registry": (
+        "Each callback waits for an object that lives on: detach() it when its call ends.",
+        "",
     ),
-    _Known("the event loop._scheduled", "Keep what call_later() returns, and cancel() it when its call ends."),
-    _Known(".__warningregistry__", "Leave ids out of the texts of warnings: each new text is kept."),
-    _Known("._work_queue", "An executor's queue has no bound: submit no more than it works off, with a semaphore."),
-    _Known(".loggerDict", _ONE_LOGGER, _LOGGERS),
-    _Known(".loggerMap", _ONE_LOGGER, _LOGGERS),
-)
+    "the event loop._scheduled": ("Keep what call_later() returns, and cancel() it when its call ends.", ""),
+    ".__warningregistry__": ("Leave ids out of the texts of warnings: each new text is kept.", ""),
+    "._work_queue": ("An executor's queue has no bound: submit no more than it works off, with a semaphore.", ""),
+    ".loggerDict": (_ONE_LOGGER, _LOGGERS),
+    ".loggerMap": (_ONE_LOGGER, _LOGGERS),
+}
 #: What to do about entries that are a cause themselves.
 _FIXES = {
     "tasks": "The tasks in {where} are {state}: {how}.",

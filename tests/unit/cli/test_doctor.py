@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -160,35 +161,40 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_progress_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report begins on a line of its own, and says nothing of calls that are not known."""
+    terminal, measured = Terminal(), diagnosis.Measured(per="milliseconds")
+
+    def watched(*_: object, progress: Callable[[dict[str, str]], None], **__: object) -> diagnosis.GrowthReport:
+        progress({"phase": "drive"})
+        return diagnosis.GrowthReport("it", "steady", measured=measured)
+
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(diagnosis, "diagnose_process", watched)
+    assert 0 == main(["diagnose", "--pid", "7"])
+    assert terminal.getvalue().endswith("drive\r\x1b[K")
+    assert "Verdict: memory does not grow (0 B in 0 seconds)" in capsys.readouterr().out
+
+
 @pytest.fixture
 def faulty() -> report.DoctorReport:
     return report.examine(Facts("it", variables=(Variable("LRU_CACHE_CAPACITY", "9", "exec", "here"),)))
 
 
 def test_colours_in_a_terminal(faulty: report.DoctorReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rich prints them, if it is installed."""
-    pytest.importorskip("rich")
+    """What is a fault is red, also without the extra ``cli``; a terminal without colours shows none."""
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    terminal = Terminal()
-    _doctor._show(faulty, terminal)
-    assert "\x1b[1;31mMG201 fault" in terminal.getvalue()
+    monkeypatch.setitem(sys.modules, "rich", None)
+    for name, shown in (("xterm-256color", "\x1b[1;31mMG201 fault"), ("dumb", "\nMG201 fault")):
+        monkeypatch.setenv("TERM", name)
+        terminal = Terminal()
+        _doctor._show(faulty, terminal)
+        assert shown in terminal.getvalue()
 
 
 def test_no_color_is_respected(faulty: report.DoctorReport, monkeypatch: pytest.MonkeyPatch) -> None:
     """NO_COLOR turns them off, see https://no-color.org."""
     monkeypatch.setenv("NO_COLOR", "1")
-    terminal = Terminal()
-    _doctor._show(faulty, terminal)
-    assert "MG201 fault" in terminal.getvalue()
-    assert "\x1b" not in terminal.getvalue()
-
-
-def test_without_rich_it_is_plain(faulty: report.DoctorReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the colours are missing."""
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for name in ("rich", "rich.console", "rich.text"):
-        monkeypatch.setitem(sys.modules, name, None)
     terminal = Terminal()
     _doctor._show(faulty, terminal)
     assert "MG201 fault" in terminal.getvalue()

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from modelguard.diagnosis import GrowthReport, diagnose_process
+from modelguard.diagnosis import GrowthReport, diagnose, diagnose_process
 from modelguard.diagnosis._facts_process import Connection
 from modelguard.diagnosis._watch import Watched
 from modelguard.errors import InvalidOption
@@ -190,8 +190,25 @@ def test_a_process_that_ends_meanwhile() -> None:
         watched(process, -100 * MB, inside=False)
 
 
-@pytest.mark.parametrize("options", [{"pid": "gunicorn"}, {"pid": -1}, {"pid": 1, "seconds": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{"pid": "gunicorn"}, {"pid": -1}, {"pid": 1, "seconds": 0.5}, {"pid": 1, "seconds": "soon"}]
+)
 def test_bad_input(options: dict[str, Any]) -> None:
     """The error comes before anything is touched."""
     with pytest.raises(InvalidOption):
         diagnose_process(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"target": len}, "MODULE:FUNCTION=.*must be text, not a builtin"),
+        ({"target": "app:f", "seconds": "soon"}, "--time='soon'.*not a valid duration"),
+        ({"target": "app:f", "trial_seconds": "2 days"}, "--try='2 days'"),
+        ({"target": "app:f", "inputs": ["a text"]}, "--inputs=.*cannot be read .*one input in JSON per line"),
+    ],
+)
+def test_what_is_no_name_no_duration_and_no_file(options: dict[str, Any], says: str) -> None:
+    """The function itself and its inputs stand in another process: the error says what to give instead."""
+    with pytest.raises(InvalidOption, match=says):
+        diagnose(**options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from modelguard.diagnosis._growth_causes import (
     recommend,
     trial,
 )
-from modelguard.diagnosis._target import End, Said
+from modelguard.diagnosis._target import End, Said, settled_workers
+from modelguard.isolation.status import IsolationStatus, WorkerStatus
 
 MB = 10**6
 DECLARED: Mapping[str, Any] = {"load": None, "bucketed": []}
@@ -130,6 +132,19 @@ def test_a_remedy_that_fails(figures: Mapping[str, Any], says: str) -> None:
     assert trials is not None
     assert "" == trials.recommended
     assert says in "\n".join(_growth_page.as_text(GrowthReport("app:f", "grows", trials=trials)))
+
+
+def test_memory_is_read_when_the_spare_worker_is_there() -> None:
+    """A fresh worker alone has less than the two that there are most of the time: the next reading would have grown."""
+    worn, fresh = (WorkerStatus(pid=pid, state="idle", worn=pid == 1, calls=0, age=0.0) for pid in (1, 2))
+    starting, spare = (WorkerStatus(pid=3, state=state, worn=False, calls=0, age=0.0) for state in ("starting", "idle"))
+    looks = iter([(worn,), (fresh,), (fresh, starting), (fresh, spare), (fresh, spare)])
+
+    class Function:
+        def status(self) -> IsolationStatus:
+            return IsolationStatus(name="f", state="ready", workers=next(looks))
+
+    assert [2, 3] == settled_workers([Function()], math.inf, lambda _: None)
 
 
 def test_teeth_of_replaced_processes_are_no_growth() -> None:

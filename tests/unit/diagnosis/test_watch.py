@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from modelguard import guard, telemetry
+from modelguard import Swap, guard, telemetry
 from modelguard.diagnosis import watch
 from modelguard.diagnosis._watch import Look, Observed, Watch, World
 from modelguard.errors import InvalidOption
@@ -134,6 +134,22 @@ def test_guards_of_one_name_are_counted_each_for_itself(seen: list[Event]) -> No
     for _ in range(30):
         watching.step()
     assert [] == [event for event in seen if isinstance(event, GrowthFound)]
+
+
+def test_a_rollback_counts_no_call_twice(seen: list[Event]) -> None:
+    """The model that serves again goes on with the calls that it has had."""
+    nlp = guard(object, reload_on=None, swap=Swap(keep_previous=True))
+    watching = Watch("service", 10.0, None, Service(threads=1).world())
+    for number in range(24):
+        if number == 8:
+            nlp.reload()
+        if number == 16:
+            nlp.rollback()
+        for _ in range(5):
+            with nlp.lease():
+                pass
+        watching.step()
+    assert [5 * 23] == [event.calls for event in seen if isinstance(event, GrowthFound)]
 
 
 def test_it_rests_a_hundred_times_as_long_as_it_computes() -> None:
