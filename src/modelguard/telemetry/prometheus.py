@@ -32,7 +32,7 @@ _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _WRITES = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
 #: In multiprocess mode, the hook that writes this process's files.
-_writer: weakref.ref[_PrometheusHook] | None = None
+_writer: weakref.ref[Recorder] | None = None
 
 
 def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], None]:
@@ -59,25 +59,12 @@ def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], N
     several = _writes_files()
     if several:
         _reject_second_writer(registry)
-    hook = _PrometheusHook(_register(client, registry), removes=not several)  # no series is removed from a file
+    # no series is removed from a file
+    hook = Recorder(partial(_record, _register(client, registry), removes=not several), "Prometheus")
     if several:
         global _writer
         _writer = weakref.ref(hook)
     return hook
-
-
-class _PrometheusHook:
-    """Records each event in the metrics."""
-
-    def __init__(self, metrics: dict[str, Any], *, removes: bool) -> None:
-        self._size = len(metrics)
-        self._recorder = Recorder(partial(_record, metrics, removes=removes))
-
-    def __call__(self, event: Event) -> None:
-        self._recorder(event)
-
-    def __repr__(self) -> str:
-        return f"<Prometheus hook: {self._size} metrics>"
 
 
 def _record(
@@ -85,9 +72,8 @@ def _record(
 ) -> None:
     if metric.only_current and not amount and removes:
         metrics[metric.name].remove(*labels)
-        return
-    series = metrics[metric.name].labels(*labels)
-    getattr(series, _WRITES[metric.kind])(amount)
+    else:
+        getattr(metrics[metric.name].labels(*labels), _WRITES[metric.kind])(amount)
 
 
 def _writes_files() -> bool:

@@ -99,6 +99,16 @@ def test_a_hook_that_cannot_be_compared_can_be_removed() -> None:
     assert [] == seen
 
 
+def test_batches_are_told_to_those_who_ask_for_them() -> None:
+    """Their events cost each batch something: nobody pays for a hook that has gone, or that leaves them out."""
+    assert not telemetry.listening()
+    add_hook(print)()
+    add_hook(print, level="INFO")
+    assert not telemetry.listening()
+    add_hook(print)
+    assert telemetry.listening()
+
+
 def test_all_hooks_can_be_replaced(caplog: pytest.LogCaptureFixture) -> None:
     """``set_hooks`` replaces all of them, ``[]`` silences modelguard, None brings the logging hook back."""
     seen: list[Event] = []
