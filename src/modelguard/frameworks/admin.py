@@ -131,7 +131,7 @@ class Admin:
         except InvalidOption as error:
             return problem(HTTPStatus.NOT_FOUND, str(error))
         status = HTTPStatus.CONFLICT if any(result.error is not None for result in results) else HTTPStatus.OK
-        content = {"pid": os.getpid(), "guards": [result.as_dict() for result in results]}
+        content = {"pid": os.getpid(), "guards": [result._asdict() for result in results]}
         return json_answer(status, content)
 
 
