@@ -27,7 +27,7 @@ from typing import Any, Never, Unpack
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, CLIENT_GONE, TOO_LARGE, Answer
 from modelguard.frameworks._web import Options, Web
-from modelguard.serving.deadlines import WebRequest, on_behalf_of
+from modelguard.serving.deadlines import WebRequest
 
 __all__ = ["ModelGuardMiddleware", "exception_handlers"]
 
@@ -286,15 +286,12 @@ class WebsocketEnd:
 
 
 async def _respond(send: Send, kind: str, answer: Answer, body: bytes) -> None:
-    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()]
     await send({"type": f"{kind}.start", "status": answer.status, "headers": headers})
     await send({"type": f"{kind}.body", "body": body})
 
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-#: What needs a handler where a framework answers errors itself; a group comes from tasks, and may have others too.
-_HANDLED = (*ANSWERED, ExceptionGroup)
 
 #: How many callers up a framework is looked for that makes its middleware at the first connection.
 _NEAR = 6
@@ -400,7 +397,7 @@ class ModelGuardMiddleware:
 
     async def _serve(self, scope: Scope, client: Client, end: HeldResponse | WebsocketEnd) -> None:
         try:
-            with on_behalf_of(client.request, *self._web.caller(scope, partial(_header, scope))):
+            with self._web.serving(client.request, scope, partial(_header, scope)) as behalf, behalf:
                 await self.app(scope, client.receive, end.send)
         except (ModelGuardError, ExceptionGroup) as error:
             answer = self._web.answer(error)
@@ -409,9 +406,6 @@ class ModelGuardMiddleware:
             # else a server would log the error, and nobody is there for the rest of the response
             elif answer is None or answer.status != CLIENT_GONE or not client.disconnected:
                 raise
-        except asyncio.CancelledError:  # by the server or by what is around it: nobody is there for an answer
-            client.request.disconnect()  # for calls that run in threads
-            raise
         finally:
             client.answered()
             await end.release()
@@ -425,9 +419,9 @@ def _answer_inside_sanic(app: Any, web: Web) -> None:
 
     def handle(_request: object, error: Exception) -> Any:
         answer = web.answer(error)
-        return None if answer is None else respond(answer.body, answer.status, dict(answer.headers))
+        return None if answer is None else respond(answer.body, answer.status, answer.headers)
 
-    for kind in _HANDLED:
+    for kind in ANSWERED:
         if (kind, None) not in app.error_handler.cached_handlers:  # else the application has a handler of its own
             app.error_handler.add(kind, handle)
 
@@ -455,7 +449,7 @@ def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callabl
         await WebsocketEnd(connection.scope, connection.send, accepted=accepted).refuse(answer)
         return None
 
-    return dict.fromkeys(_HANDLED, handle)
+    return dict.fromkeys(ANSWERED, handle)
 
 
 async def _stop_start(error: InvalidOption, scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 from modelguard import _extras
 from modelguard.errors import ModelGuardError
-from modelguard.frameworks._answers import ANSWERED, answer_of
+from modelguard.frameworks._answers import REFUSALS, answer_of
 from modelguard.frameworks._web import Options, Web
 from modelguard.frameworks.asgi import ModelGuardMiddleware, Receive, Scope, Send
 
@@ -52,7 +52,7 @@ class ModelGuardPlugin:
         app_config.after_exception.append(_reraise)
         if ModelGuardError not in app_config.exception_handlers:
             handle = _handler(self._web)
-            for kind in ANSWERED:
+            for kind in REFUSALS:
                 app_config.exception_handlers.setdefault(kind, handle)
         return app_config
 

@@ -365,7 +365,7 @@ def _ray(module: str) -> Any:
 
 def _response(answer: Answer) -> Any:
     kind = importlib.import_module("starlette.responses").Response
-    return kind(answer.body, status_code=answer.status, headers=dict(answer.headers))
+    return kind(answer.body, status_code=answer.status, headers=answer.headers)
 
 
 def _model(function: Any) -> ModelGuard[Any] | Isolated[..., Any]:

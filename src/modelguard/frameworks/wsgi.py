@@ -168,17 +168,22 @@ def install(app: Any, **options: Unpack[Options]) -> None:
     middleware = ModelGuardMiddleware(app.wsgi_app, **options)  # checks the options before anything is changed
     web = middleware._web  # noqa: SLF001 - of this module
 
-    def handle(error: ModelGuardError) -> tuple[bytes, int, list[tuple[str, str]]]:
-        answer = web.answer_or_raise(error)
-        return answer.body, answer.status, list(answer.headers)
+    own = app.error_handler_spec[None][None]
+
+    def handle(error: Exception) -> Any:
+        answer = web.answer(error)
+        if answer is not None:
+            return answer.body, answer.status, answer.headers
+        if Exception in own:  # a group with other errors, as it would be handled without this
+            return own[Exception](error)
+        raise error
 
     app.wsgi_app = middleware
-    own = app.error_handler_spec[None][None]
     for kind in ANSWERED:
         if not own.keys() & {kind, ModelGuardError}:
             app.register_error_handler(kind, handle)
 
 
 def _respond(answer: Answer, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-    start_response(f"{answer.status} {answer.reason}", list(answer.headers))
+    start_response(f"{answer.status} {answer.reason}", [*answer.headers.items()])
     return [answer.body_for(environ["REQUEST_METHOD"])]
