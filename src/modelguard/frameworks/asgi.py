@@ -17,11 +17,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
+from itertools import islice
 from typing import Any, Never, Unpack
 
 from modelguard.errors import InvalidOption, ModelGuardError
@@ -166,15 +168,9 @@ _LONGEST_REASON = 123
 _DENIAL = "websocket.http.response"
 
 
-class Response:
-    """An answer as an ASGI application."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - as ASGI calls it
-        """Send it."""
-        await _respond(send, "http.response", self._answer, self._answer.body_for(scope.get("method")))
+async def respond(answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - as ASGI calls it
+    """Send an answer. A partial of it is an ASGI application."""
+    await _send_answer(send, "http.response", answer, answer.body_for(scope.get("method")))
 
 
 #: Seconds that an error page is held back while the application goes on: with background tasks, and raises nothing.
@@ -214,7 +210,7 @@ class HeldResponse:
     async def refuse(self, answer: Answer) -> None:
         """Send this answer instead of what was held back. The server drops it if the client has disconnected."""
         self._held = []
-        await Response(answer)(self._scope, self._client.receive, self._send)
+        await respond(answer, self._scope, self._client.receive, self._send)
 
     def _look_later(self) -> None:
         with suppress(RuntimeError):  # on Trio the page waits for the application's end
@@ -275,7 +271,7 @@ class WebsocketEnd:
         if answer.status == CLIENT_GONE or (self._client is not None and self._client.disconnected):
             return
         if not self._accepted and self._can_deny:
-            await _respond(self._send, _DENIAL, answer, answer.body)
+            await _send_answer(self._send, _DENIAL, answer, answer.body)
             return
         code = _CLOSE_CODES.get(answer.status, _TRY_AGAIN_LATER)
         reason = answer.detail.encode()[:_LONGEST_REASON].decode(errors="ignore")
@@ -285,7 +281,7 @@ class WebsocketEnd:
         """As of a response; nothing is held back here."""
 
 
-async def _respond(send: Send, kind: str, answer: Answer, body: bytes) -> None:
+async def _send_answer(send: Send, kind: str, answer: Answer, body: bytes) -> None:
     headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()]
     await send({"type": f"{kind}.start", "status": answer.status, "headers": headers})
     await send({"type": f"{kind}.body", "body": body})
@@ -302,15 +298,11 @@ def _made_at_first_connection() -> bool:
 
     The first connection is that of the lifespan protocol, and servers take an error there for a lack of support.
     """
-    frame = sys._getframe(2)  # noqa: SLF001 - the public one may return None
-    for _ in range(_NEAR):
-        scope = frame.f_locals.get("scope")
-        if isinstance(scope, Mapping) and scope.get("type") in {"lifespan", "http", "websocket"}:
-            return True
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return False
+    near = islice(traceback.walk_stack(sys._getframe(2)), _NEAR)  # noqa: SLF001 - the public one may return None
+    scopes = (frame.f_locals.get("scope") for frame, _ in near)
+    return any(
+        isinstance(scope, Mapping) and scope.get("type") in {"lifespan", "http", "websocket"} for scope in scopes
+    )
 
 
 class ModelGuardMiddleware:
@@ -374,19 +366,15 @@ class ModelGuardMiddleware:
         """Serve one connection."""
         if self.invalid is not None:
             await _stop_start(self.invalid, scope, receive, send)
-        elif scope["type"] == "http":
-            await self._serve_http(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await self._serve_websocket(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+        serve = {"http": self._serve_http, "websocket": self._serve_websocket}.get(scope["type"], self.app)
+        await serve(scope, receive, send)
 
     async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path") or "").removeprefix(self.below)
         query = scope.get("query_string", b"").decode("latin-1")
         step = await self._web.areceive(scope["method"], path, query, partial(_header, scope))
         if isinstance(step, Answer):
-            await Response(step)(scope, receive, send)
+            await respond(step, scope, receive, send)
             return
         client = Client(receive, step)
         await self._serve(scope, client, HeldResponse(scope, client, send))
@@ -441,10 +429,10 @@ def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callabl
     """
     web = Web(detail=detail)
 
-    async def handle(connection: Any, error: Exception) -> Response | None:  # async: Starlette would start a thread
+    async def handle(connection: Any, error: Exception) -> App | None:  # async: Starlette would start a thread
         answer = web.answer_or_raise(error)
         if getattr(connection, "scope", {}).get("type") != "websocket":
-            return Response(answer)
+            return partial(respond, answer)
         accepted = connection.application_state.name != "CONNECTING"
         await WebsocketEnd(connection.scope, connection.send, accepted=accepted).refuse(answer)
         return None
@@ -452,7 +440,7 @@ def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callabl
     return dict.fromkeys(ANSWERED, handle)
 
 
-async def _stop_start(error: InvalidOption, scope: Scope, receive: Receive, send: Send) -> None:
+async def _stop_start(error: InvalidOption, scope: Scope, receive: Receive, send: Send) -> Never:
     """Have the server end: by the lifespan protocol a failed start is not mistaken for anything else.
 
     Raises:

@@ -13,7 +13,6 @@ models after it has imported all tasks, and before it has a pool or connections.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 import traceback
@@ -79,7 +78,8 @@ def _celery(module: str) -> Any:
 def _start(worker: Any, workers: Workers) -> None:
     pool = _celery("concurrency").get_implementation(worker.pool_cls)
     if not issubclass(pool, _celery("concurrency.prefork").TaskPool):
-        _log_when_ready(logging.WARNING, f"shares no model: Celery's pool {pool.__module__} does not fork")
+        why = f"Celery's pool {pool.__module__} does not fork"
+        _when_ready(lambda: logger.warning("modelguard shares no model: %s", why))
         return
     try:
         _check_start_method(worker)
@@ -90,10 +90,6 @@ def _start(worker: Any, workers: Workers) -> None:
     _allow_warm_ups(worker.app.conf, report)
     _celery("signals").worker_process_init.connect(lambda **_: _begin(workers), weak=False)
     _when_ready(lambda: workers.log(report))
-
-
-def _log_when_ready(level: int, text: str) -> None:
-    _when_ready(lambda: logger.log(level, "modelguard %s", text))
 
 
 def _when_ready(log: Callable[[], None]) -> None:
@@ -125,7 +121,8 @@ def _allow_warm_ups(conf: Any, report: ForkReport) -> None:
     """Raise the time after which Celery kills a process that has not started (default 4 s), to include warm-ups."""
     needed = _WARM_UP_FACTOR * sum(report.tried.values())
     if needed > conf.worker_proc_alive_timeout:
-        _log_when_ready(logging.INFO, f"raised worker_proc_alive_timeout to {needed:.0f} s, for the warm-ups")
+        text = "modelguard raised worker_proc_alive_timeout to %.0f s, for the warm-ups"
+        _when_ready(lambda: logger.info(text, needed))
         conf.worker_proc_alive_timeout = needed
 
 
