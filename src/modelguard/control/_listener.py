@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -75,11 +75,9 @@ def state_of(target: Target) -> State:
     return "ready" if status.models else "idle" if status.idle else "new"
 
 
-#: What is told of the status as it is: of a pool, of a guard and an isolated function, and of each of these alone.
-_OF_POOL = ("paused", "in_flight", "used", "max_memory", "loads", "evictions", "unloads")
-_OF_BOTH = ("state", "paused", "generation", "age", "in_flight", "reloads", "failures", "last_error")
-_OF_GUARD = ("uses", "model_bytes", "load_seconds")
-_OF_ISOLATED = ("mold", "queued", "recycled", "crashed", "timed_out", "broker")
+#: What is told of a status as it is, where it has it.
+_TOLD = """state paused generation age in_flight reloads failures last_error uses model_bytes load_seconds
+    used max_memory loads evictions unloads mold queued recycled crashed timed_out broker clients""".split()  # noqa: SIM905 - read as words
 
 
 #: The longest text in an answer, in characters: the error of a load may contain the input, or a whole page of HTML.
@@ -92,25 +90,21 @@ def _short(text: str) -> str:
 
 def figures(target: Target) -> dict[str, Any]:
     status: Any = target.status()
+    values = {name: getattr(status, name) for name in _TOLD if hasattr(status, name)}
+    found = {name: _short(value) if isinstance(value, str) else value for name, value in values.items()}
     if isinstance(target, ModelPool):
         # Keys are what the application says, and no JSON.
         models = {_short(_units.text_of_own(key)): size for key, size in status.models.items()}
-        kept = {"models": models, "idle": [_short(_units.text_of_own(key)) for key in status.idle]}
-        return _told(status, _OF_POOL) | {"state": state_of(target), "ready": not target.closed} | kept
-    found = _told(status, _OF_BOTH) | {"ready": target.ready, "postponed": None}
+        idle = [_short(_units.text_of_own(key)) for key in status.idle]
+        return found | {"state": state_of(target), "ready": not target.closed, "models": models, "idle": idle}
+    found |= {"ready": target.ready, "postponed": None}
     if (waits := status.postponed) is not None:
         reasons = [str(reason) for reason in waits.reasons]
         found["postponed"] = {"reasons": reasons, "cause": waits.cause, "seconds": waits.seconds}
     if isinstance(target, ModelGuard):
         reload_on = None if target.reload_on is None else _short(_units.text_of_own(target.reload_on))
-        return found | _told(status, _OF_GUARD) | {"reload_on": reload_on}
-    workers = [asdict(worker) for worker in status.workers]
-    return found | _told(status, _OF_ISOLATED) | {"workers": workers, "clients": list(status.clients)}
-
-
-def _told(status: object, names: Iterable[str]) -> dict[str, Any]:
-    values = {name: getattr(status, name) for name in names}
-    return {name: _short(value) if isinstance(value, str) else value for name, value in values.items()}
+        return found | {"reload_on": reload_on}
+    return found | {"workers": [asdict(worker) for worker in status.workers]}
 
 
 # What can be asked of the guards, pools and isolated functions of a process, whichever way the command comes.

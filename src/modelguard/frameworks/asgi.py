@@ -195,12 +195,13 @@ class HeldResponse:
     async def send(self, message: Message) -> None:
         """Send a message, or hold it back."""
         kind = message["type"]
-        if kind == "http.response.body" and not message.get("more_body"):
+        last = kind == "http.response.body" and not message.get("more_body")
+        if last:
             self._client.answered()  # background tasks do not belong to the request
         error_page = kind == "http.response.start" and message["status"] == HTTPStatus.INTERNAL_SERVER_ERROR
-        if error_page or (len(self._held) == 1 and kind == "http.response.body" and not message.get("more_body")):
+        if error_page or (last and len(self._held) == 1):
             self._held.append(message)
-            if kind == "http.response.body":
+            if last:
                 self._look_later()
             return
         await self.release()

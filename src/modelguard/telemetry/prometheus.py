@@ -51,18 +51,19 @@ def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], N
             process; ``registry`` is not one; or ``PROMETHEUS_MULTIPROC_DIR`` is not a writable folder, or was set too
             late.
     """
+    global _writer
     client = _extras.load("prometheus_client", "modelguard.telemetry.prometheus")
     if registry is None:
         registry = client.REGISTRY
     kind = "a CollectorRegistry of prometheus_client"
     _units.instance(registry, "registry", client.CollectorRegistry, kind, fix="Leave it out, or give one.")
     several = _writes_files()
-    if several:
-        _reject_second_writer(registry)
+    if several and _writer is not None and _writer() is not None:
+        why = "must not get a second set of metrics in this process, which would overwrite the first one's files"
+        raise InvalidOption("registry", registry, why=why, fix="Make one hook in a process, and add it once.")
     # no series is removed from a file
     hook = Recorder(partial(_record, _register(client, registry), removes=not several), "Prometheus")
     if several:
-        global _writer
         _writer = weakref.ref(hook)
     return hook
 
@@ -90,12 +91,6 @@ def _writes_files() -> bool:
     return several
 
 
-def _reject_second_writer(registry: object) -> None:
-    if _writer is not None and _writer() is not None:
-        why = "must not get a second set of metrics in this process, which would overwrite the first one's files"
-        raise InvalidOption("registry", registry, why=why, fix="Make one hook in a process, and add it once.")
-
-
 def _register(client: Any, registry: Any) -> dict[str, Any]:
     """Register all metrics, or none if one of the names is already in use."""
     made: dict[str, Any] = {}
@@ -112,10 +107,9 @@ def _register(client: Any, registry: Any) -> dict[str, Any]:
 
 
 def _make(client: Any, metric: _metrics.Metric, registry: Any) -> Any:
-    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
-        "counter": (client.Counter, {}),
-        "gauge": (client.Gauge, {"multiprocess_mode": metric.mode}),
-        "histogram": (client.Histogram, {"buckets": metric.buckets}),
+    more: dict[str, dict[str, Any]] = {
+        "gauge": {"multiprocess_mode": metric.mode},
+        "histogram": {"buckets": metric.buckets},
     }
-    kind, more = kinds[metric.kind]
-    return kind(metric.prometheus_name, metric.help, metric.labels, registry=registry, **more)
+    kind = getattr(client, metric.kind.title())
+    return kind(metric.prometheus_name, metric.help, metric.labels, registry=registry, **more.get(metric.kind, {}))
