@@ -93,6 +93,7 @@ _LOG: _Added = (log_event, logging.DEBUG)
 _hooks: tuple[_Added, ...] = (_LOG,)
 #: Whether another one than the log gets the events of every batch.
 _batches_wanted = False
+_muted = False
 
 
 def _set(hooks: tuple[_Added, ...]) -> None:
@@ -154,19 +155,19 @@ def set_hooks(hooks: Iterable[Hook] | None) -> None:
 @contextmanager
 def muted() -> Iterator[None]:
     """In the block, no hook receives an event: another process reports what happens here."""
-    before = _hooks
-    _set(())
+    global _muted
+    _muted = True
     try:
         yield
     finally:
-        _set(before)
+        _muted = False
 
 
 def emit(event: Event) -> None:
     """Pass ``event`` to every hook."""
     level = level_of(event)
     for hook, least in _hooks:
-        if level < least:
+        if _muted or level < least:
             continue
         try:
             hook(event)

@@ -209,18 +209,11 @@ _MODEL_INFO = Metric("gauge", "model.info", _INFO, "guard", {}, "{model}", label
 def _read(subject: Subject, line: str) -> Metric:
     kind, name, unit, sources, text = line.split(maxsplit=4)
     label, values = _LABELS.get(name, (None, ()))
-    return Metric(
-        "gauge" if kind in {"max", "sum"} else kind,  # type: ignore[arg-type] # a test looks at each
-        name,
-        text,
-        subject,
-        dict(map(_read_source, sources.split(","))),
-        unit,
-        label,
-        values,
-        _BUCKETS.get(name, _SHORT) if kind == "histogram" else (),
-        "livesum" if kind == "sum" else "livemax",
-    )
+    buckets = _BUCKETS.get(name, _SHORT) if kind == "histogram" else ()
+    mode: Mode = "livesum" if kind == "sum" else "livemax"
+    known: Any = "gauge" if kind in {"max", "sum"} else kind  # a test looks at each
+    read = dict(map(_read_source, sources.split(",")))
+    return Metric(known, name, text, subject, read, unit, label, values, buckets, mode)
 
 
 def _read_source(source: str) -> tuple[str, Callable[[Any], Amount]]:
