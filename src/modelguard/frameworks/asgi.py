@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from http import HTTPStatus
 from itertools import islice
@@ -69,33 +69,24 @@ class Client:
         self.request = WebRequest(timeout, self._called)
         self._buffer: deque[Message] = deque()  # what the watcher received, for the application
         self._ahead = 0  # its size in bytes
-        self._buffered = asyncio.Event()
-        self._end: Message | None = None  # the disconnect
-        self._app_receives = 0  # how many of its tasks: frameworks poll beside one that waits
+        self._end: Message = {}  # the disconnect
+        self._turn = nullcontext() if self._loop is None else asyncio.Lock()  # one receives at a time
         self._watch_wanted = False
         self._answered = False
         self._watcher: asyncio.Task[None] | None = None
 
     async def receive(self) -> Message:
         """Receive the next message, for the application."""
-        while not self._buffer:
-            if self._end is not None:
-                return self._end
-            if self._watching:
-                self._buffered.clear()
-                await self._buffered.wait()
-                continue
-            self._app_receives += 1
-            try:
-                message = await self._receive()
-            finally:
-                self._app_receives -= 1
-                self._watch_again()
-            self._note(message)
-            return message
+        if not (self._buffer or self._end):
+            async with self._turn:
+                if not (self._buffer or self._end):  # else the watcher has received it
+                    await self._take()
+        if not self._buffer:
+            return self._end
         message = self._buffer.popleft()
         self._ahead -= _size(message)
-        self._watch_again()
+        if self._loop is not None and self._watch_wanted:
+            self._loop.call_soon(self._start_watching)
         return message
 
     def answered(self) -> None:
@@ -108,40 +99,29 @@ class Client:
     @property
     def disconnected(self) -> bool:
         """Whether the application, or the watcher, has received the disconnect."""
-        return self._end is not None
-
-    @property
-    def _watching(self) -> bool:
-        return self._watcher is not None and not self._watcher.done()
+        return bool(self._end)
 
     def _called(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._start_watching)
 
-    def _watch_again(self) -> None:
-        if self._loop is not None and self._watch_wanted:
-            self._loop.call_soon(self._start_watching)
-
     def _start_watching(self) -> None:
         self._watch_wanted = True
-        ended = self._answered or self._end is not None
-        if not (ended or self._app_receives or self._watching or self._ahead >= _AHEAD):
+        watching = self._watcher is not None and not self._watcher.done()
+        if not (self._answered or self._end or watching or self._ahead >= _AHEAD):
             self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        try:
-            while self._end is None and self._ahead < _AHEAD:
-                message = await self._receive()
-                self._buffer.append(message)
-                self._ahead += _size(message)
-                self._buffered.set()
-                self._note(message)
-        except Exception:  # noqa: BLE001 - the application gets the same error when it reads
-            return
-        finally:
-            self._buffered.set()
+        with suppress(Exception):  # the application gets the same error when it reads
+            while not self._end and self._ahead < _AHEAD:
+                async with self._turn:
+                    if not self._end:  # else the application has received it
+                        await self._take()
 
-    def _note(self, message: Message) -> None:
+    async def _take(self) -> None:
+        message = await self._receive()
+        self._buffer.append(message)
+        self._ahead += _size(message)
         if message["type"] in _DISCONNECTS:
             self._end = message
             self.request.disconnect()
