@@ -144,14 +144,14 @@ class Web:
             return None
         if path == self.livez:
             return json_answer(HTTPStatus.OK, {"status": "alive"})
-        checked = _all_of_process() if self.guards is None else self.guards
+        of_process = (*all_guards(), *_batcher.batchers, *_isolated.live())
+        checked: Iterable[Any] = of_process if self.guards is None else self.guards
         missing = [guard.name for guard in checked if not guard.ready]
         content: dict[str, Any] = {"status": "ready"}
         if missing:
             content = {"status": "not ready", "waiting_for": missing}
             _tell_of_unused(checked)
-        known = {guard.name: getattr(guard, "version", None) for guard in checked}
-        if versions := {name: version for name, version in known.items() if version is not None}:
+        if versions := {guard.name: guard.version for guard in checked if getattr(guard, "version", None) is not None}:
             content["versions"] = versions
         return json_answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, content)
 
@@ -246,7 +246,3 @@ def _tell_of_unused(checked: Iterable[Any]) -> None:
                 "give the middleware guards=[...] without it",
                 one.name,
             )
-
-
-def _all_of_process() -> tuple[Ready, ...]:
-    return (*all_guards(), *_batcher.batchers, *_isolated.live())

@@ -36,7 +36,6 @@ __all__ = ["Admin"]
 _SHORTEST_SECRET = 16
 #: The longest query string that is read, in characters. Bodies are not read at all.
 _LONGEST_QUERY = 2048
-_SCHEME = "bearer"
 
 
 class _Hidden:
@@ -104,7 +103,7 @@ class Admin:
         scheme, _, given = (authorization or "").partition(" ")
         # Digests, so that the time of the comparison does not depend on the length either.
         fits = hmac.compare_digest(_digest(given.strip()), self._digest)
-        if fits and scheme.lower() == _SCHEME:
+        if fits and scheme.lower() == "bearer":
             return None
         if authorization is not None:
             logger.warning("modelguard: a request to %s had a wrong secret", self._path)

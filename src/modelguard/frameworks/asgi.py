@@ -140,8 +140,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 #: Close codes of a websocket, by the status that a request would get: "message too big", and for all others
 #: "try again later" (RFC 6455 and IANA's registry).
-_CLOSE_CODES = {TOO_LARGE: 1009}
-_TRY_AGAIN_LATER = 1013
+_TOO_BIG, _TRY_AGAIN_LATER = 1009, 1013
 #: The longest reason for closing a websocket, in bytes (RFC 6455).
 _LONGEST_REASON = 123
 #: The extension with which a websocket that was not accepted can be answered like a request.
@@ -254,7 +253,7 @@ class WebsocketEnd:
         if not self._accepted and self._can_deny:
             await _send_answer(self._send, _DENIAL, answer, answer.body)
             return
-        code = _CLOSE_CODES.get(answer.status, _TRY_AGAIN_LATER)
+        code = _TOO_BIG if answer.status == TOO_LARGE else _TRY_AGAIN_LATER
         reason = answer.detail.encode()[:_LONGEST_REASON].decode(errors="ignore")
         await self._send({"type": "websocket.close", "code": code, "reason": reason})
 

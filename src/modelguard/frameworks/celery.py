@@ -32,7 +32,6 @@ __all__ = ["install"]
 
 #: A child's warm-up may take this many times as long as that of the trial child.
 _WARM_UP_FACTOR = 5
-_KIB = 1024
 
 _installed = False
 
@@ -110,7 +109,7 @@ def _check_memory_limit(worker: Any) -> None:
     peak = importlib.import_module("billiard.compat").mem_rss()  # the figure that children compare, in KiB
     if limit and int(limit) <= peak:
         why = (
-            f"is below the peak of {_units.format_bytes(peak * _KIB)} that every process inherits from its parent, so "
+            f"is below the peak of {_units.format_bytes(peak * 1024)} that every process inherits from its parent, so "
             "each process would be replaced after every task"
         )
         fix = "Give the guard a MemoryGrowth policy instead: it counts only the private memory of a process."

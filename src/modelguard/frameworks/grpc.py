@@ -44,7 +44,6 @@ _CODES = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-_PUSHBACK = "grpc-retry-pushback-ms"
 #: gRPC gives a call without a deadline one in the far future. More seconds than these are none: a year.
 _NO_DEADLINE = 365 * 86_400.0
 
@@ -169,7 +168,7 @@ class _Wrapping:
         answer = self._web.answer_or_raise(error)
         if (seconds := answer.headers.get("retry-after")) is not None:
             read = getattr(context, "trailing_metadata", tuple)  # not there in threads of an asynchronous server
-            context.set_trailing_metadata((*(read() or ()), (_PUSHBACK, f"{seconds}000")))
+            context.set_trailing_metadata((*(read() or ()), ("grpc-retry-pushback-ms", f"{seconds}000")))
         return getattr(self._grpc.StatusCode, _CODES[answer.status]), answer.detail
 
 

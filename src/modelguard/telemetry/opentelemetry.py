@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["opentelemetry"]
 
 _NAME = "modelguard"
-_SPAN = "modelguard.load"
 _OUTCOMES = {events.LoadFinished: "loaded", events.LoadErrored: "failed"}
 #: The process and the guard of a load.
 _Key = tuple[int, str]
@@ -116,7 +115,8 @@ class _LoadSpans:
 
     def _started(self, key: _Key, event: events.Event) -> Span:
         told = [*self._before.pop(key, ()), event]
-        span = self._tracer.start_span(_SPAN, attributes=_attributes(event), start_time=_nanoseconds(told[0]))
+        since = _nanoseconds(told[0])
+        span = self._tracer.start_span("modelguard.load", attributes=_attributes(event), start_time=since)
         for each in told:
             _add(span, each)
         return span
