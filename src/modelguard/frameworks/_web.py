@@ -145,13 +145,14 @@ class Web:
         if path == self.livez:
             return json_answer(HTTPStatus.OK, {"status": "alive"})
         of_process = (*all_guards(), *_batcher.batchers, *_isolated.live())
-        checked: Iterable[Any] = of_process if self.guards is None else self.guards
+        checked = of_process if self.guards is None else self.guards
         missing = [guard.name for guard in checked if not guard.ready]
         content: dict[str, Any] = {"status": "ready"}
         if missing:
             content = {"status": "not ready", "waiting_for": missing}
             _tell_of_unused(checked)
-        if versions := {guard.name: guard.version for guard in checked if getattr(guard, "version", None) is not None}:
+        known = {guard.name: getattr(guard, "version", None) for guard in checked}
+        if versions := {name: version for name, version in known.items() if version is not None}:
             content["versions"] = versions
         return json_answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, content)
 
