@@ -377,6 +377,7 @@ class GenerationReleased(_Trimmed, Event):
         generation: Its number.
         bytes_before: Private memory before the release.
         bytes_after: Private memory after unload, collection and trim.
+        freed: The difference: bytes returned to the system; negative if the process grew meanwhile.
         alive: True if the model still exists, False if it was freed, None if its type cannot be watched.
         holders: Descriptions of objects that still refer to it, at most five.
         collected: Whether ``gc.collect()`` was needed.
@@ -463,6 +464,7 @@ class MemoryTrimmed(_Trimmed, Event):
     Attributes:
         bytes_before: Private memory before.
         bytes_after: Private memory after.
+        freed: The difference: bytes returned to the system; negative if the process grew meanwhile.
         trimmed_by: The allocator that did it; None if none could.
         trim_error: Why none could; None if one did.
         seconds: Duration of the trim.
@@ -772,6 +774,7 @@ class WorkersReleased(_OfGeneration, _Freed, Event):
         workers: How many have ended.
         bytes_before: What the mold and its workers held, in bytes; what they share is counted once.
         bytes_after: What is left, mostly the mold's.
+        freed: The difference: bytes that went back to the system.
         seconds: From the order to the end of the last one.
     """
 
