@@ -152,6 +152,7 @@ def test_what_a_trial_counts_leaves_nothing(tmp_path: Path) -> None:
     assert [4, []] == told(program)
 
 
+@pytest.mark.timeout(90)
 def test_a_warm_up_that_hangs_in_a_child_is_told_with_its_stack() -> None:
     """A lock that a thread of the parent holds is never released in a child: the report shows who waits for it."""
     refusal = told(
