@@ -136,6 +136,15 @@ class TestOneProcess:
             service.do("control.listen(); control.listen(); print(flush=True)")
             assert 0 == ctl(service.pid, "status")[0]
 
+    def test_stop_in_another_thread(self) -> None:
+        """SIGHUP does again what it did before: here it ends the process."""
+        with program("control.listen(sighup=True)") as service:
+            service.do(
+                "import threading; t = threading.Thread(target=control.stop); t.start(); t.join(); print(flush=True)"
+            )
+            os.kill(service.pid, signal.SIGHUP)
+            assert -signal.SIGHUP == service.process.wait(30)
+
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=str)
     def test_the_socket_ends_with_the_process(self, number: signal.Signals) -> None:
         """However it ends: there is no file to leave behind."""
@@ -308,6 +317,15 @@ class TestForks:
             assert [0, 0, 0] == [ctl(service.pid, "status")[0] for _ in range(3)]
             assert "done\n" == service.line()
             wait_until(lambda: psutil.Process(service.pid).num_fds() <= before, "descriptors are closed")
+            assert 0 == ctl(service.pid, "status")[0]
+
+    def test_listening_again_beside_forks(self) -> None:
+        """A child holds its parent's socket until it comes to close it; the parent's next line waits for that."""
+        fork = "[os._exit(0) if (pid := os.fork()) == 0 else os.waitpid(pid, 0) for _ in range(300)]"
+        again = "[(control.stop(), control.listen()) for _ in range(50)]"
+        with program() as service:
+            service.do(f"import threading; t = threading.Thread(target=lambda: {fork}); t.start(); print(flush=True)")
+            assert "50" == service.do(f"print(len({again}), flush=True); t.join()")
             assert 0 == ctl(service.pid, "status")[0]
 
 

@@ -131,6 +131,28 @@ def test_a_warm_up_that_raises_in_a_child_is_found_before_the_first_worker() -> 
 
 
 @pytest.mark.timeout(90)
+def test_what_a_trial_counts_leaves_nothing(tmp_path: Path) -> None:
+    """Files of prometheus_client stay in its sums: a warm-up counts in the workers, and not in the trial child."""
+    pytest.importorskip("prometheus_client", reason="needs prometheus-client")
+    program = f"""
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = {str(tmp_path)!r}
+        from prometheus_client import Counter, Gauge
+        counted, serving = Counter("counted", "Warm-ups."), Gauge("serving", "Processes.", multiprocess_mode="livesum")
+
+        def count(model):
+            counted.inc()
+            serving.set(1)
+
+        prefork.prepare(guard(load, reload_on=None, warmup=count))
+        worker = in_child(lambda: (prefork.in_child(), os.getpid())[1])
+        ours = {{f"_{{os.getpid()}}.db", f"_{{worker}}.db"}}
+        names = os.listdir(os.environ["PROMETHEUS_MULTIPROC_DIR"])
+        print(json.dumps([len(names), [name for name in names if not name.endswith(tuple(ours))]]))
+    """
+    assert [4, []] == told(program)
+
+
+@pytest.mark.timeout(90)
 def test_a_warm_up_that_hangs_in_a_child_is_told_with_its_stack() -> None:
     """A lock that a thread of the parent holds is never released in a child: the report shows who waits for it."""
     refusal = told(

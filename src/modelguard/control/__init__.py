@@ -51,7 +51,7 @@ def listen(*, sighup: bool = False) -> None:
         _listener.check()
     _listener.start()
     if sighup:
-        _listener.install(_listener.wake)
+        _listener.install()
 
 
 def stop() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -179,36 +180,25 @@ def _exchanged(pid: int, content: object, seconds: float) -> tuple[socket.socket
 
 
 def _connect(pid: int, patience: float = _PATIENCE) -> socket.socket:
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with ExitStack() as failing:
+        connected = failing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connected.settimeout(_PATIENCE)
-        _connect_to(pid, connected, time.monotonic() + patience)
+        until = time.monotonic() + patience
+        while (failed := connected.connect_ex(address(pid))) == errno.EAGAIN:  # as many wait as may
+            if time.monotonic() >= until:
+                raise Busy(f"process {pid} does not take commands now: others wait, and it does not come to them")
+            time.sleep(_PAUSE)
+        if failed == errno.ECONNREFUSED:
+            why = f"process {pid} takes no commands; call modelguard.control.listen() where its application is made"
+            raise Unreachable(why)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
         # The kernel says who listens: no other process can take the name of this one.
         found, user = peer(connected)
-    except ConnectionRefusedError:
-        connected.close()
-        why = f"process {pid} takes no commands; call modelguard.control.listen() where its application is made"
-        raise Unreachable(why) from None
-    except BaseException:
-        connected.close()
-        raise
-    if found != pid or (user not in {own := os.geteuid(), 0} and own != 0):  # root may ask anybody's
-        connected.close()
-        raise Unreachable(f"the socket of process {pid} belongs to process {found} of user {user}")
-    return connected
-
-
-def _connect_to(pid: int, connected: socket.socket, until: float) -> None:
-    while True:
-        try:
-            connected.connect(address(pid))
-        except BlockingIOError:  # as many wait as may
-            if time.monotonic() >= until:
-                why = f"process {pid} does not take commands now: others wait, and it does not come to them"
-                raise Busy(why) from None
-            time.sleep(_PAUSE)
-        else:
-            return
+        if found != pid or (user not in {own := os.geteuid(), 0} and own != 0):  # root may ask anybody's
+            raise Unreachable(f"the socket of process {pid} belongs to process {found} of user {user}")
+        failing.pop_all()
+        return connected
 
 
 def listening_below(pid: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -11,12 +12,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from modelguard import _units
 from modelguard.control import _client
@@ -75,11 +76,9 @@ def state_of(target: Target) -> State:
     return "ready" if status.models else "idle" if status.idle else "new"
 
 
-#: What is told of the status as it is: of a pool, of a guard and an isolated function, and of each of these alone.
-_OF_POOL = ("paused", "in_flight", "used", "max_memory", "loads", "evictions", "unloads")
-_OF_BOTH = ("state", "paused", "generation", "age", "in_flight", "reloads", "failures", "last_error")
-_OF_GUARD = ("uses", "model_bytes", "load_seconds")
-_OF_ISOLATED = ("mold", "queued", "recycled", "crashed", "timed_out", "broker")
+#: What is told of a status as it is, where it has it.
+_TOLD = """state paused generation age in_flight reloads failures last_error uses model_bytes load_seconds
+    used max_memory loads evictions unloads mold queued recycled crashed timed_out broker clients""".split()  # noqa: SIM905 - read as words
 
 
 #: The longest text in an answer, in characters: the error of a load may contain the input, or a whole page of HTML.
@@ -92,19 +91,20 @@ def _short(text: str) -> str:
 
 def figures(target: Target) -> dict[str, Any]:
     status: Any = target.status()
+    values = {name: getattr(status, name) for name in _TOLD if hasattr(status, name)}
+    found = {name: _short(value) if isinstance(value, str) else value for name, value in values.items()}
     if isinstance(target, ModelPool):
         models = dict(zip(_keys(status.models), status.models.values(), strict=True))
         kept = {"models": models, "idle": _keys(status.idle)}
-        return _told(status, _OF_POOL) | {"state": state_of(target), "ready": not target.closed} | kept
-    found = _told(status, _OF_BOTH) | {"ready": target.ready, "postponed": None}
+        return found | {"state": state_of(target), "ready": not target.closed} | kept
+    found |= {"ready": target.ready, "postponed": None}
     if (waits := status.postponed) is not None:
         reasons = [str(reason) for reason in waits.reasons]
         found["postponed"] = {"reasons": reasons, "cause": waits.cause, "seconds": waits.seconds}
     if isinstance(target, ModelGuard):
         reload_on = None if target.reload_on is None else _short(_units.text_of_own(target.reload_on))
-        return found | _told(status, _OF_GUARD) | {"reload_on": reload_on}
-    workers = [asdict(worker) for worker in status.workers]
-    return found | _told(status, _OF_ISOLATED) | {"workers": workers, "clients": list(status.clients)}
+        return found | {"reload_on": reload_on}
+    return found | {"workers": [asdict(worker) for worker in status.workers]}
 
 
 def _keys(keys: Iterable[object]) -> list[str]:
@@ -118,11 +118,6 @@ def _keys(keys: Iterable[object]) -> list[str]:
     return told
 
 
-def _told(status: object, names: Iterable[str]) -> dict[str, Any]:
-    values = {name: getattr(status, name) for name in names}
-    return {name: _short(value) if isinstance(value, str) else value for name, value in values.items()}
-
-
 # What can be asked of the guards, pools and isolated functions of a process, whichever way the command comes.
 
 
@@ -130,8 +125,7 @@ Command = Literal["status", "reload", "unload", "pause", "resume"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What a command did to one guard, pool or isolated function.
 
     Attributes:
@@ -145,9 +139,6 @@ class Result:
     kind: Kind
     error: str | None
     status: dict[str, Any]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run(
@@ -211,10 +202,8 @@ _PAUSE = 0.1
 _listener: _Listener | None = None
 _lock = threading.Lock()
 
-#: What is written to the pipe.
+#: What wakes the thread.
 _RELOAD, _END = b"r", b"e"
-#: The end of the pipe that a signal handler writes to; -1 if there is none. A handler must not take a lock.
-_wake_fd = -1
 
 
 def start() -> None:
@@ -225,8 +214,7 @@ def start() -> None:
     """
     global _listener
     with _lock:
-        if _listener is None:
-            _listener = _Listener()
+        _listener = _listener or _Listener()
 
 
 def stop() -> None:
@@ -238,84 +226,60 @@ def stop() -> None:
 
 
 def wake() -> None:
-    """Have the thread reload all guards. Safe in a signal handler."""
-    if _wake_fd >= 0:
-        with contextlib.suppress(OSError):  # the pipe is full: enough reloads are asked for
-            os.write(_wake_fd, _RELOAD)
-
-
-def _before() -> None:
-    _lock.acquire()  # the global one: a child makes another
-
-
-def _after_in_parent() -> None:
-    _lock.release()
+    """Have the thread reload all guards. Safe in a signal handler, which must not take a lock."""
+    if (listener := _listener) is not None:
+        with contextlib.suppress(OSError):  # enough reloads are asked for, or it is being closed
+            listener.waker.send(_RELOAD, socket.MSG_DONTWAIT)
 
 
 def _after_in_child() -> None:
     """Give the child a socket of its own. It keeps none of its parent's."""
-    global _lock, _listener
-    _lock = threading.Lock()
+    global _listener
     if _listener is not None:
-        _listener.forget()
+        _listener.sockets.close()
         _listener = None
         try:
             _listener = _Listener()
         except (OSError, RuntimeError):  # the system gives no socket or thread; the worker serves all the same
             logger.exception("modelguard: this worker takes no commands")
+    _lock.release()
 
 
-fork.at_fork(fork.Rank.CONTROL, before=_before, in_parent=_after_in_parent, in_child=_after_in_child)
+fork.at_fork(fork.Rank.CONTROL, before=_lock.acquire, in_parent=_lock.release, in_child=_after_in_child)
 
 
 class _Listener:
-    """Listens from the start until :meth:`close`."""
+    """Listens from the start until :meth:`close`.
+
+    Attributes:
+        waker: Wakes the thread with what is sent.
+        sockets: All of them. The thread closes them at its end; in a child of this process it does not run.
+    """
 
     def __init__(self) -> None:
-        global _wake_fd
         self._slots = threading.BoundedSemaphore(_MOST)
-        self._ended = threading.Event()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._reader = self._writer = -1
-        try:
-            self._socket.bind(_client.address(os.getpid()))
+        with contextlib.ExitStack() as made:
+            self._socket = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._wakes, self.waker = map(made.enter_context, socket.socketpair())
+            _bind(self._socket)
             self._socket.listen()  # more than are served: the others learn that, and need not try again
             self._socket.settimeout(0)
-            self._reader, self._writer = os.pipe()
-            os.set_blocking(self._writer, False)
-            start_thread(self._run, "modelguard-control")
-        except BaseException:
-            self.forget()
-            raise
-        _wake_fd = self._writer
+            self._thread = start_thread(self._run, "modelguard-control")
+            self.sockets = made.pop_all()
 
     def close(self) -> None:
-        """Have the thread close the socket, and end."""
-        global _wake_fd
-        _wake_fd = -1
-        os.write(self._writer, _END)
-        self._ended.wait(_PATIENCE)
-        os.close(self._writer)
-        self._writer = -1
-
-    def forget(self) -> None:
-        """Close what this process has of the socket. The thread does not run here."""
-        global _wake_fd
-        _wake_fd = -1
-        self._socket.close()
-        for end in (self._reader, self._writer):
-            if end >= 0:
-                os.close(end)
-        self._reader = self._writer = -1
+        """Have the thread close the sockets, and end."""
+        self.waker.send(_END)
+        self._thread.join(_PATIENCE)
 
     def _run(self) -> None:
         poll = select.poll()
-        for fd in (self._socket.fileno(), self._reader):
-            poll.register(fd, select.POLLIN)
+        for each in (self._socket, self._wakes):
+            poll.register(each, select.POLLIN)
         while True:
             ready = {fd for fd, _ in poll.poll()}
-            if self._reader in ready:
-                if _END in os.read(self._reader, _client.LONGEST_REQUEST):
+            if self._wakes.fileno() in ready:
+                if _END in self._wakes.recv(_client.LONGEST_REQUEST):
                     break
                 _reload_all()
             if self._socket.fileno() in ready:
@@ -323,9 +287,7 @@ class _Listener:
                     self._accept(self._socket.accept()[0])
                 except OSError:  # the client has gone; or there is no descriptor for it, and it waits on
                     time.sleep(_PAUSE)
-        self._socket.close()
-        os.close(self._reader)
-        self._ended.set()
+        self.sockets.close()
 
     def _accept(self, connected: socket.socket) -> None:
         pid, user = peer(connected)
@@ -355,6 +317,20 @@ class _Listener:
                 self._slots.release()
             connected.settimeout(_PATIENCE)
             _client.send(connected, {"pid": os.getpid(), **answer})
+
+
+def _bind(own: socket.socket) -> None:
+    """Take the name of this process. A child that was just forked may still have a socket that had it before."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            own.bind(_client.address(os.getpid()))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                raise
+            time.sleep(_PAUSE)
+        else:
+            return
 
 
 def _refuse(connected: socket.socket, why: str) -> None:
@@ -393,7 +369,7 @@ def _answer(request: Any) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - the client must learn it, and the next command must be heard
         logger.exception("modelguard: %s, asked by a client, failed", command)
         return {"error": f"{command} failed with {type(error).__name__}; its log says where"}
-    return {"guards": [result.as_dict() for result in results]}
+    return {"guards": [result._asdict() for result in results]}
 
 
 def _reload_all() -> None:
@@ -410,22 +386,26 @@ def _reload_all() -> None:
 # SIGHUP reloads all guards, where the server does not use the signal itself.
 
 
-_FEATURE = "modelguard.control.listen(sighup=True)"
-
-_installed: _Handler | None = None
+#: Whether it does so now.
+_reloads = False
 
 
 class _Handler:
     """Wakes the listener, then does what was done before."""
 
-    def __init__(self, wake: Callable[[], None], earlier: Any) -> None:
-        self._wake = wake
+    def __init__(self, earlier: Any) -> None:
         self.earlier = earlier
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._wake()
-        if callable(self.earlier):
-            self.earlier(number, frame)
+        earlier = self.earlier
+        if _reloads:
+            wake()
+        elif signal.getsignal(number) is self:  # stop() was called in a thread that could not give the signal back
+            signal.signal(number, earlier)
+            signal.raise_signal(number)
+            return
+        if callable(earlier):
+            earlier(number, frame)
 
 
 def check() -> None:
@@ -434,31 +414,33 @@ def check() -> None:
     Raises:
         NotSupported: It cannot; the message names the server that uses it.
     """
-    if _installed is not None and signal.getsignal(signal.SIGHUP) is _installed:
+    current = signal.getsignal(signal.SIGHUP)
+    if isinstance(current, _Handler):
         return
-    server = _server()
-    if server is not None:
+    if (server := _server()) is not None:
         why = f"{server} uses SIGHUP itself; leave sighup out, and write: modelguard ctl PID reload --all"
-        raise NotSupported(_FEATURE, reason=why)
-    if threading.current_thread() is not threading.main_thread():
-        raise NotSupported(_FEATURE, reason="only the main thread can install a handler; call it there")
-    if signal.getsignal(signal.SIGHUP) is None:
-        raise NotSupported(_FEATURE, reason="something outside Python handles the signal")
+    elif threading.current_thread() is not threading.main_thread():
+        why = "only the main thread can install a handler; call it there"
+    elif current is None:
+        why = "something outside Python handles the signal"
+    else:
+        return
+    raise NotSupported("modelguard.control.listen(sighup=True)", reason=why)
 
 
-def install(wake: Callable[[], None]) -> None:
+def install() -> None:
     """Handle the signal, once. An earlier handler is called too."""
-    global _installed
-    earlier = signal.getsignal(signal.SIGHUP)
-    if not isinstance(earlier, _Handler):
-        handler = _installed = _Handler(wake, earlier)
-        signal.signal(signal.SIGHUP, handler)
+    global _reloads
+    _reloads = True
+    current = signal.getsignal(signal.SIGHUP)
+    if not isinstance(current, _Handler):
+        signal.signal(signal.SIGHUP, _Handler(current))
 
 
 def remove() -> None:
-    """Give the signal back, unless another handler has been put above this one."""
-    global _installed
-    _installed = None
+    """Give the signal back, unless another handler has been put above this one. In other threads the next one does."""
+    global _reloads
+    _reloads = False
     current = signal.getsignal(signal.SIGHUP)
     if isinstance(current, _Handler) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, current.earlier)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from modelguard.errors import (
@@ -41,16 +41,19 @@ _STATUS: dict[type[Exception], int] = {
     ItemTooHeavy: TOO_LARGE,
     CallerGone: CLIENT_GONE,
 }
+_NONE: Mapping[str, str] = {}
 _WITH_RETRY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 
 #: The errors that are turned into responses, for frameworks that need a handler for each.
-ANSWERED = tuple(kind for kind in _STATUS if kind is not QuotaExceeded)
+REFUSALS = tuple(kind for kind in _STATUS if kind is not QuotaExceeded)
+#: A group comes from tasks, and may have other errors too.
+ANSWERED = (*REFUSALS, ExceptionGroup)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     status: int
-    headers: tuple[tuple[str, str], ...]
+    headers: dict[str, str]
     body: bytes
     detail: str = ""
 
@@ -71,31 +74,28 @@ def answer_of(error: Exception, *, detail: bool, random: Callable[[], float] = r
     clients that were refused at the same time do not all return at the same time.
     """
     if isinstance(error, ExceptionGroup):  # from tasks that the handler started
-        if error.split(ANSWERED)[1] is not None:
+        if error.split(REFUSALS)[1] is not None:
             return None
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), None)
     if status is None:
         return None
-    headers: tuple[tuple[str, str], ...] = ()
     retry = getattr(error, "retry_after", 1.0) * (1 + random() / 2)
-    if status in _WITH_RETRY and math.isfinite(retry):
-        headers = (("retry-after", str(max(math.ceil(retry), 1))),)
+    again = status in _WITH_RETRY and math.isfinite(retry)
+    headers = {"retry-after": str(max(math.ceil(retry), 1))} if again else {}
     return problem(status, str(error) if detail else _DETAILS[status], headers)
 
 
-def problem(status: int, detail: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
+def problem(status: int, detail: str, headers: Mapping[str, str] = _NONE) -> Answer:
     content = {"type": "about:blank", "title": _title(status), "status": int(status), "detail": detail}
-    return replace(json_answer(status, content, headers, media_type="application/problem+json"), detail=detail)
+    return json_answer(status, content, {"content-type": "application/problem+json", **headers}, detail)
 
 
-def json_answer(
-    status: int, content: object, headers: tuple[tuple[str, str], ...] = (), *, media_type: str = "application/json"
-) -> Answer:
+def json_answer(status: int, content: object, headers: Mapping[str, str] = _NONE, detail: str = "") -> Answer:
     body = json.dumps(content).encode()
-    own = (("content-type", media_type), ("content-length", str(len(body))), ("cache-control", "no-store"))
-    return Answer(int(status), (*own, *headers), body)
+    own = {"content-type": "application/json", "content-length": str(len(body)), "cache-control": "no-store"}
+    return Answer(int(status), {**own, **headers}, body, detail)
 
 
 def _title(status: int) -> str:

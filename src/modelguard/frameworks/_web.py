@@ -21,7 +21,7 @@ from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.runtime import waiting
 from modelguard.runtime.background import THREADS
 from modelguard.serving import _batcher
-from modelguard.serving.deadlines import WebRequest, check_key, check_priority, on_behalf_of
+from modelguard.serving.deadlines import OnBehalf, WebRequest, check_key, check_priority, on_behalf_of
 from modelguard.telemetry import logger
 
 T = TypeVar("T")
@@ -116,10 +116,9 @@ class Web:
             why = "must be the name of an HTTP header, or a function of the request"
             fix = "Write fair_by='X-Tenant', for a header that your proxy sets."
             raise InvalidOption("fair_by", self.fair_by, why=why, fix=fix)
-        if not (self.priority is None or callable(self.priority)):
-            why = "must be a function of the request"
+        if self.priority is not None:
             fix = "Write priority=lambda request: 1 if request['path'] == '/chat' else 0 (ASGI; 'PATH_INFO' in WSGI)."
-            raise InvalidOption("priority", self.priority, why=why, fix=fix)
+            _units.function(self.priority, "priority", "the request", fix=fix)
         if self.guards is not None:
             self.guards = _check_guards(self.guards)
 
@@ -145,15 +144,15 @@ class Web:
             return None
         if path == self.livez:
             return json_answer(HTTPStatus.OK, {"status": "alive"})
-        checked = _all_of_process() if self.guards is None else self.guards
+        of_process = (*all_guards(), *_batcher.batchers, *_isolated.live())
+        checked = of_process if self.guards is None else self.guards
         missing = [guard.name for guard in checked if not guard.ready]
-        content: dict[str, Any] = {"status": "not ready" if missing else "ready"}
+        content: dict[str, Any] = {"status": "ready"}
         if missing:
-            content["waiting_for"] = missing
+            content = {"status": "not ready", "waiting_for": missing}
             _tell_of_unused(checked)
-        known = ((guard.name, getattr(guard, "version", None)) for guard in checked)
-        versions = {name: version for name, version in known if version is not None}
-        if versions:
+        known = {guard.name: getattr(guard, "version", None) for guard in checked}
+        if versions := {name: version for name, version in known.items() if version is not None}:
             content["versions"] = versions
         return json_answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, content)
 
@@ -187,13 +186,11 @@ class Web:
         return key, 0 if self.priority is None else check_priority(self.priority(request))
 
     @contextmanager
-    def serving(self, timeout: float | None, request: Any, header: Header) -> Iterator[None]:
-        """The block in which a request is served whose client is not watched."""
-        web_request = WebRequest(timeout)
+    def serving(self, web_request: WebRequest, request: Any, header: Header) -> Iterator[OnBehalf]:
+        """The block in which a request is served. It gives one to enter for each part of the response."""
         try:
-            with on_behalf_of(web_request, *self.caller(request, header)):
-                yield
-        except asyncio.CancelledError:  # its client has disconnected
+            yield on_behalf_of(web_request, *self.caller(request, header))
+        except asyncio.CancelledError:  # by the server or by what is around it: nobody is there for an answer
             web_request.disconnect()  # for calls that run in threads
             raise
         finally:
@@ -228,10 +225,8 @@ def _is_header(name: object) -> bool:
 
 
 def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:
-    if not isinstance(given, Iterable):
-        why = f"must be a list, not {_units.kind_of(given)}"
-        raise InvalidOption("guards", given, why=why, fix="Write guards=[...].")
-    guards = tuple(given)
+    fix = "Write guards=[...]."
+    guards = tuple(_units.instance(given, "guards", Iterable, "a list", fix=fix))  # type: ignore[type-abstract]
     for guard in guards:
         if not hasattr(guard, "ready") or not hasattr(guard, "name"):
             why = "must be guards and batched functions"
@@ -252,7 +247,3 @@ def _tell_of_unused(checked: Iterable[Any]) -> None:
                 "give the middleware guards=[...] without it",
                 one.name,
             )
-
-
-def _all_of_process() -> tuple[Ready, ...]:
-    return (*all_guards(), *_batcher.batchers, *_isolated.live())

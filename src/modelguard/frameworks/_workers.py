@@ -66,7 +66,9 @@ class PreforkOptions:
         Raises:
             InvalidOption: A variable has an invalid value.
         """
-        timeout = _number(environ.get("MODELGUARD_WARM_TIMEOUT", "60s"))
+        timeout: _units.Duration = (given := environ.get("MODELGUARD_WARM_TIMEOUT", "60"))
+        with suppress(ValueError):  # a number without a unit is seconds, as everywhere
+            timeout = float(given)
         return cls(
             freeze=_choice(environ, "MODELGUARD_FREEZE", "yes", _YES_OR_NO),
             immortalize=_choice(environ, "MODELGUARD_IMMORTALIZE", "auto", {"auto": "auto", **_YES_OR_NO}),
@@ -109,9 +111,9 @@ class SharedModels:
         return report
 
     def renew(self) -> prefork.ForkReport | None:
-        """Prepare what was loaded since, once for each load, however it ends; None if there is nothing."""
+        """Prepare what was loaded since, once for each load, however it ends; None if there is nothing yet."""
         found = self._generations()
-        if found == self.prepared or not all(guard.ready for guard in self.guards):
+        if _prefork.loading() or found == self.prepared or not all(guard.ready for guard in self.guards):
             return None
         self.prepared = found
         with warnings.catch_warnings():
@@ -133,20 +135,9 @@ def log_report(log: Any, report: prefork.ForkReport, on_hazard: str, workers: in
 
 
 def _choice(environ: Mapping[str, str], name: str, default: str, choices: Mapping[str, T]) -> T:
-    text = environ.get(name, default)
-    try:
-        return choices[text.strip().lower()]
-    except KeyError:
-        fix = f"Choose one of {', '.join(choices)}."
-        raise InvalidOption(name, text, why="is not a known choice", fix=fix) from None
-
-
-def _number(text: str) -> float | str:
-    """Read a number without a unit as seconds, as everywhere else, although environment variables are text."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    text = environ.get(name, default).strip().lower()
+    _units.one_of(text, name, choices, what="choice")
+    return choices[text]
 
 
 #: Seconds between the parent's checks for new weights.
@@ -196,12 +187,8 @@ class Workers:
         self._shared = SharedState()
         self._weights_version = self._shared.weights_version
         if any(guard.engine.renews_weights for guard in self._guards):
-            fork.at_fork(
-                fork.Rank.RENEWAL,
-                before=self._before_fork,
-                in_parent=self._after_fork,
-                in_child=self._after_fork_in_child,
-            )
+            release = self._forking.release
+            fork.at_fork(fork.Rank.RENEWAL, before=self._before_fork, in_parent=release, in_child=release)
             start_thread(self._renew_repeatedly, "modelguard-renewal")
         return report
 
@@ -217,7 +204,7 @@ class Workers:
         for guard in self._guards:
             guard.check()
         with self._forking:  # no worker may be forked from a half-prepared parent
-            report = None if _prefork.loading() else self._models.renew()
+            report = self._models.renew()
             if report is None:
                 return
             self._weights_version += 1
@@ -233,12 +220,6 @@ class Workers:
             _prefork.wait_for_loads(LOAD_TIMEOUT)
         self._forking.acquire()
 
-    def _after_fork(self) -> None:
-        self._forking.release()
-
-    def _after_fork_in_child(self) -> None:
-        self._forking = threading.RLock()
-
     # In a worker
 
     def begin(self) -> None:
@@ -248,14 +229,12 @@ class Workers:
 
     def must_end(self) -> bool:
         """Whether this worker must end now, to be replaced by the server; True only once. Called between requests."""
-        outdated = self._shared.weights_version != self._weights_version
-        if self._left or not (outdated or self._is_due()):
+        now = self._clock()
+        due = self._due and now - self._started >= self._min_lifetime
+        if self._left or not (due or self._shared.weights_version != self._weights_version):
             return False
-        self._left = self._shared.try_leave(self._clock())
+        self._left = self._shared.try_leave(now)
         return self._left
-
-    def _is_due(self) -> bool:
-        return self._due and self._clock() - self._started >= self._min_lifetime
 
     def _policy_due(self, reasons: tuple[Reason, ...]) -> None:  # noqa: ARG002 - the event reports them
         self._due = True
@@ -269,9 +248,8 @@ class SharedState:
 
     def __init__(self) -> None:
         with tempfile.TemporaryFile() as file:
-            self._file = os.dup(file.fileno())  # open for as long as this process and its children live
-        os.ftruncate(self._file, 16)
-        shared = memoryview(mmap.mmap(self._file, 0))
+            self._file = os.dup(file.fileno())  # to lock, for as long as this process and its children live
+        shared = memoryview(mmap.mmap(-1, 16))
         self._version, self._left_at = shared[:8].cast("Q"), shared[8:].cast("d")
 
     @property
@@ -347,18 +325,12 @@ class MetricFiles:
         if self._folder is None:
             return
         own = self._files(os.getpid())
-        if any(map(Path.exists, own)):  # this worker counts already, or had the same process id as one that has ended
-            return
         for pid in self.ended:
-            taken = [self._take(theirs, mine) for theirs, mine in zip(self._files(pid), own, strict=True)]
-            if any(taken):
+            if any(map(Path.exists, own)):  # taken, or it counts already, or one that ended had the same process id
                 return
-
-    def _take(self, theirs: Path, mine: Path) -> bool:
-        with suppress(OSError):  # there is none, or another worker was faster
-            theirs.rename(mine)
-            return True
-        return False
+            for theirs, mine in zip(self._files(pid), own, strict=True):
+                with suppress(OSError):  # there is none, or another worker was faster
+                    theirs.rename(mine)
 
     def _files(self, pid: int) -> list[Path]:
         folder = self._folder or Path()

@@ -36,7 +36,6 @@ __all__ = ["Admin"]
 _SHORTEST_SECRET = 16
 #: The longest query string that is read, in characters. Bodies are not read at all.
 _LONGEST_QUERY = 2048
-_SCHEME = "bearer"
 
 
 class _Hidden:
@@ -104,11 +103,11 @@ class Admin:
         scheme, _, given = (authorization or "").partition(" ")
         # Digests, so that the time of the comparison does not depend on the length either.
         fits = hmac.compare_digest(_digest(given.strip()), self._digest)
-        if fits and scheme.lower() == _SCHEME:
+        if fits and scheme.lower() == "bearer":
             return None
         if authorization is not None:
             logger.warning("modelguard: a request to %s had a wrong secret", self._path)
-        headers = (("www-authenticate", "Bearer"),)
+        headers = {"www-authenticate": "Bearer"}
         return problem(HTTPStatus.UNAUTHORIZED, "This needs the header Authorization: Bearer SECRET.", headers)
 
     def _answer(self, method: str, path: str, query: str) -> Answer:
@@ -120,7 +119,7 @@ class Admin:
         command: _listener.Command = word
         allowed = ("GET", "HEAD") if command == "status" else ("POST",)
         if method not in allowed:
-            headers = (("allow", ", ".join(allowed)),)
+            headers = {"allow": ", ".join(allowed)}
             return problem(HTTPStatus.METHOD_NOT_ALLOWED, f"{command} takes {allowed[0]}.", headers)
         wanted = _read_query(query)
         if wanted is None:
@@ -131,36 +130,33 @@ class Admin:
         except InvalidOption as error:
             return problem(HTTPStatus.NOT_FOUND, str(error))
         status = HTTPStatus.CONFLICT if any(result.error is not None for result in results) else HTTPStatus.OK
-        content = {"pid": os.getpid(), "guards": [result.as_dict() for result in results]}
+        content = {"pid": os.getpid(), "guards": [result._asdict() for result in results]}
         return json_answer(status, content)
 
 
-def check_admin(admin: object) -> Admin | None:
+def check_admin(admin: object) -> None:
     """Check the option ``admin`` of a middleware.
 
     Raises:
         InvalidOption: It is not an :class:`Admin`.
     """
-    if admin is None or isinstance(admin, Admin):
-        return admin
-    # The value may be the secret itself.
-    raise InvalidOption(
-        "admin", _Hidden(), why="must be an Admin", fix="Write admin=Admin(os.environ['ADMIN_SECRET'])."
-    )
+    if not isinstance(admin, Admin | None):  # it may be the secret itself
+        fix = "Write admin=Admin(os.environ['ADMIN_SECRET'])."
+        raise InvalidOption("admin", _Hidden(), why="must be an Admin", fix=fix)
 
 
 def _check_secret(secret: object) -> str:
     fix = "Take it from the environment: Admin(os.environ['ADMIN_SECRET'])."
     if not isinstance(secret, str):
-        raise InvalidOption("secret", _Hidden(), why=f"must be text, not {_units.kind_of(secret)}", fix=fix)
-    if len(secret) < _SHORTEST_SECRET:
+        why = f"must be text, not {_units.kind_of(secret)}"
+    elif len(secret) < _SHORTEST_SECRET:
         why = f"has {len(secret)} characters, and must have at least {_SHORTEST_SECRET}"
         fix = "Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'."
-        raise InvalidOption("secret", _Hidden(), why=why, fix=fix)
-    if not (secret.isascii() and secret.isprintable()) or " " in secret:
+    elif not (secret.isascii() and secret.isprintable()) or " " in secret:
         why = "must be printable ASCII without spaces, as a header carries it"
-        raise InvalidOption("secret", _Hidden(), why=why, fix=fix)
-    return secret
+    else:
+        return secret
+    raise InvalidOption("secret", _Hidden(), why=why, fix=fix)
 
 
 def _digest(text: str) -> bytes:

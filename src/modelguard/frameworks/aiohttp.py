@@ -18,6 +18,7 @@ from modelguard import _extras, _units
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import Answer
 from modelguard.frameworks._web import Header, Options, Web
+from modelguard.serving.deadlines import WebRequest
 
 __all__ = ["install"]
 
@@ -75,7 +76,7 @@ class _Middleware:
         begun = [] if outer is None else outer  # that of the application which this one is mounted in
         token = _begun.set(begun)
         try:
-            with self._web.serving(step, request, header):
+            with self._web.serving(WebRequest(step), request, header) as scope, scope:
                 return await handler(request)
         except (ModelGuardError, ExceptionGroup) as error:
             answer = self._web.answer(error)
@@ -86,8 +87,8 @@ class _Middleware:
             _begun.reset(token)
 
     def _respond(self, request: Any, answer: Answer) -> Any:
-        body, headers = answer.body_for(request.method), dict(answer.headers)
-        return self._response(body=body, status=answer.status, reason=answer.reason, headers=headers)
+        body = answer.body_for(request.method)
+        return self._response(body=body, status=answer.status, reason=answer.reason, headers=answer.headers)
 
 
 def _headers_of(request: Any) -> Header:

@@ -17,17 +17,19 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from http import HTTPStatus
+from itertools import islice
 from typing import Any, Never, Unpack
 
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, CLIENT_GONE, TOO_LARGE, Answer
 from modelguard.frameworks._web import Options, Web
-from modelguard.serving.deadlines import WebRequest, on_behalf_of
+from modelguard.serving.deadlines import WebRequest
 
 __all__ = ["ModelGuardMiddleware", "exception_handlers"]
 
@@ -67,33 +69,24 @@ class Client:
         self.request = WebRequest(timeout, self._called)
         self._buffer: deque[Message] = deque()  # what the watcher received, for the application
         self._ahead = 0  # its size in bytes
-        self._buffered = asyncio.Event()
-        self._end: Message | None = None  # the disconnect
-        self._app_receives = 0  # how many of its tasks: frameworks poll beside one that waits
+        self._end: Message = {}  # the disconnect
+        self._turn = nullcontext() if self._loop is None else asyncio.Lock()  # one receives at a time
         self._watch_wanted = False
         self._answered = False
         self._watcher: asyncio.Task[None] | None = None
 
     async def receive(self) -> Message:
         """Receive the next message, for the application."""
-        while not self._buffer:
-            if self._end is not None:
-                return self._end
-            if self._watching:
-                self._buffered.clear()
-                await self._buffered.wait()
-                continue
-            self._app_receives += 1
-            try:
-                message = await self._receive()
-            finally:
-                self._app_receives -= 1
-                self._watch_again()
-            self._note(message)
-            return message
+        if not (self._buffer or self._end):
+            async with self._turn:
+                if not (self._buffer or self._end):  # else the watcher has received it
+                    await self._take()
+        if not self._buffer:
+            return self._end
         message = self._buffer.popleft()
         self._ahead -= _size(message)
-        self._watch_again()
+        if self._loop is not None and self._watch_wanted:
+            self._loop.call_soon(self._start_watching)
         return message
 
     def answered(self) -> None:
@@ -106,40 +99,29 @@ class Client:
     @property
     def disconnected(self) -> bool:
         """Whether the application, or the watcher, has received the disconnect."""
-        return self._end is not None
-
-    @property
-    def _watching(self) -> bool:
-        return self._watcher is not None and not self._watcher.done()
+        return bool(self._end)
 
     def _called(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._start_watching)
 
-    def _watch_again(self) -> None:
-        if self._loop is not None and self._watch_wanted:
-            self._loop.call_soon(self._start_watching)
-
     def _start_watching(self) -> None:
         self._watch_wanted = True
-        ended = self._answered or self._end is not None
-        if not (ended or self._app_receives or self._watching or self._ahead >= _AHEAD):
+        watching = self._watcher is not None and not self._watcher.done()
+        if not (self._answered or self._end or watching or self._ahead >= _AHEAD):
             self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        try:
-            while self._end is None and self._ahead < _AHEAD:
-                message = await self._receive()
-                self._buffer.append(message)
-                self._ahead += _size(message)
-                self._buffered.set()
-                self._note(message)
-        except Exception:  # noqa: BLE001 - the application gets the same error when it reads
-            return
-        finally:
-            self._buffered.set()
+        with suppress(Exception):  # the application gets the same error when it reads
+            while not self._end and self._ahead < _AHEAD:
+                async with self._turn:
+                    if not self._end:  # else the application has received it
+                        await self._take()
 
-    def _note(self, message: Message) -> None:
+    async def _take(self) -> None:
+        message = await self._receive()
+        self._buffer.append(message)
+        self._ahead += _size(message)
         if message["type"] in _DISCONNECTS:
             self._end = message
             self.request.disconnect()
@@ -158,23 +140,16 @@ Send = Callable[[Message], Awaitable[None]]
 
 #: Close codes of a websocket, by the status that a request would get: "message too big", and for all others
 #: "try again later" (RFC 6455 and IANA's registry).
-_CLOSE_CODES = {TOO_LARGE: 1009}
-_TRY_AGAIN_LATER = 1013
+_TOO_BIG, _TRY_AGAIN_LATER = 1009, 1013
 #: The longest reason for closing a websocket, in bytes (RFC 6455).
 _LONGEST_REASON = 123
 #: The extension with which a websocket that was not accepted can be answered like a request.
 _DENIAL = "websocket.http.response"
 
 
-class Response:
-    """An answer as an ASGI application."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - as ASGI calls it
-        """Send it."""
-        await _respond(send, "http.response", self._answer, self._answer.body_for(scope.get("method")))
+async def respond(answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - as ASGI calls it
+    """Send an answer. A partial of it is an ASGI application."""
+    await _send_answer(send, "http.response", answer, answer.body_for(scope.get("method")))
 
 
 #: Seconds that an error page is held back while the application goes on: with background tasks, and raises nothing.
@@ -199,12 +174,13 @@ class HeldResponse:
     async def send(self, message: Message) -> None:
         """Send a message, or hold it back."""
         kind = message["type"]
-        if kind == "http.response.body" and not message.get("more_body"):
+        last = kind == "http.response.body" and not message.get("more_body")
+        if last:
             self._client.answered()  # background tasks do not belong to the request
         error_page = kind == "http.response.start" and message["status"] == HTTPStatus.INTERNAL_SERVER_ERROR
-        if error_page or (len(self._held) == 1 and kind == "http.response.body" and not message.get("more_body")):
+        if error_page or (last and len(self._held) == 1):
             self._held.append(message)
-            if kind == "http.response.body":
+            if last:
                 self._look_later()
             return
         await self.release()
@@ -214,7 +190,7 @@ class HeldResponse:
     async def refuse(self, answer: Answer) -> None:
         """Send this answer instead of what was held back. The server drops it if the client has disconnected."""
         self._held = []
-        await Response(answer)(self._scope, self._client.receive, self._send)
+        await respond(answer, self._scope, self._client.receive, self._send)
 
     def _look_later(self) -> None:
         with suppress(RuntimeError):  # on Trio the page waits for the application's end
@@ -275,9 +251,9 @@ class WebsocketEnd:
         if answer.status == CLIENT_GONE or (self._client is not None and self._client.disconnected):
             return
         if not self._accepted and self._can_deny:
-            await _respond(self._send, _DENIAL, answer, answer.body)
+            await _send_answer(self._send, _DENIAL, answer, answer.body)
             return
-        code = _CLOSE_CODES.get(answer.status, _TRY_AGAIN_LATER)
+        code = _TOO_BIG if answer.status == TOO_LARGE else _TRY_AGAIN_LATER
         reason = answer.detail.encode()[:_LONGEST_REASON].decode(errors="ignore")
         await self._send({"type": "websocket.close", "code": code, "reason": reason})
 
@@ -285,16 +261,13 @@ class WebsocketEnd:
         """As of a response; nothing is held back here."""
 
 
-async def _respond(send: Send, kind: str, answer: Answer, body: bytes) -> None:
-    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
+async def _send_answer(send: Send, kind: str, answer: Answer, body: bytes) -> None:
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()]
     await send({"type": f"{kind}.start", "status": answer.status, "headers": headers})
     await send({"type": f"{kind}.body", "body": body})
 
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-#: What needs a handler where a framework answers errors itself; a group comes from tasks, and may have others too.
-_HANDLED = (*ANSWERED, ExceptionGroup)
 
 #: How many callers up a framework is looked for that makes its middleware at the first connection.
 _NEAR = 6
@@ -305,15 +278,11 @@ def _made_at_first_connection() -> bool:
 
     The first connection is that of the lifespan protocol, and servers take an error there for a lack of support.
     """
-    frame = sys._getframe(2)  # noqa: SLF001 - the public one may return None
-    for _ in range(_NEAR):
-        scope = frame.f_locals.get("scope")
-        if isinstance(scope, Mapping) and scope.get("type") in {"lifespan", "http", "websocket"}:
-            return True
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return False
+    near = islice(traceback.walk_stack(sys._getframe(2)), _NEAR)  # noqa: SLF001 - the public one may return None
+    scopes = (frame.f_locals.get("scope") for frame, _ in near)
+    return any(
+        isinstance(scope, Mapping) and scope.get("type") in {"lifespan", "http", "websocket"} for scope in scopes
+    )
 
 
 class ModelGuardMiddleware:
@@ -377,19 +346,15 @@ class ModelGuardMiddleware:
         """Serve one connection."""
         if self.invalid is not None:
             await _stop_start(self.invalid, scope, receive, send)
-        elif scope["type"] == "http":
-            await self._serve_http(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await self._serve_websocket(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+        serve = {"http": self._serve_http, "websocket": self._serve_websocket}.get(scope["type"], self.app)
+        await serve(scope, receive, send)
 
     async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path") or "").removeprefix(self.below)
         query = scope.get("query_string", b"").decode("latin-1")
         step = await self._web.areceive(scope["method"], path, query, partial(_header, scope))
         if isinstance(step, Answer):
-            await Response(step)(scope, receive, send)
+            await respond(step, scope, receive, send)
             return
         client = Client(receive, step)
         await self._serve(scope, client, HeldResponse(scope, client, send))
@@ -400,7 +365,7 @@ class ModelGuardMiddleware:
 
     async def _serve(self, scope: Scope, client: Client, end: HeldResponse | WebsocketEnd) -> None:
         try:
-            with on_behalf_of(client.request, *self._web.caller(scope, partial(_header, scope))):
+            with self._web.serving(client.request, scope, partial(_header, scope)) as behalf, behalf:
                 await self.app(scope, client.receive, end.send)
         except (ModelGuardError, ExceptionGroup) as error:
             answer = self._web.answer(error)
@@ -409,9 +374,6 @@ class ModelGuardMiddleware:
             # else a server would log the error, and nobody is there for the rest of the response
             elif answer is None or answer.status != CLIENT_GONE or not client.disconnected:
                 raise
-        except asyncio.CancelledError:  # by the server or by what is around it: nobody is there for an answer
-            client.request.disconnect()  # for calls that run in threads
-            raise
         finally:
             client.answered()
             await end.release()
@@ -425,9 +387,9 @@ def _answer_inside_sanic(app: Any, web: Web) -> None:
 
     def handle(_request: object, error: Exception) -> Any:
         answer = web.answer(error)
-        return None if answer is None else respond(answer.body, answer.status, dict(answer.headers))
+        return None if answer is None else respond(answer.body, answer.status, answer.headers)
 
-    for kind in _HANDLED:
+    for kind in ANSWERED:
         if (kind, None) not in app.error_handler.cached_handlers:  # else the application has a handler of its own
             app.error_handler.add(kind, handle)
 
@@ -447,18 +409,18 @@ def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callabl
     """
     web = Web(detail=detail)
 
-    async def handle(connection: Any, error: Exception) -> Response | None:  # async: Starlette would start a thread
+    async def handle(connection: Any, error: Exception) -> App | None:  # async: Starlette would start a thread
         answer = web.answer_or_raise(error)
         if getattr(connection, "scope", {}).get("type") != "websocket":
-            return Response(answer)
+            return partial(respond, answer)
         accepted = connection.application_state.name != "CONNECTING"
         await WebsocketEnd(connection.scope, connection.send, accepted=accepted).refuse(answer)
         return None
 
-    return dict.fromkeys(_HANDLED, handle)
+    return dict.fromkeys(ANSWERED, handle)
 
 
-async def _stop_start(error: InvalidOption, scope: Scope, receive: Receive, send: Send) -> None:
+async def _stop_start(error: InvalidOption, scope: Scope, receive: Receive, send: Send) -> Never:
     """Have the server end: by the lifespan protocol a failed start is not mistaken for anything else.
 
     Raises:

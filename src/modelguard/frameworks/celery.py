@@ -13,7 +13,6 @@ models after it has imported all tasks, and before it has a pool or connections.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 import traceback
@@ -33,7 +32,6 @@ __all__ = ["install"]
 
 #: A child's warm-up may take this many times as long as that of the trial child.
 _WARM_UP_FACTOR = 5
-_KIB = 1024
 
 _installed = False
 
@@ -79,7 +77,8 @@ def _celery(module: str) -> Any:
 def _start(worker: Any, workers: Workers) -> None:
     pool = _celery("concurrency").get_implementation(worker.pool_cls)
     if not issubclass(pool, _celery("concurrency.prefork").TaskPool):
-        _log_when_ready(logging.WARNING, f"shares no model: Celery's pool {pool.__module__} does not fork")
+        why = f"Celery's pool {pool.__module__} does not fork"
+        _when_ready(lambda: logger.warning("modelguard shares no model: %s", why))
         return
     try:
         _check_start_method(worker)
@@ -90,10 +89,6 @@ def _start(worker: Any, workers: Workers) -> None:
     _allow_warm_ups(worker.app.conf, report)
     _celery("signals").worker_process_init.connect(lambda **_: _begin(workers), weak=False)
     _when_ready(lambda: workers.log(report))
-
-
-def _log_when_ready(level: int, text: str) -> None:
-    _when_ready(lambda: logger.log(level, "modelguard %s", text))
 
 
 def _when_ready(log: Callable[[], None]) -> None:
@@ -114,7 +109,7 @@ def _check_memory_limit(worker: Any) -> None:
     peak = importlib.import_module("billiard.compat").mem_rss()  # the figure that children compare, in KiB
     if limit and int(limit) <= peak:
         why = (
-            f"is below the peak of {_units.format_bytes(peak * _KIB)} that every process inherits from its parent, so "
+            f"is below the peak of {_units.format_bytes(peak * 1024)} that every process inherits from its parent, so "
             "each process would be replaced after every task"
         )
         fix = "Give the guard a MemoryGrowth policy instead: it counts only the private memory of a process."
@@ -125,7 +120,8 @@ def _allow_warm_ups(conf: Any, report: ForkReport) -> None:
     """Raise the time after which Celery kills a process that has not started (default 4 s), to include warm-ups."""
     needed = _WARM_UP_FACTOR * sum(report.tried.values())
     if needed > conf.worker_proc_alive_timeout:
-        _log_when_ready(logging.INFO, f"raised worker_proc_alive_timeout to {needed:.0f} s, for the warm-ups")
+        text = "modelguard raised worker_proc_alive_timeout to %.0f s, for the warm-ups"
+        _when_ready(lambda: logger.info(text, needed))
         conf.worker_proc_alive_timeout = needed
 
 

@@ -17,6 +17,7 @@ from modelguard import _extras
 from modelguard.errors import InvalidOption
 from modelguard.frameworks._answers import Answer
 from modelguard.frameworks._web import Header, Web
+from modelguard.serving.deadlines import WebRequest
 
 __all__ = ["ModelGuardMiddleware"]
 
@@ -59,14 +60,14 @@ class ModelGuardMiddleware:
         step = self._web.receive(*_first_lines(request))
         if isinstance(step, Answer):
             return _respond(request, step)
-        with self._web.serving(step, request, request.headers.get):
+        with self._web.serving(WebRequest(step), request, request.headers.get) as scope, scope:
             return self.get_response(request)
 
     async def _serve_async(self, request: Any) -> Any:
         step = await self._web.areceive(*_first_lines(request))
         if isinstance(step, Answer):
             return _respond(request, step)
-        with self._web.serving(step, request, request.headers.get):
+        with self._web.serving(WebRequest(step), request, request.headers.get) as scope, scope:
             return await self.get_response(request)
 
     def process_exception(self, request: Any, exception: Exception) -> Any:
@@ -89,8 +90,7 @@ def _first_lines(request: Any) -> tuple[str, str, str, Header]:
 
 def _respond(request: Any, answer: Answer) -> Any:
     make = _import("django.http").HttpResponse
-    body, headers = answer.body_for(request.method), dict(answer.headers)
-    return make(body, status=answer.status, reason=answer.reason, headers=headers)
+    return make(answer.body_for(request.method), status=answer.status, reason=answer.reason, headers=answer.headers)
 
 
 def _import(module: str) -> Any:

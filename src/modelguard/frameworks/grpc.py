@@ -23,7 +23,6 @@ A client whose service config has a retry policy waits as long as ``grpc-retry-p
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -32,8 +31,8 @@ from typing import Any, Unpack
 
 from modelguard import _extras
 from modelguard.errors import ModelGuardError
-from modelguard.frameworks._web import CallOptions, Web
-from modelguard.serving.deadlines import OnBehalf, WebRequest, on_behalf_of
+from modelguard.frameworks._web import CallOptions, Header, Web
+from modelguard.serving.deadlines import OnBehalf, WebRequest
 
 __all__ = ["aio_interceptor", "interceptor"]
 
@@ -45,7 +44,6 @@ _CODES = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-_PUSHBACK = "grpc-retry-pushback-ms"
 #: gRPC gives a call without a deadline one in the far future. More seconds than these are none: a year.
 _NO_DEADLINE = 365 * 86_400.0
 
@@ -135,22 +133,18 @@ class _Wrapping:
 
     @contextmanager
     def _serving(self, context: Any, end: Callable[[Any, Exception], object]) -> Iterator[OnBehalf]:
-        request, scope = self._begin(context)
+        request = self._request(context)
         if not context.add_callback(request.disconnect):  # it has ended already
             request.disconnect()
         try:
-            yield scope
+            with self._web.serving(request, context, _header(context)) as scope:
+                yield scope
         except (ModelGuardError, ExceptionGroup) as error:
             end(context, error)
-        finally:
-            request.answered()
 
-    def _begin(self, context: Any) -> tuple[WebRequest, OnBehalf]:
+    def _request(self, context: Any) -> WebRequest:
         bounds = (self._web.limit, context.time_remaining())
-        timeout = min((bound for bound in bounds if bound is not None and bound < _NO_DEADLINE), default=None)
-        request = WebRequest(timeout)
-        caller = self._web.caller(context, lambda name: dict(context.invocation_metadata()).get(name.lower()))
-        return request, on_behalf_of(request, *caller)
+        return WebRequest(min((bound for bound in bounds if bound is not None and bound < _NO_DEADLINE), default=None))
 
     def _abort(self, context: Any, error: Exception) -> None:
         context.abort(*self._status(context, error))
@@ -172,10 +166,9 @@ class _Wrapping:
             Exception: The error, if it is not one for clients.
         """
         answer = self._web.answer_or_raise(error)
-        for name, value in answer.headers:
-            if name == "retry-after":
-                read = getattr(context, "trailing_metadata", tuple)  # not there in threads of an asynchronous server
-                context.set_trailing_metadata((*(read() or ()), (_PUSHBACK, str(int(value) * 1000))))
+        if (seconds := answer.headers.get("retry-after")) is not None:
+            read = getattr(context, "trailing_metadata", tuple)  # not there in threads of an asynchronous server
+            context.set_trailing_metadata((*(read() or ()), ("grpc-retry-pushback-ms", f"{seconds}000")))
         return getattr(self._grpc.StatusCode, _CODES[answer.status]), answer.detail
 
 
@@ -212,13 +205,12 @@ class _AioInterceptor(_Wrapping):
 
     @asynccontextmanager
     async def _aserving(self, context: Any) -> AsyncIterator[OnBehalf]:
-        request, scope = self._begin(context)
         try:
-            yield scope
-        except asyncio.CancelledError:
-            request.disconnect()  # for calls that run in threads
-            raise
+            with self._web.serving(self._request(context), context, _header(context)) as scope:
+                yield scope
         except (ModelGuardError, ExceptionGroup) as error:
             await context.abort(*self._status(context, error))
-        finally:
-            request.answered()
+
+
+def _header(context: Any) -> Header:
+    return lambda name: dict(context.invocation_metadata()).get(name.lower())

@@ -229,11 +229,8 @@ class _Master:
         self._read_requests()
         for guard in self._guards:
             self._check(guard)
-        if self._molds is not None:
-            self._renew()
-            may_fork = self._molds.may_fork
-        elif may_fork := _prefork.loading() is None:
-            self._renew()
+        self._renew()
+        may_fork = _prefork.loading() is None if self._molds is None else self._molds.may_fork
         self.replacement.step(may_fork=may_fork)
         if may_fork and not self.replacement.surplus:
             self._manage_workers()
@@ -276,22 +273,21 @@ class _Master:
 
     def _renew(self) -> None:
         """Share the weights that were loaded since the last preparation, and replace all workers."""
-        if self._molds is not None:
-            self._replace(self._molds.step())
-            return
+        for pid in self._prepared_anew() if self._molds is None else self._molds.step():
+            self.replacement.request(pid, "there are new weights", at_once=True)
+
+    def _prepared_anew(self) -> list[int]:
+        """Prepare the weights that were loaded here; the workers that do not have them."""
         stale = list(self._server.WORKERS)
         try:
             report = self._models.renew()
         except Exception:  # the master must not end
             self._server.log.exception("modelguard: the new weights cannot be shared; workers keep the old ones")
-            return
-        if report is not None:
-            self._log_report(report)
-            self._replace(stale)
-
-    def _replace(self, stale: list[int]) -> None:
-        for pid in stale:
-            self.replacement.request(pid, "there are new weights", at_once=True)
+            return []
+        if report is None:
+            return []
+        self._log_report(report)
+        return stale
 
     def _log_report(self, report: prefork.ForkReport) -> None:
         log_report(self._server.log, report, _options.on_hazard, self._server.num_workers)

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 from modelguard import _extras
 from modelguard.errors import ModelGuardError
-from modelguard.frameworks._answers import ANSWERED, answer_of
+from modelguard.frameworks._answers import REFUSALS, answer_of
 from modelguard.frameworks._web import Options, Web
 from modelguard.frameworks.asgi import ModelGuardMiddleware, Receive, Scope, Send
 
@@ -51,15 +51,21 @@ class ModelGuardPlugin:
         app_config.route_handlers.extend(self._routes())
         app_config.after_exception.append(_reraise)
         if ModelGuardError not in app_config.exception_handlers:
-            handle = _handler(self._web)
-            for kind in ANSWERED:
-                app_config.exception_handlers.setdefault(kind, handle)
+            for kind in REFUSALS:
+                app_config.exception_handlers.setdefault(kind, self._handle)
         return app_config
 
     def _middleware(self, below: str, app: Any) -> ModelGuardMiddleware:
         middleware = ModelGuardMiddleware(app, **self._options)
         middleware.below = f"/{below.strip('/')}".rstrip("/")
         return middleware
+
+    def _handle(self, _: Any, error: Exception) -> Any:
+        answer = self._web.answer_or_raise(error)
+        headers = dict(answer.headers)
+        media_type = headers.pop("content-type")
+        make = _litestar("response").Response
+        return make(answer.body, status_code=answer.status, headers=headers, media_type=media_type)
 
     def _routes(self) -> list[Any]:
         """Routes for the paths that the middleware answers."""
@@ -75,18 +81,6 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noq
         NotFoundException: Always.
     """
     raise _litestar("exceptions").NotFoundException
-
-
-def _handler(web: Web) -> Any:
-    make = _litestar("response").Response
-
-    def handle(_: Any, error: Exception) -> Any:
-        answer = web.answer_or_raise(error)
-        headers = dict(answer.headers)
-        media_type = headers.pop("content-type")
-        return make(answer.body, status_code=answer.status, headers=headers, media_type=media_type)
-
-    return handle
 
 
 async def _reraise(error: Exception, scope: Scope) -> None:

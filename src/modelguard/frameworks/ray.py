@@ -30,7 +30,8 @@ from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Over
 from modelguard.frameworks._answers import Answer, problem
 from modelguard.frameworks._web import Web
 from modelguard.isolation.isolate import Isolated
-from modelguard.lifecycle.guard import ModelGuard, guard_of
+from modelguard.lifecycle._wrappers import owner_of
+from modelguard.lifecycle.guard import ModelGuard
 from modelguard.serving import Batched, BatchedStream, Limits
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
@@ -257,7 +258,7 @@ class Replica:
         self._started = time.monotonic()
         self._name = context.replica_tag
         self._function: Batched[Any, Any] = resolve_name(self.reference)
-        self._model = _model(self._function)
+        self._model: ModelGuard[Any] | Isolated[..., Any] = _model(self._function)
         self._due: tuple[int, tuple[Reason, ...]] | None = None
         self._web = Web()
         self._request: type[Any] = importlib.import_module("starlette.requests").Request
@@ -365,12 +366,14 @@ def _ray(module: str) -> Any:
 
 def _response(answer: Answer) -> Any:
     kind = importlib.import_module("starlette.responses").Response
-    return kind(answer.body, status_code=answer.status, headers=dict(answer.headers))
+    return kind(answer.body, status_code=answer.status, headers=answer.headers)
 
 
-def _model(function: Any) -> ModelGuard[Any] | Isolated[..., Any]:
+def _model(function: Any) -> Any:
+    """Its guard or isolated function; None if it has neither."""
     below = function.__wrapped__
-    return below if isinstance(below, Isolated) else guard_of(below)
+    found = below if isinstance(below, Isolated) else owner_of(below)
+    return found if isinstance(found, ModelGuard | Isolated) else None
 
 
 def _reference(function: Any) -> str:
@@ -381,24 +384,22 @@ def _reference(function: Any) -> str:
         raise InvalidOption("function", function, why=why, fix=fix)
     fix = "Put @batched(max_size=...) above the guard's decorator, and pass the decorated function."
     _units.instance(function, "function", Batched, "a batched function", fix=fix)
-    try:
-        _model(function)
-    except InvalidOption:
+    module, name = str(function.__module__), str(function.__qualname__)
+    if _model(function) is None:
         why = "is not decorated by a guard, so its replicas would never be replaced"
         fix = "Put the guard's decorator between @batched(...) and the function, or use @serve.deployment alone."
-        raise InvalidOption("function", function, why=why, fix=fix) from None
-    module, name = str(function.__module__), str(function.__qualname__)
-    if "." in name:  # a method, or a function inside a function
+    elif "." in name:  # a method, or a function inside a function
         why = "must be at the top of a module: replicas find a function by its name in a module"
-        raise InvalidOption("function", function, why=why, fix="Write it at the top of a module.")
-    if module == "__main__":
+        fix = "Write it at the top of a module."
+    elif module == "__main__":
         why = "is in the program's main script, which replicas cannot import"
-        raise InvalidOption("function", function, why=why, fix="Move it into a module, and import it from there.")
-    if getattr(sys.modules.get(module), name, None) is not function:
+        fix = "Move it into a module, and import it from there."
+    elif getattr(sys.modules.get(module), name, None) is not function:
         why = f"cannot be found by replicas: {module}.{name} is another object"
         fix = "Use different names for the deployment and the function."
-        raise InvalidOption("function", function, why=why, fix=fix)
-    return f"{module}:{name}"
+    else:
+        return f"{module}:{name}"
+    raise InvalidOption("function", function, why=why, fix=fix)
 
 
 def _capacity(limits: Limits) -> int:

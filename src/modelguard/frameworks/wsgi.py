@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, Never, Unpack
 
 from modelguard import _units
@@ -55,15 +56,12 @@ class ModelGuardMiddleware:
         body = _Body(WebRequest(step), start_response, caller)
         try:
             return body.begin(self.app, environ)
-        except (ModelGuardError, ExceptionGroup) as error:
+        except BaseException as error:
             body.close()
-            answer = self._web.answer(error)
+            answer = self._web.answer(error) if isinstance(error, Exception) else None
             if answer is None or body.begun:
                 raise
             return _respond(answer, environ, start_response)
-        except BaseException:
-            body.close()
-            raise
 
 
 class _Body:
@@ -76,10 +74,9 @@ class _Body:
         self._request = request
         self._on_behalf = on_behalf_of(request, *caller)
         self._start_response = start_response
-        self._start: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._start: Callable[[], Any] | None = None
         self._result: Any = ()
         self._chunks: Iterator[bytes] = iter(())
-        self._first: list[bytes] = []
         self._real_write: Callable[[bytes], Any] | None = None
         self.begun = False
 
@@ -90,21 +87,19 @@ class _Body:
                 self._begin()
                 self._request.answered()
                 return self._result  # type: ignore[no-any-return]
-            self._chunks = iter(self._result)
-            while not any(self._first):
-                try:
-                    self._first.append(next(self._chunks))
-                except StopIteration:
+            chunks, first = iter(self._result), []
+            for chunk in chunks:
+                first.append(chunk)
+                if chunk:
                     break
         self._begin()
+        self._chunks = chain(first, chunks)
         return self
 
     def __iter__(self) -> Iterator[bytes]:
         return self
 
     def __next__(self) -> bytes:
-        if self._first:
-            return self._first.pop(0)
         with self._on_behalf:
             return next(self._chunks)
 
@@ -121,7 +116,7 @@ class _Body:
         """Stands for ``start_response``: the real one is called with the first bytes."""
         if self.begun:
             return self._start_response(*args, **kwargs)
-        self._start = args, kwargs
+        self._start = partial(self._start_response, *args, **kwargs)
         return self._write
 
     def _write(self, data: bytes) -> Any:
@@ -130,10 +125,10 @@ class _Body:
         return None if self._real_write is None else self._real_write(data)
 
     def _begin(self) -> None:
-        if self._start is not None:
-            args, kwargs = self._start
-            self._start, self.begun = None, True
-            self._real_write = self._start_response(*args, **kwargs)
+        start, self._start = self._start, None
+        if start is not None:
+            self.begun = True
+            self._real_write = start()
 
 
 def _header(environ: dict[str, Any], name: str) -> str | None:
@@ -168,17 +163,22 @@ def install(app: Any, **options: Unpack[Options]) -> None:
     middleware = ModelGuardMiddleware(app.wsgi_app, **options)  # checks the options before anything is changed
     web = middleware._web  # noqa: SLF001 - of this module
 
-    def handle(error: ModelGuardError) -> tuple[bytes, int, list[tuple[str, str]]]:
-        answer = web.answer_or_raise(error)
-        return answer.body, answer.status, list(answer.headers)
+    own = app.error_handler_spec[None][None]
+
+    def handle(error: Exception) -> Any:
+        answer = web.answer(error)
+        if answer is not None:
+            return answer.body, answer.status, answer.headers
+        if Exception in own:  # a group with other errors, as it would be handled without this
+            return own[Exception](error)
+        raise error
 
     app.wsgi_app = middleware
-    own = app.error_handler_spec[None][None]
     for kind in ANSWERED:
         if not own.keys() & {kind, ModelGuardError}:
             app.register_error_handler(kind, handle)
 
 
 def _respond(answer: Answer, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-    start_response(f"{answer.status} {answer.reason}", list(answer.headers))
+    start_response(f"{answer.status} {answer.reason}", [*answer.headers.items()])
     return [answer.body_for(environ["REQUEST_METHOD"])]

@@ -9,12 +9,14 @@ broke.
 import gc
 import mmap
 import os
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 from modelguard import _units
@@ -425,7 +427,7 @@ def _try(
         if guard.engine.options.warmup is None:
             continue
         with forking("trial"):
-            result = child_processes.run_trial(guard.engine.warm_up, timeout)
+            result = child_processes.run_trial(partial(_warm_up_uncounted, guard), timeout)
         if not result.ok:
             bad = _failed_trial(guard, result, timeout)
             if on_hazard != "warn":
@@ -434,6 +436,14 @@ def _try(
             failed.append(bad)
         tried[guard.name] = result.seconds
     return tried, failed
+
+
+def _warm_up_uncounted(guard: ModelGuard[Any]) -> None:
+    """Warm up in a trial child: what it counts with prometheus_client would be a worker's for ever."""
+    with ExitStack() as stack:
+        if os.access(folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR", ""), os.W_OK):
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+        guard.engine.warm_up()
 
 
 def _failed_trial(guard: ModelGuard[Any], result: child_processes.TrialResult, timeout: float) -> Hazard:

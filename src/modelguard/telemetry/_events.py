@@ -16,10 +16,6 @@ from modelguard.telemetry.reasons import PROTECT_MEMORY, Reason
 _WORTH_MENTIONING = 0.05
 
 
-def _listed(reasons: tuple[Reason, ...]) -> str:
-    return ", ".join(map(str, reasons))
-
-
 def _numbered(generation: int, version: str | None) -> str:
     return f"generation {generation}{_in_brackets(version)}"
 
@@ -47,6 +43,7 @@ class Event:
     time: float = field(default_factory=time.time)
 
     _usual_level: ClassVar[int]
+    _says: ClassVar[str]  #: The sentence of most events. ``{0}`` is the event.
 
     def __init_subclass__(cls, *, level: int = logging.INFO) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
@@ -58,7 +55,50 @@ class Event:
 
     def _sentence(self) -> str:
         """What the log says after the guard's name."""
-        raise NotImplementedError
+        return self._says.format(self)
+
+
+# What several events have in common.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfGeneration:
+    """What happens to a generation, and why."""
+
+    generation: int
+    reasons: tuple[Reason, ...]
+
+    @property
+    def _why(self) -> str:
+        return ", ".join(map(str, self.reasons))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Freed:
+    """What gives memory back."""
+
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+
+    @property
+    def freed(self) -> int:
+        """Bytes returned to the system; negative if the process grew meanwhile."""
+        return self.bytes_before - self.bytes_after
+
+    @property
+    def _returned(self) -> str:
+        return f"{_units.format_bytes(self.freed)} returned to the system"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trimmed(_Freed):
+    """What has an allocator give memory back."""
+
+    trimmed_by: str | None
+    trim_error: str | None
+    in_use: int | None = None
+    held: int | None = None
 
 
 # Events of guards, pools and replicas: their loads, releases and policies.
@@ -84,17 +124,13 @@ PostponeCause = Literal["paused", "min_lifetime"]
 Callback = Literal["reload_on", "probe", "recycle", "release", "unload"]
 
 
-class ReloadDue(Event):
+class ReloadDue(_OfGeneration, Event):
     """A policy has become due; a reload follows."""
 
-    generation: int
-    reasons: tuple[Reason, ...]
-
-    def _sentence(self) -> str:
-        return f"reload due after generation {self.generation}: {_listed(self.reasons)}"
+    _says = "reload due after generation {0.generation}: {0._why}"
 
 
-class ReloadPostponed(Event):
+class ReloadPostponed(_OfGeneration, Event):
     """Policies have become due, and what they ask for must wait. Each policy is reported once for each generation.
 
     Attributes:
@@ -106,8 +142,6 @@ class ReloadPostponed(Event):
             generation.
     """
 
-    generation: int
-    reasons: tuple[Reason, ...]
     cause: PostponeCause
     seconds: float | None
     worker: int | None = None
@@ -121,41 +155,34 @@ class ReloadPostponed(Event):
     def _sentence(self) -> str:
         until = "the guard is paused" if self.seconds is None else f"waits {self.seconds:.1f} s for min_lifetime"
         what = f"generation {self.generation}" if self.worker is None else f"worker {self.worker}"
-        return f"{what} is due, but {until}: {_listed(self.reasons)}"
+        return f"{what} is due, but {until}: {self._why}"
 
 
 class GuardPaused(Event):
     """``pause()`` was called: policies start nothing until ``resume()``."""
 
-    def _sentence(self) -> str:
-        return "paused: policies start nothing until resume()"
+    _says = "paused: policies start nothing until resume()"
 
 
 class GuardResumed(Event):
     """``resume()`` was called after ``pause()``: policies decide again."""
 
-    def _sentence(self) -> str:
-        return "resumed: policies decide again"
+    _says = "resumed: policies decide again"
 
 
-class UnloadStarted(Event):
+class UnloadStarted(_OfGeneration, Event):
     """The model is released until its next use: ``Idle`` is due, or ``unload()`` was called.
 
     ``GenerationReleased`` follows when its memory is returned.
     """
 
-    generation: int
-    reasons: tuple[Reason, ...]
-
-    def _sentence(self) -> str:
-        return f"generation {self.generation} is released until the next use: {_listed(self.reasons)}"
+    _says = "generation {0.generation} is released until the next use: {0._why}"
 
 
 class IdleEnded(Event):
     """The guard was closed while its model, or its workers, were released until the next use: there is none."""
 
-    def _sentence(self) -> str:
-        return "closed while its model was released until the next use"
+    _says = "closed while its model was released until the next use"
 
 
 class RolledBack(Event, level=logging.WARNING):
@@ -223,14 +250,10 @@ class ReplayFinished(Event):
         return f"{which}: {agreed}{slowdown}; {self.outcome} after {self.seconds:.2f} s"
 
 
-class RecycleAsked(Event):
+class RecycleAsked(_OfGeneration, Event):
     """A policy has become due in a process that is replaced as a whole: the server was asked for a new process."""
 
-    generation: int
-    reasons: tuple[Reason, ...]
-
-    def _sentence(self) -> str:
-        return f"asked the server for a new process after generation {self.generation}: {_listed(self.reasons)}"
+    _says = "asked the server for a new process after generation {0.generation}: {0._why}"
 
 
 class SwapChosen(Event):
@@ -248,11 +271,10 @@ class SwapChosen(Event):
     model_bytes: int | None
     headroom: int | None
 
-    def _sentence(self) -> str:
-        return f"replacing the model by {self.swap}: {self.why}"
+    _says = "replacing the model by {0.swap}: {0.why}"
 
 
-class LoadStarted(Event):
+class LoadStarted(_OfGeneration, Event):
     """The loader is about to be called.
 
     Attributes:
@@ -263,8 +285,6 @@ class LoadStarted(Event):
         host_lock: Which lock the load holds.
     """
 
-    generation: int
-    reasons: tuple[Reason, ...]
     deferred_seconds: float
     deferred_growth: int
     host_lock: HostLockHeld
@@ -273,10 +293,10 @@ class LoadStarted(Event):
         waited = self.deferred_seconds >= _WORTH_MENTIONING
         grown = f", in which memory grew by {_units.format_bytes(self.deferred_growth)}" if self.deferred_growth else ""
         deferred = f", deferred by {self.deferred_seconds:.1f} s{grown}" if waited else ""
-        return f"loading generation {self.generation}: {_listed(self.reasons)}{deferred}"
+        return f"loading generation {self.generation}: {self._why}{deferred}"
 
 
-class LoadFinished(Event):
+class LoadFinished(_OfGeneration, Event):
     """A new generation takes calls.
 
     Attributes:
@@ -292,8 +312,6 @@ class LoadFinished(Event):
         gpu_reserved: GPU memory that torch has reserved for this process.
     """
 
-    generation: int
-    reasons: tuple[Reason, ...]
     seconds: float
     stall_seconds: float
     model_bytes: int
@@ -352,13 +370,14 @@ class LoadDiscarded(Event):
         return f"a loaded model{_in_brackets(self.version)} was discarded: {why[self.cause]}"
 
 
-class GenerationReleased(Event):
+class GenerationReleased(_Trimmed, Event):
     """A generation was unloaded and dropped.
 
     Attributes:
         generation: Its number.
         bytes_before: Private memory before the release.
         bytes_after: Private memory after unload, collection and trim.
+        freed: The difference: bytes returned to the system; negative if the process grew meanwhile.
         alive: True if the model still exists, False if it was freed, None if its type cannot be watched.
         holders: Descriptions of objects that still refer to it, at most five.
         collected: Whether ``gc.collect()`` was needed.
@@ -383,29 +402,17 @@ class GenerationReleased(Event):
     """
 
     generation: int
-    bytes_before: int
-    bytes_after: int
     alive: bool | None
     holders: tuple[str, ...]
     collected: bool
-    trimmed_by: str | None
-    trim_error: str | None
-    seconds: float
     drain_seconds: float | None
     error: str | None
-    in_use: int | None = None
-    held: int | None = None
     immortal: bool = False
     version: str | None = None
     gpu_reserved_before: int | None = None
     gpu_reserved_after: int | None = None
     gpu_allocated: int | None = None
     kept: str | None = None
-
-    @property
-    def freed(self) -> int:
-        """Bytes returned to the system; negative if the process grew meanwhile."""
-        return self.bytes_before - self.bytes_after
 
     @property
     def gpu_freed(self) -> int | None:
@@ -428,7 +435,7 @@ class GenerationReleased(Event):
             return f"{model} was dropped but is still alive, held by: {'; '.join(self.holders) or 'unknown'}"
         gpu = f", {_units.format_bytes(self.gpu_freed)} to the GPU" if self.gpu_freed else ""
         kept = "" if self.kept is None else f" ({self.kept})"
-        return f"{model} released, {_units.format_bytes(self.freed)} returned to the system{gpu}{kept}"
+        return f"{model} released, {self._returned}{gpu}{kept}"
 
 
 class GenerationAbandoned(Event, level=logging.WARNING):
@@ -451,12 +458,13 @@ class GenerationAbandoned(Event, level=logging.WARNING):
         return f"{model} is abandoned: {calls}; it will be released when they end"
 
 
-class MemoryTrimmed(Event):
+class MemoryTrimmed(_Trimmed, Event):
     """Freed memory was returned to the system, because of ``trim_every``.
 
     Attributes:
         bytes_before: Private memory before.
         bytes_after: Private memory after.
+        freed: The difference: bytes returned to the system; negative if the process grew meanwhile.
         trimmed_by: The allocator that did it; None if none could.
         trim_error: Why none could; None if one did.
         seconds: Duration of the trim.
@@ -464,21 +472,7 @@ class MemoryTrimmed(Event):
         held: As for ``GenerationReleased``.
     """
 
-    bytes_before: int
-    bytes_after: int
-    trimmed_by: str | None
-    trim_error: str | None
-    seconds: float
-    in_use: int | None = None
-    held: int | None = None
-
-    @property
-    def freed(self) -> int:
-        """Bytes returned to the system; negative if the process grew meanwhile."""
-        return self.bytes_before - self.bytes_after
-
-    def _sentence(self) -> str:
-        return f"trimmed, {_units.format_bytes(self.freed)} returned to the system"
+    _says = "trimmed, {0._returned}"
 
 
 class GpuCacheEmptied(Event):
@@ -569,8 +563,7 @@ class CallbackErrored(Event, level=logging.WARNING):
     callback: Callback
     error: str
 
-    def _sentence(self) -> str:
-        return f"{self.callback} raised {self.error}"
+    _says = "{0.callback} raised {0.error}"
 
 
 # Events of batched functions.
@@ -602,8 +595,7 @@ class BatchFinished(Event, level=logging.DEBUG):  # it comes with every batch
     padding: float = 0.0
     hung: int = 0
 
-    def _sentence(self) -> str:
-        return f"a batch of {self.size} took {self.run_seconds:.3f} s; {self.waiting} waiting"
+    _says = "a batch of {0.size} took {0.run_seconds:.3f} s; {0.waiting} waiting"
 
 
 class BatchErrored(Event, level=logging.WARNING):
@@ -706,16 +698,13 @@ class CircuitOpened(Event, level=logging.WARNING):
     retry_after: float
     error: str
 
-    def _sentence(self) -> str:
-        retry = f"next try in {self.retry_after:.1f} s"
-        return f"circuit open after {self.failures} failed runs, {retry}: {self.error}"
+    _says = "circuit open after {0.failures} failed runs, next try in {0.retry_after:.1f} s: {0.error}"
 
 
 class CircuitClosed(Event):
     """The probe has succeeded: requests are accepted again."""
 
-    def _sentence(self) -> str:
-        return "circuit closed"
+    _says = "circuit closed"
 
 
 # Events of the worker processes of isolated functions.
@@ -741,8 +730,7 @@ class WorkerStarted(Event):
     worker: int
     seconds: float
 
-    def _sentence(self) -> str:
-        return f"worker {self.worker} takes calls after {self.seconds:.3f} s"
+    _says = "worker {0.worker} takes calls after {0.seconds:.3f} s"
 
 
 class WorkerEnded(Event):
@@ -777,7 +765,7 @@ class WorkerEnded(Event):
         return f"worker {self.worker} ended after {self.age:.1f} s: {why[self.cause]}"
 
 
-class WorkersReleased(Event):
+class WorkersReleased(_OfGeneration, _Freed, Event):
     """Nobody has called an isolated function, so all of its workers have ended. Its mold stays for the next call.
 
     Attributes:
@@ -786,24 +774,13 @@ class WorkersReleased(Event):
         workers: How many have ended.
         bytes_before: What the mold and its workers held, in bytes; what they share is counted once.
         bytes_after: What is left, mostly the mold's.
+        freed: The difference: bytes that went back to the system.
         seconds: From the order to the end of the last one.
     """
 
-    generation: int
-    reasons: tuple[Reason, ...]
     workers: int
-    bytes_before: int
-    bytes_after: int
-    seconds: float
 
-    @property
-    def freed(self) -> int:
-        """Bytes that went back to the system."""
-        return self.bytes_before - self.bytes_after
-
-    def _sentence(self) -> str:
-        freed = f"{_units.format_bytes(self.freed)} returned to the system"
-        return f"{self.workers} workers ended until the next call, {freed}: {_listed(self.reasons)}"
+    _says = "{0.workers} workers ended until the next call, {0._returned}: {0._why}"
 
 
 # What ``modelguard.diagnosis.watch`` reports.

@@ -85,7 +85,21 @@ _FACTORIES = ("modelguard.telemetry.prometheus", "modelguard.telemetry.opentelem
 _lock = threading.Lock()
 # Held during a fork, so that no thread has it that does not exist in the child.
 fork.at_fork(fork.Rank.LOCKS, before=_lock.acquire, in_parent=_lock.release, in_child=_lock.release)
-_hooks: tuple[Hook, ...] | None = None  # None: the defaults, chosen at the first event
+
+#: A hook, and the lowest level of the events that it gets.
+_Added = tuple[Hook, int]
+
+_LOG: _Added = (log_event, logging.DEBUG)
+_hooks: tuple[_Added, ...] = (_LOG,)
+#: Whether another one than the log gets the events of every batch.
+_batches_wanted = False
+_muted = False
+
+
+def _set(hooks: tuple[_Added, ...]) -> None:
+    global _hooks, _batches_wanted
+    _hooks = hooks
+    _batches_wanted = any(added is not _LOG and added[1] <= logging.DEBUG for added in hooks)
 
 
 def add_hook(hook: Hook, *, level: int | str = logging.DEBUG) -> Callable[[], None]:
@@ -110,22 +124,13 @@ def add_hook(hook: Hook, *, level: int | str = logging.DEBUG) -> Callable[[], No
     if not isinstance(least, int) or isinstance(least, bool):
         fix = 'Write level="INFO", "WARNING" or "DEBUG".'
         raise InvalidOption("level", level, why="is not a level of logging", fix=fix)
-    if least > logging.DEBUG:
-        hook = _AtLevel(hook, least)
-    global _hooks
+    added = (hook, least)
     with _lock:
-        _hooks = (*_current(), hook)
-    added = True
+        _set((*_hooks, added))
 
     def remove() -> None:
-        global _hooks
-        nonlocal added
         with _lock:
-            now = _current()
-            found = next((number for number, each in enumerate(now) if each is hook), None)  # it may not be comparable
-            if added and found is not None:  # only once: it may have been added elsewhere too
-                _hooks = (*now[:found], *now[found + 1 :])
-            added = False
+            _set(tuple(each for each in _hooks if each is not added))
 
     return remove
 
@@ -136,47 +141,34 @@ def set_hooks(hooks: Iterable[Hook] | None) -> None:
     Raises:
         InvalidOption: It is not a collection of hooks.
     """
-    global _hooks
     if callable(hooks) or isinstance(hooks, str) or not isinstance(hooks, Iterable | None):
         why = f"must be a list of hooks or None, not {_units.kind_of(hooks)}"
         fix = "Write set_hooks([hook]), or add_hook(hook) to keep the others."
         raise InvalidOption("hooks", hooks, why=why, fix=fix)
-    chosen = None if hooks is None else tuple(hooks)
-    for hook in chosen or ():
+    chosen = (_LOG,) if hooks is None else tuple((hook, logging.DEBUG) for hook in hooks)
+    for hook, _ in chosen:
         _check(hook)
     with _lock:
-        _hooks = chosen
-
-
-class _AtLevel:
-    """A hook that gets the events of a level and above."""
-
-    def __init__(self, hook: Hook, level: int) -> None:
-        self._hook = hook
-        self._level = level
-
-    def __call__(self, event: Event) -> None:
-        if level_of(event) >= self._level:
-            self._hook(event)
-
-    def __repr__(self) -> str:
-        return repr(self._hook)
+        _set(chosen)
 
 
 @contextmanager
 def muted() -> Iterator[None]:
     """In the block, no hook receives an event: another process reports what happens here."""
-    global _hooks
-    before, _hooks = _hooks, ()
+    global _muted
+    _muted = True
     try:
         yield
     finally:
-        _hooks = before
+        _muted = False
 
 
 def emit(event: Event) -> None:
     """Pass ``event`` to every hook."""
-    for hook in _current():
+    level = level_of(event)
+    for hook, least in _hooks:
+        if _muted or level < least:
+            continue
         try:
             hook(event)
         except BaseException:  # an observer must not break what it observes, not even by sys.exit()
@@ -193,7 +185,7 @@ def import_events() -> None:
 
 def listening() -> bool:
     """Whether a hook or the log receives the events of every batch."""
-    return _hooks is not None or logger.isEnabledFor(logging.DEBUG)
+    return _batches_wanted or logger.isEnabledFor(logging.DEBUG)
 
 
 def _check(hook: Hook) -> None:
@@ -202,7 +194,3 @@ def _check(hook: Hook) -> None:
         raise InvalidOption("hook", hook, why="makes a hook and is not one", fix=f"Call it: add_hook({name}()).")
     fix = "Pass the function itself, without calling it: add_hook(note)."
     _units.function(hook, "hook", "one event", fix=fix, arguments=1)
-
-
-def _current() -> tuple[Hook, ...]:
-    return (log_event,) if _hooks is None else _hooks

@@ -209,18 +209,11 @@ _MODEL_INFO = Metric("gauge", "model.info", _INFO, "guard", {}, "{model}", label
 def _read(subject: Subject, line: str) -> Metric:
     kind, name, unit, sources, text = line.split(maxsplit=4)
     label, values = _LABELS.get(name, (None, ()))
-    return Metric(
-        "gauge" if kind in {"max", "sum"} else kind,  # type: ignore[arg-type] # a test looks at each
-        name,
-        text,
-        subject,
-        dict(map(_read_source, sources.split(","))),
-        unit,
-        label,
-        values,
-        _BUCKETS.get(name, _SHORT) if kind == "histogram" else (),
-        "livesum" if kind == "sum" else "livemax",
-    )
+    buckets = _BUCKETS.get(name, _SHORT) if kind == "histogram" else ()
+    mode: Mode = "livesum" if kind == "sum" else "livemax"
+    known: Any = "gauge" if kind in {"max", "sum"} else kind  # a test looks at each
+    read = dict(map(_read_source, sources.split(",")))
+    return Metric(known, name, text, subject, read, unit, label, values, buckets, mode)
 
 
 def _read_source(source: str) -> tuple[str, Callable[[Any], Amount]]:
@@ -276,16 +269,12 @@ def measures(event: events.Event) -> Iterator[Measure]:
 _MAX_ZEROS = 4
 
 
-def _zeros(subject: Subject) -> tuple[Measure, ...]:
+def _zeros(subject: Subject) -> Iterator[Measure]:
     """The zeros at a subject's first event: ``increase()`` does not see a first failure without them."""
-    return tuple(
-        Measure(metric, value, 0)
-        for metric in METRICS.values()
-        if metric.subject == subject
-        and len(metric.values) <= _MAX_ZEROS
-        and (metric.kind == "counter" or metric.mode == "livesum")
-        for value in metric.values or (None,)
-    )
+    for metric in METRICS.values():
+        counts = metric.kind == "counter" or metric.mode == "livesum"
+        if metric.subject == subject and counts and len(metric.values) <= _MAX_ZEROS:
+            yield from (Measure(metric, value, 0) for value in metric.values or (None,))
 
 
 #: Held while a metric is written, and during a fork: if another thread held the lock of a metrics library during a
@@ -306,10 +295,12 @@ class Recorder:
 
     Args:
         record: Takes a metric, the values of its labels in their order, and the amount.
+        name: Whose function that is.
     """
 
-    def __init__(self, record: Callable[[Metric, tuple[str, ...], float], None]) -> None:
+    def __init__(self, record: Callable[[Metric, tuple[str, ...], float], None], name: str = "metrics") -> None:
         self._record = record
+        self._name = name
         self._seen: set[tuple[Subject, str]] = set()
         self._versions: dict[str, tuple[int, str]] = {}  # of each guard, the generation and the version that is shown
         self._thread = threading.local()
@@ -340,6 +331,9 @@ class Recorder:
         if failed is not None:
             raise failed
 
+    def __repr__(self) -> str:
+        return f"<{self._name} hook: {len(METRICS)} metrics>"
+
     def _record_event(self, event: events.Event) -> None:
         told = tuple(measures(event))
         if not told:
@@ -354,13 +348,11 @@ class Recorder:
             self._record(metric, (name,) if value is None else (name, value), amount)
         if name is not event.guard:
             return
+        shown, _ = self._versions.get(name, (None, None))
         if isinstance(event, events.LoadFinished | events.RolledBack):
-            self._show_version(event.guard, event.generation, event.version)
-        elif isinstance(event, events.GenerationReleased) and event.generation == self._shown_generation(event.guard):
-            self._show_version(event.guard, event.generation, None)
-
-    def _shown_generation(self, guard: str) -> int | None:
-        return self._versions[guard][0] if guard in self._versions else None
+            self._show_version(name, event.generation, event.version)
+        elif isinstance(event, events.GenerationReleased) and event.generation == shown:
+            self._show_version(name, event.generation, None)
 
     def _show_version(self, guard: str, generation: int, version: str | None) -> None:
         """Show one version of a guard's model at a time: a metric must not grow with each new one."""

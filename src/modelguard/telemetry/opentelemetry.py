@@ -8,6 +8,7 @@ go; without an SDK they are discarded. The metrics are those in ``docs/metrics.m
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from modelguard import _extras, _units
@@ -22,10 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["opentelemetry"]
 
 _NAME = "modelguard"
-_SPAN = "modelguard.load"
-#: If a model is discarded for one of these causes, the load has ended. After other causes, LoadErrored ends the load.
-_ENDING: frozenset[events.DiscardCause] = frozenset({"closed", "rolled_back", "stale"})
-_ATTRIBUTES = (str, bool, int, float)
+_OUTCOMES = {events.LoadFinished: "loaded", events.LoadErrored: "failed"}
+#: The process and the guard of a load.
+_Key = tuple[int, str]
 
 
 def opentelemetry(
@@ -57,23 +57,22 @@ def opentelemetry(
     return _OpenTelemetryHook(instruments, _LoadSpans(trace, trace.get_tracer(_NAME, tracer_provider=tracer_provider)))
 
 
-class _OpenTelemetryHook:
+class _OpenTelemetryHook(Recorder):
     """Records each event in the metrics and in the span of its load."""
 
     def __init__(self, instruments: dict[str, Callable[..., None]], spans: _LoadSpans) -> None:
-        self._instruments = instruments
-        self._recorder = Recorder(self._record)
+        super().__init__(partial(_record, instruments), "OpenTelemetry")
         self._spans = spans
 
     def __call__(self, event: events.Event) -> None:
-        self._recorder(event)
+        super().__call__(event)
         self._spans.record(event)
 
-    def __repr__(self) -> str:
-        return f"<OpenTelemetry hook: {len(self._instruments)} metrics>"
 
-    def _record(self, metric: _metrics.Metric, labels: tuple[str, ...], amount: float) -> None:
-        self._instruments[metric.name](amount, dict(zip(metric.labels, labels, strict=True)))
+def _record(
+    instruments: dict[str, Callable[..., None]], metric: _metrics.Metric, labels: tuple[str, ...], amount: float
+) -> None:
+    instruments[metric.name](amount, dict(zip(metric.labels, labels, strict=True)))
 
 
 class _LoadSpans:
@@ -86,8 +85,8 @@ class _LoadSpans:
     def __init__(self, trace: Any, tracer: Tracer) -> None:
         self._trace = trace
         self._tracer = tracer
-        self._before: dict[tuple[int, str], list[events.Event]] = {}
-        self._open: dict[tuple[int, str], Span] = {}
+        self._before: dict[_Key, list[events.Event]] = {}  # what came before a load, and belongs to its span
+        self._open: dict[_Key, Span] = {}
 
     def record(self, event: events.Event) -> None:
         key = event.pid, event.guard
@@ -96,51 +95,43 @@ class _LoadSpans:
                 with WRITE_LOCK:
                     self._before[key] = [event]
             case events.LoadStarted():
-                self._begin(key, event)
-            case events.LoadFinished():
-                self._end(key, event, "loaded")
-            case events.LoadErrored():
-                self._end(key, event, "failed")
-            case events.LoadDiscarded() if event.cause in _ENDING:
-                self._end(key, event, "discarded")
-            case events.LoadDiscarded(cause="late"):
-                pass  # its load failed long ago, and the running load may be another one
-            case events.LoadDiscarded() | events.GenerationReleased() | events.GenerationAbandoned():
-                self._continue(key, event)
-            case _:
-                pass
+                with WRITE_LOCK:
+                    if event.host_lock == "none":  # it replaces none: what came before is of one that was given up
+                        self._before.pop(key, None)
+                    self._open[key] = self._started(key, event)
+            case (
+                events.LoadFinished()
+                | events.LoadErrored()
+                | events.LoadDiscarded(cause="closed" | "rolled_back" | "stale")
+            ):
+                self._end(key, event)
+            # Its LoadErrored follows. The load of one that is late has failed long ago, and another may be running.
+            case events.LoadDiscarded(cause="rejected") | events.GenerationReleased() | events.GenerationAbandoned():
+                with WRITE_LOCK:
+                    if key in self._open:
+                        _add(self._open[key], event)
+                    elif key in self._before:
+                        self._before[key].append(event)
 
-    def _begin(self, key: tuple[int, str], event: events.LoadStarted) -> None:
-        with WRITE_LOCK:
-            before = self._before.pop(key, [])
-            if event.host_lock == "none":  # it replaces none: those are of a reload that was given up
-                before = []
-            self._open[key] = self._started(event, before)
-            _add(self._open[key], event)
-
-    def _started(self, event: events.Event, before: list[events.Event]) -> Span:
-        since = before[0] if before else event
-        span = self._tracer.start_span(_SPAN, attributes=_attributes(event), start_time=_nanoseconds(since))
-        for each in before:
+    def _started(self, key: _Key, event: events.Event) -> Span:
+        told = [*self._before.pop(key, ()), event]
+        since = _nanoseconds(told[0])
+        span = self._tracer.start_span("modelguard.load", attributes=_attributes(event), start_time=since)
+        for each in told:
             _add(span, each)
         return span
 
-    def _continue(self, key: tuple[int, str], event: events.Event) -> None:
+    def _end(self, key: _Key, event: events.Event) -> None:
         with WRITE_LOCK:
-            if key in self._open:
-                _add(self._open[key], event)
-            elif key in self._before:
-                self._before[key].append(event)
-
-    def _end(self, key: tuple[int, str], event: events.Event, outcome: str) -> None:
-        with WRITE_LOCK:
-            before, span = self._before.pop(key, None), self._open.pop(key, None)
-            if span is None:
-                if before is None:
-                    return  # the load was already reported as failed
-                span = self._started(event, before)
-            _add(span, event)
-        span.set_attributes({**_attributes(event), "outcome": outcome})
+            span = self._open.pop(key, None)
+            if span is not None:
+                _add(span, event)
+            elif key in self._before:  # it ends before its load
+                span = self._started(key, event)
+            else:
+                return  # the load was already reported as failed
+            self._before.pop(key, None)
+        span.set_attributes({**_attributes(event), "outcome": _OUTCOMES.get(type(event), "discarded")})
         if isinstance(event, events.LoadErrored):
             span.set_status(self._trace.StatusCode.ERROR, event.error)
         span.end(_nanoseconds(event))  # outside of the lock, because it may export the span, which takes time
@@ -174,14 +165,11 @@ def _add(span: Span, event: events.Event) -> None:
 
 def _attributes(event: events.Event) -> dict[str, Any]:
     """The fields of an event that attributes can represent."""
-    found: dict[str, Any] = {}
-    for name, value in vars(event).items():
-        if isinstance(value, _ATTRIBUTES):
-            found[name] = value
-        elif isinstance(value, tuple):
-            found[name] = list(map(str, value))
-    found.pop("time", None)  # the span and its events have their own time
-    return found
+    return {
+        name: list(map(str, value)) if isinstance(value, tuple) else value
+        for name, value in vars(event).items()
+        if name != "time" and isinstance(value, str | bool | int | float | tuple)  # the span has times of its own
+    }
 
 
 def _nanoseconds(event: events.Event) -> int:
@@ -192,18 +180,14 @@ def _api(module: str) -> Any:
     return _extras.load(f"opentelemetry.{module}", "modelguard.telemetry.opentelemetry")
 
 
-def _make(api: Any, meter: Any, metric: _metrics.Metric) -> Callable[..., None]:
+def _make(api: Any, meter: Any, metric: _metrics.Metric) -> Any:
+    """The function that writes an amount."""
     about = {"name": metric.full_name, "unit": metric.unit, "description": metric.help}
-    write: Callable[..., None]
-    if metric.kind == "counter":
-        write = meter.create_counter(**about).add
-    elif metric.only_current:
+    if metric.only_current:
         current = _Current(api)
         meter.create_observable_gauge(callbacks=[current.observe], **about)
-        write = current.put
-    elif metric.kind == "gauge":
-        write = meter.create_gauge(**about).set
-    else:
+        return current.put
+    if metric.kind == "histogram":
         buckets = list(metric.buckets)
-        write = meter.create_histogram(**about, explicit_bucket_boundaries_advisory=buckets).record
-    return write
+        return meter.create_histogram(**about, explicit_bucket_boundaries_advisory=buckets).record
+    return meter.create_counter(**about).add if metric.kind == "counter" else meter.create_gauge(**about).set

@@ -32,7 +32,7 @@ _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _WRITES = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
 #: In multiprocess mode, the hook that writes this process's files.
-_writer: weakref.ref[_PrometheusHook] | None = None
+_writer: weakref.ref[Recorder] | None = None
 
 
 def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], None]:
@@ -51,33 +51,21 @@ def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], N
             process; ``registry`` is not one; or ``PROMETHEUS_MULTIPROC_DIR`` is not a writable folder, or was set too
             late.
     """
+    global _writer
     client = _extras.load("prometheus_client", "modelguard.telemetry.prometheus")
     if registry is None:
         registry = client.REGISTRY
     kind = "a CollectorRegistry of prometheus_client"
     _units.instance(registry, "registry", client.CollectorRegistry, kind, fix="Leave it out, or give one.")
     several = _writes_files()
+    if several and _writer is not None and _writer() is not None:
+        why = "must not get a second set of metrics in this process, which would overwrite the first one's files"
+        raise InvalidOption("registry", registry, why=why, fix="Make one hook in a process, and add it once.")
+    # no series is removed from a file
+    hook = Recorder(partial(_record, _register(client, registry), removes=not several), "Prometheus")
     if several:
-        _reject_second_writer(registry)
-    hook = _PrometheusHook(_register(client, registry), removes=not several)  # no series is removed from a file
-    if several:
-        global _writer
         _writer = weakref.ref(hook)
     return hook
-
-
-class _PrometheusHook:
-    """Records each event in the metrics."""
-
-    def __init__(self, metrics: dict[str, Any], *, removes: bool) -> None:
-        self._size = len(metrics)
-        self._recorder = Recorder(partial(_record, metrics, removes=removes))
-
-    def __call__(self, event: Event) -> None:
-        self._recorder(event)
-
-    def __repr__(self) -> str:
-        return f"<Prometheus hook: {self._size} metrics>"
 
 
 def _record(
@@ -85,9 +73,8 @@ def _record(
 ) -> None:
     if metric.only_current and not amount and removes:
         metrics[metric.name].remove(*labels)
-        return
-    series = metrics[metric.name].labels(*labels)
-    getattr(series, _WRITES[metric.kind])(amount)
+    else:
+        getattr(metrics[metric.name].labels(*labels), _WRITES[metric.kind])(amount)
 
 
 def _writes_files() -> bool:
@@ -102,12 +89,6 @@ def _writes_files() -> bool:
         why = "is not a folder that this process can write to"
         raise InvalidOption(_FOLDER, folder, why=why, fix="Make an empty folder before the server starts.")
     return several
-
-
-def _reject_second_writer(registry: object) -> None:
-    if _writer is not None and _writer() is not None:
-        why = "must not get a second set of metrics in this process, which would overwrite the first one's files"
-        raise InvalidOption("registry", registry, why=why, fix="Make one hook in a process, and add it once.")
 
 
 def _register(client: Any, registry: Any) -> dict[str, Any]:
@@ -126,10 +107,9 @@ def _register(client: Any, registry: Any) -> dict[str, Any]:
 
 
 def _make(client: Any, metric: _metrics.Metric, registry: Any) -> Any:
-    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
-        "counter": (client.Counter, {}),
-        "gauge": (client.Gauge, {"multiprocess_mode": metric.mode}),
-        "histogram": (client.Histogram, {"buckets": metric.buckets}),
+    more: dict[str, dict[str, Any]] = {
+        "gauge": {"multiprocess_mode": metric.mode},
+        "histogram": {"buckets": metric.buckets},
     }
-    kind, more = kinds[metric.kind]
-    return kind(metric.prometheus_name, metric.help, metric.labels, registry=registry, **more)
+    kind = getattr(client, metric.kind.title())
+    return kind(metric.prometheus_name, metric.help, metric.labels, registry=registry, **more.get(metric.kind, {}))

@@ -225,7 +225,7 @@ class TestPools:
         assert "new" == state()
         with voices.lease(("ja", 2)):
             (result,) = _listener.run("status", "voices", wait=True, timeout=None)
-            shown = json.loads(json.dumps(result.as_dict()))
+            shown = json.loads(json.dumps(result._asdict()))
         assert ("voices", "pool", "ready", True, 1) == (
             shown["name"],
             shown["kind"],
@@ -317,7 +317,7 @@ class TestIsolatedFunctions:
         """With its mold and its workers, as JSON can carry them."""
         lemmas = Isolated("lemmas")
         (result,) = _listener.run("status", lemmas.name, wait=True, timeout=None)
-        shown = json.loads(json.dumps(result.as_dict()))
+        shown = json.loads(json.dumps(result._asdict()))
         assert ("lemmas", "isolated function") == (shown["name"], shown["kind"])
         assert (4711, [4712], [True]) == (
             shown["status"]["mold"],
@@ -416,33 +416,61 @@ class TestHandler:
         _listener.remove()
         signal.signal(signal.SIGHUP, before)
 
+    @pytest.fixture(autouse=True)
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """What the signal has done."""
+        calls: list[str] = []
+        monkeypatch.setattr(_listener, "wake", lambda: calls.append("ours"))
+        return calls
+
     @pytest.mark.parametrize("earlier", [signal.SIG_DFL, signal.SIG_IGN], ids=str)
-    def test_without_an_earlier_handler(self, earlier: signal.Handlers) -> None:
+    def test_without_an_earlier_handler(self, earlier: signal.Handlers, calls: list[str]) -> None:
         """It wakes the listener, and the end gives the signal back."""
         signal.signal(signal.SIGHUP, earlier)
-        woken: list[None] = []
-        _listener.install(lambda: woken.append(None))
+        _listener.install()
         signal.raise_signal(signal.SIGHUP)
         _listener.remove()
-        assert (1, earlier) == (len(woken), signal.getsignal(signal.SIGHUP))
+        assert (["ours"], earlier) == (calls, signal.getsignal(signal.SIGHUP))
 
-    def test_an_earlier_handler_is_called_too(self) -> None:
+    def test_an_earlier_handler_is_called_too(self, calls: list[str]) -> None:
         """Once for each signal, also if the line is written twice."""
-        calls: list[str] = []
         signal.signal(signal.SIGHUP, lambda *_: calls.append("earlier"))
-        wake: Callable[[], None] = lambda: calls.append("ours")  # noqa: E731 - the same object twice
-        _listener.install(wake)
-        _listener.install(wake)
+        _listener.install()
+        _listener.install()
         signal.raise_signal(signal.SIGHUP)
         assert ["ours", "earlier"] == calls
 
     def test_a_later_handler_is_left_alone(self) -> None:
         """What somebody has put above it stays."""
-        _listener.install(lambda: None)
+        _listener.install()
         later = signal.default_int_handler
         signal.signal(signal.SIGHUP, later)
         _listener.remove()
         assert later is signal.getsignal(signal.SIGHUP)
+
+    def test_a_later_handler_that_calls_it_stays(self, calls: list[str]) -> None:
+        """After the end too, the signal does what both did."""
+        signal.signal(signal.SIGHUP, lambda *_: calls.append("earlier"))
+        _listener.install()
+        ours: Any = signal.getsignal(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, lambda *signalled: [calls.append("later"), ours(*signalled)])
+        _listener.remove()
+        signal.raise_signal(signal.SIGHUP)
+        assert ["later", "earlier"] == calls
+
+    def test_removed_in_another_thread(self, calls: list[str]) -> None:
+        """Which may not give the signal back: the next signal does, and is the earlier handler's. It can come again."""
+        earlier: Callable[..., None] = lambda *_: calls.append("earlier")  # noqa: E731 - compared below
+        signal.signal(signal.SIGHUP, earlier)
+        _listener.install()
+        thread = threading.Thread(target=_listener.remove)
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGHUP)
+        assert (["earlier"], earlier) == (calls, signal.getsignal(signal.SIGHUP))
+        _listener.install()
+        signal.raise_signal(signal.SIGHUP)
+        assert ["earlier", "ours", "earlier"] == calls
 
 
 def test_a_reload_that_fails_on_sighup_ends_nothing(

@@ -83,6 +83,23 @@ def test_flask_answers_each_error(error: Exception, status: int, retry: float | 
     assert (status, b"") == (head.status_code, head.data)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_flask_answers_a_group_of_refusals(mode: str) -> None:
+    """As tasks of a view raise it. One with another error stays with the application's own handler of all errors."""
+    refusal = QueueFull(NAME, queued=1, retry_after=2)
+    errors = [ExceptionGroup("tasks", [refusal]), ExceptionGroup("tasks", [refusal, ValueError("mine")])]
+
+    def refuse(item: Any) -> Any:
+        raise errors.pop(0)
+
+    app = service(refuse, **MODES[mode])
+    wsgi.install(app)
+    app.register_error_handler(Exception, lambda error: (f"{len(error.exceptions)} errors", 418))
+    with app.test_client() as client:
+        assert (503, "application/problem+json") == ((answer := client.get("/")).status_code, answer.content_type)
+        assert (418, "2 errors") == ((answer := client.get("/")).status_code, answer.text)
+
+
 def test_flask_and_a_real_queue(model: Gated) -> None:
     """A full queue is 503, a passed deadline 504, by the option and by the header."""
     f = batched(max_size=1, max_queue=1)(model)

@@ -28,6 +28,7 @@ from modelguard.telemetry import (
     emit,
     set_hooks,
 )
+from modelguard.telemetry._hooks import muted
 
 EVENT = LoadDiscarded(guard="nlp", cause="late")
 
@@ -58,6 +59,17 @@ def test_hooks_stand_beside_each_other() -> None:
     remove()
     emit(EVENT)
     assert ([EVENT], [EVENT] * 2) == (first, second)
+
+
+def test_a_hook_that_a_silent_loader_adds_gets_the_events_after_it() -> None:
+    """Under gunicorn the master reports the loads of a mold. What a loader adds there is for the mold's workers."""
+    seen: list[Event] = []
+    with muted():
+        remove = add_hook(seen.append)
+        emit(EVENT)
+    emit(EVENT)
+    remove()
+    assert [EVENT] == seen
 
 
 def test_removing_twice_is_removing_once() -> None:
@@ -97,6 +109,16 @@ def test_a_hook_that_cannot_be_compared_can_be_removed() -> None:
         remove()
     emit(EVENT)
     assert [] == seen
+
+
+def test_batches_are_told_to_those_who_ask_for_them() -> None:
+    """Their events cost each batch something: nobody pays for a hook that has gone, or that leaves them out."""
+    assert not telemetry.listening()
+    add_hook(print)()
+    add_hook(print, level="INFO")
+    assert not telemetry.listening()
+    add_hook(print)
+    assert telemetry.listening()
 
 
 def test_all_hooks_can_be_replaced(caplog: pytest.LogCaptureFixture) -> None:
