@@ -279,9 +279,7 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
             InvalidOption: ``wait`` is not a bool.
         """
         check_wait(wait)
-        if (
-            _processes.role == "owner"
-        ):  # a mold imports a module that reloads it, and would import that in the next mold
+        if _processes.role == "owner":  # a mold imports a module that reloads it, and the next mold would too
             self._scope.reload(wait=wait, timeout=Timeout(timeout).seconds)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:

@@ -385,7 +385,7 @@ def test_a_reading_that_fails_is_tried_again() -> None:
             raise answer
         return answer
 
-    meter = PrivateMeter(read, lambda: 0.0)
+    meter = PrivateMeter(read, lambda: 0.0, lambda: 0.0)
     with pytest.raises(OSError, match="no"):
         meter()
     assert 7 == meter()
@@ -403,7 +403,7 @@ def test_while_one_thread_reads_the_others_get_the_last_reading() -> None:
             assert leave.wait(30)
         return seen[-1]
 
-    meter = PrivateMeter(read, lambda: 0.0)
+    meter = PrivateMeter(read, lambda: 0.0, lambda: 0.0)
     assert 1 == meter()
     reader = threading.Thread(target=meter)
     reader.start()
@@ -424,7 +424,7 @@ def test_after_a_failed_reading_others_still_read() -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return readings.read()
 
-    meter = PrivateMeter(read, readings.clock)
+    meter = PrivateMeter(read, readings.clock, readings.clock)
     meter()
     fail = True
     assert 1 == meter()
