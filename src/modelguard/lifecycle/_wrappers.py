@@ -36,7 +36,9 @@ def keep(lease: Lease[Any], result: Any) -> Any:
     """Let a lazy result keep its lease until it ends, is closed, or is dropped."""
     lease.detach()
     if isinstance(result, types.GeneratorType):
-        return drive(lambda: lease, lambda _: result)
+        driven = drive(lambda: lease, lambda _: result, taken=True)
+        next(driven)
+        return driven
     if isinstance(result, types.AsyncGeneratorType):
         return adrive(lambda: lease, lambda _: result)
     if isinstance(result, types.CoroutineType):
@@ -48,18 +50,21 @@ def keep(lease: Lease[Any], result: Any) -> Any:
     return _leased_kind(parts)(result, lease)
 
 
-def drive(take: Callable[[], Lease[Any]], start: Callable[[Any], Generator[Any, Any, Any]]) -> Generator[Any, Any, Any]:
+def drive(
+    take: Callable[[], Lease[Any]], start: Callable[[Any], Generator[Any, Any, Any]], *, taken: bool = False
+) -> Generator[Any, Any, Any]:
     """Run a generator on one lease, taken at its first step; each step runs inside the lease's context.
 
     A generator shares its caller's context, so what is set for a step must be undone before it yields. That is
-    why this spells out what ``yield from`` would do (PEP 380).
+    why this spells out what ``yield from`` would do (PEP 380). With a lease that was taken it has a step more, before
+    all others: one that is closed before its first step runs nothing, and from CPython 3.12 on keeps its variables.
     """
     lease = take()
     lease.detach()
     try:
+        value: Any = (yield) if taken else None
         inner = lease.step(start, lease.model)
         step: Any = inner.send
-        value: Any = None
         while True:
             try:
                 item = lease.step(step, value)

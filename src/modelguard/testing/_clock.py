@@ -88,6 +88,7 @@ class Clock(OfTest):
             clock=self._clock,
             wall_clock=lambda: self._wall_at_zero + self._clock(),
             cpu=self._clock,
+            thread_cpu=self._clock,
             sleep=self._sleep,
             private=lambda: self._memory,
             headroom=lambda: self._headroom,

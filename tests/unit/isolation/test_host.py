@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections import Counter, deque
 from contextlib import closing
 from pathlib import Path
@@ -11,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelguard import Backoff, Bounds, Breaker, Host, Loading, guard, isolate
+from modelguard import TTL, Backoff, Bounds, Breaker, Host, Loading, guard, isolate
 from modelguard.errors import LoadFailed, NotSupported
 from modelguard.isolation import _supervisor
 from modelguard.isolation._channel import RemoteTraceback
-from modelguard.isolation._host import NAME, Folder, check_peer, identity_of, packed, prefix_of, unpacked
+from modelguard.isolation._host import NAME, Folder, check_peer, for_broker, identity_of, packed, prefix_of, unpacked
 from modelguard.isolation._isolation_options import IsolationOptions, parse
 from modelguard.isolation._mold_workers import Waiter, WaitingLine
 
@@ -142,6 +143,11 @@ class TestIdentity:
         """The broker replaces molds by them."""
         other = guard(dict, reload_on=None, loading=Loading(backoff=Backoff(5, 10))).engine.options
         assert identity_of(options(), self.SOURCE) != identity_of(options(), other)
+
+    def test_a_broker_gets_them(self) -> None:
+        """What a broker needs of a guard can be pickled, whatever the guard's functions are."""
+        source = guard(dict, reload_on=TTL("1h"), warmup=lambda model: model.clear()).engine.options
+        assert for_broker(source) == pickle.loads(pickle.dumps(for_broker(source)))
 
 
 class TestFolder:

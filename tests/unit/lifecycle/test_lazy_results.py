@@ -9,7 +9,6 @@ import io
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -232,15 +231,25 @@ class TestGenerators:
             conversation.send("bye")
         assert (["hello", "KeyError('k')", "bye"], 0) == (end.value.value, in_flight(guard))
 
-    def test_that_end_before_they_begin_give_their_lease_back(self, guard: ModelGuard[Any]) -> None:
-        """One that is closed before its first step, or ended by an error once nobody has that, runs no step."""
+    @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
+    def test_that_end_before_they_begin_give_their_lease_back(
+        self, guard: ModelGuard[Any], error: BaseException
+    ) -> None:
+        """One that is closed before its first step, or ended by an error, runs no step."""
         words: Any = guard(returns_generator)
         closed, failed = words(), words()
         assert 2 == in_flight(guard)
         closed.close()
-        with suppress(ValueError):
-            failed.throw(ValueError("x"))
+        with pytest.raises(type(error)):
+            failed.throw(error)
         assert (0, [], []) == (in_flight(guard), list(closed), list(failed))
+
+    def test_refuse_a_value_before_their_first_step(self, guard: ModelGuard[Any]) -> None:
+        """What is sent into one that has not begun is refused, as without a guard."""
+        words: Any = guard(returns_generator)()
+        with pytest.raises(TypeError, match="just-started generator"):
+            words.send("a")
+        assert 0 == in_flight(guard)
 
     def test_async_ones_receive_values(self, guard: ModelGuard[Any]) -> None:
         """``asend`` and ``athrow`` work as well."""

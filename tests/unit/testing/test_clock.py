@@ -423,6 +423,24 @@ def test_the_process_is_trimmed_as_time_passes() -> None:
     memory.trim_every("1m").stop()  # nothing of the test's is in force any more
 
 
+class CostlyReading(int):
+    """Bytes of private memory whose reading takes a fiftieth of a second of processor time."""
+
+    def __sub__(self, other: int) -> int:
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        return int(self) - other
+
+
+def test_what_a_reading_costs_takes_no_time_of_the_test(modelguard_clock: Clock) -> None:
+    """How often memory is read depends on the test's clock alone, however busy the machine is."""
+    modelguard_clock.memory = CostlyReading(100_000_000)
+    with memory.trim_every("10 MB") as trimming:
+        modelguard_clock.advance("10s")
+        assert trimming.check_interval() <= 0.1
+
+
 def test_gpu_memory_is_what_the_test_says(modelguard_clock: Clock) -> None:
     """A policy on GPU memory is tried on a machine without one."""
     nlp = guard(object, reload_on=GpuMemoryGrowth("1 GB"), swap=Swap(defer=0))
