@@ -232,6 +232,14 @@ class ModelWorkers(Protocol):
         """End them until the next call, unless one has a call. Does not block."""
 
 
+def _as_it_is(now: Snapshot) -> Snapshot:  # with a name, as the next one: a broker gets them pickled
+    return now
+
+
+def _always() -> AbstractContextManager[bool]:
+    return nullcontext(enter_result=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GuardOptions(Generic[M]):
     """Options of a guard, parsed. Durations are seconds."""
@@ -250,8 +258,8 @@ class GuardOptions(Generic[M]):
     family: KnownModels | None = None  # of the guards among which no model may be the same object
     workers: ModelWorkers | None = None  # that Idle(keep="mold") ends
     #: Of a replica: what its policies read, and whether it may be replaced now. Not shown: processes compare the text.
-    seen: Callable[[Snapshot], Snapshot] = field(default=lambda now: now, repr=False)
-    turn: Callable[[], AbstractContextManager[bool]] = field(default=lambda: nullcontext(enter_result=True), repr=False)
+    seen: Callable[[Snapshot], Snapshot] = field(default=_as_it_is, repr=False)
+    turn: Callable[[], AbstractContextManager[bool]] = field(default=_always, repr=False)
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):

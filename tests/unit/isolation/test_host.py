@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections import Counter, deque
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,7 @@ from modelguard import Backoff, Bounds, Breaker, Host, Loading, guard, isolate
 from modelguard.errors import LoadFailed, NotSupported
 from modelguard.isolation import _supervisor
 from modelguard.isolation._channel import RemoteTraceback
-from modelguard.isolation._host import NAME, Folder, check_peer, identity_of, packed, prefix_of, unpacked
+from modelguard.isolation._host import NAME, Folder, check_peer, for_broker, identity_of, packed, prefix_of, unpacked
 from modelguard.isolation._isolation_options import IsolationOptions, parse
 from modelguard.isolation._mold_workers import Waiter, WaitingLine
 
@@ -116,6 +117,11 @@ def options(**changes: object) -> IsolationOptions:
 
 class TestIdentity:
     SOURCE = guard(dict, reload_on=None).engine.options
+
+    def test_what_a_broker_is_told_of_a_guard_reaches_it(self) -> None:
+        """It is another process, which has only what can be pickled."""
+        told = for_broker(self.SOURCE)
+        assert repr(told) == repr(pickle.loads(pickle.dumps(told)))
 
     def test_what_differs_separates(self) -> None:
         """Each option has its place in the name."""
