@@ -170,7 +170,7 @@ def install(app: Any, **options: Unpack[Options]) -> None:
         if answer is not None:
             return answer.body, answer.status, answer.headers
         if Exception in own:  # a group with other errors, as it would be handled without this
-            return own[Exception](error)
+            return app.ensure_sync(own[Exception])(error)
         raise error
 
     app.wsgi_app = middleware

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import copyreg
 import errno
+import functools
 import io
 import math
 import mmap
@@ -175,9 +176,16 @@ def of_a_signal(error: BaseException) -> bool:
     """Whether a handler of a signal has raised it, as that of SIGTERM by ``sys.exit()``. Workers heed none."""
     if _processes.role != "owner" or threading.current_thread() is not threading.main_thread():
         return False
-    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
     frames = traceback.walk_tb(error.__traceback__)
     return isinstance(error, KeyboardInterrupt) or any(frame.f_code in handlers for frame, _ in frames)
+
+
+def _code_of(handler: Any) -> object:
+    called = handler.func if isinstance(handler, functools.partial) else handler
+    if callable(called) and not hasattr(called, "__code__"):  # an object
+        called = type(called).__call__
+    return getattr(called, "__code__", None)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

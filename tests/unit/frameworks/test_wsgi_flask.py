@@ -100,6 +100,22 @@ def test_flask_answers_a_group_of_refusals(mode: str) -> None:
         assert (418, "2 errors") == ((answer := client.get("/")).status_code, answer.text)
 
 
+def test_flasks_own_handler_of_all_errors_may_be_async() -> None:
+    """It gets a group with other errors than refusals, as without modelguard."""
+
+    def fail(item: Any) -> Any:
+        raise ExceptionGroup("tasks", [ValueError("mine")])
+
+    async def own(error: Any) -> tuple[str, int]:
+        return f"{len(error.exceptions)} errors", 418
+
+    app = service(fail)
+    wsgi.install(app)
+    app.register_error_handler(Exception, own)
+    with app.test_client() as client:
+        assert (418, "1 errors") == ((answer := client.get("/")).status_code, answer.text)
+
+
 def test_flask_and_a_real_queue(model: Gated) -> None:
     """A full queue is 503, a passed deadline 504, by the option and by the header."""
     f = batched(max_size=1, max_queue=1)(model)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +27,20 @@ class Bomb:
 
     def __reduce__(self) -> tuple[object, ...]:
         return int, ("no number",)
+
+
+class Exit:
+    """Ends the program that unpickles it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return sys.exit, ()
+
+
+class Shade:
+    """Becomes a member of an enumeration that has none such."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return signal.Signals, ("none",)
 
 
 class Ends:
@@ -113,6 +129,46 @@ def test_a_message_that_cannot_be_rebuilt_is_skipped(ends: Ends) -> None:
     with pytest.raises(Unreadable, match="no number"):
         ends.other.receive()
     assert "next" == ends.other.receive()
+
+
+class Stop:
+    def __call__(self, status: int, _frame: object) -> None:
+        sys.exit(status)
+
+
+def leave(reason: str, status: int, _frame: object) -> None:
+    """Exit, as an application does that wants to say why."""
+    del reason
+    sys.exit(status)
+
+
+class Signal:
+    """A signal comes while it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return signal.raise_signal, (signal.SIGUSR1,)
+
+
+@pytest.mark.parametrize(
+    "handler", [lambda *_: sys.exit(), partial(leave, "usual"), Stop()], ids=["f", "partial", "object"]
+)
+def test_what_a_handler_of_a_signal_raises_reaches_its_program(ends: Ends, handler: Callable[..., None]) -> None:
+    """Also while a message is rebuilt, and whatever kind of callable the handler is."""
+    ends.one.send(Signal())
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(SystemExit):
+            ends.other.receive()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("content", [Exit(), Shade()], ids=["exit", "enum"])
+def test_what_an_object_raises_as_it_is_rebuilt_is_no_signal(ends: Ends, content: object) -> None:
+    """Its message is lost, and the program goes on."""
+    ends.one.send(content)
+    with pytest.raises(Unreadable):
+        ends.other.receive()
 
 
 def test_nothing_is_sent_of_what_cannot_be_pickled(ends: Ends) -> None:
