@@ -168,6 +168,7 @@ class ZoneLock:
         self._line.renew()
         self._blocked: list[int] = []  # the threads that calls block while they wait
         self._admitted: Request | None = None
+        self._overtaken: Request | None = None  # whose turn it was, and is again after that of the admitted one
         self._inside = 0
 
     def admission(self, request: Request, limit: Timeout) -> Steps[None]:
@@ -192,16 +193,20 @@ class ZoneLock:
     def _take(self, request: Request) -> Request | None:
         with self._lock:
             other = self._admitted
+            if other is request:  # after the one that went first
+                return request
             if other is None:
                 admitted = request.blocks or request.thread not in self._blocked
             else:
                 admitted = request.blocks and not (other.blocks or self._inside) and other.thread == request.thread
             if admitted:
-                self._admitted = request
+                self._admitted, self._overtaken = request, other
             return request if admitted else None
 
     def release(self, request: Request) -> None:
         """Let the next one open the zone, if it is this caller's turn and it has not opened it."""
+        if self._overtaken is request:
+            self._overtaken = None
         if self._admitted is request:
             self._close()
 
@@ -243,7 +248,7 @@ class ZoneLock:
         finally:
             self._opened = None
             with self._lock:
-                self._inside, self._admitted = 0, None
+                self._inside, self._admitted, self._overtaken = 0, self._overtaken, None
             self._line.serve()
 
     def after_fork_in_child(self) -> None:
@@ -299,13 +304,13 @@ class ZoneContext:
         try:
             yield from self.zone.admission(request, Timeout(self._timeout))
             self._pool = self.zone.open(self._language)
-        except TimeIsOver:
-            raise Overloaded(
-                f"guard {self._guard!r}: other calls were in the pipeline's memory zone for {self._timeout:g} s, "
-                "and only one call at a time can run there"
-            ) from None
-        except BaseException:
+        except BaseException as error:
             self.zone.release(request)
+            if isinstance(error, TimeIsOver):
+                raise Overloaded(
+                    f"guard {self._guard!r}: other calls were in the pipeline's memory zone for {self._timeout:g} s, "
+                    "and only one call at a time can run there"
+                ) from None
             raise
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:

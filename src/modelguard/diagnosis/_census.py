@@ -43,7 +43,7 @@ _TABLE = 10_000
 _REPLACED = 0.9
 
 #: How many containers are compared further, how many objects of types that grow, and how many of each.
-_CONTAINERS, _OBJECTS, _SAMPLED = 32, 500_000, 24
+_CONTAINERS, _OBJECTS, _SAMPLED = 32, 250_000, 24
 
 #: How many objects are looked at to which a library's memory may belong.
 _OWNERS = 3

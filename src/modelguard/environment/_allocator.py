@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -204,8 +205,7 @@ class Thresholds:
 
     def __init__(self, library: Callable[[], Library | None]) -> None:
         self._library = library
-        self._glibc: Library | None = None
-        self._looked = False
+        self._glibc = cache(self._adjustable)  # no cached_property: on 3.11 its lock would not survive a fork
         self._blocks = 0
         self._lock = threading.Lock()
 
@@ -231,11 +231,9 @@ class Thresholds:
                 self._set(_INITIAL if self._blocks else _USUAL)
 
     def _set(self, thresholds: tuple[int, int]) -> None:
-        if not self._looked:  # no cached_property, whose lock (CPython 3.11) a fork may leave locked
-            self._looked, self._glibc = True, self._adjustable()
-        if self._glibc is not None:
+        if (glibc := self._glibc()) is not None:
             for parameter, value in zip((_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD), thresholds, strict=True):
-                self._glibc.call("mallopt", parameter, value)
+                glibc.call("mallopt", parameter, value)
 
     def _adjustable(self) -> Library | None:
         """The glibc that serves ``malloc``; None if it is another allocator, or if the user has set a threshold."""

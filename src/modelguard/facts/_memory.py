@@ -402,7 +402,7 @@ def private(*, fresh: bool = False) -> int:
     system writes them to the disk, and takes them back. Without ``/proc`` it is USS.
 
     Args:
-        fresh: Take a reading now. Otherwise the last one may be returned; readings take at most 1 % of the time.
+        fresh: Take a reading now. Otherwise the last one may be returned; readings take at most 1 % of a processor.
 
     Returns:
         Bytes. A forked child never gets its parent's reading.

@@ -691,7 +691,7 @@ class MemoryGrowth(_Memory):
 
     A generation has settled when its predecessor is gone and it has taken ten calls or five seconds have passed. The
     median of the first three readings after that is the baseline. Later, three consecutive readings must be above the
-    bound. Readings take at most 1 % of the time: one every 0.1 to 10 seconds, and at most about one a second without
+    bound. Readings take at most 1 % of a processor: one every 0.1 to 10 seconds, and at most about one a second without
     calls. Private memory is what this process alone has written. RSS is never used: it counts what a forked worker
     shares, and it does not fall after a peak.
 

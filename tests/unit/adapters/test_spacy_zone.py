@@ -64,8 +64,8 @@ def words_of(zone: Zoned[Nlp]) -> Callable[[str], list[str]]:
 class Turn:
     """A call that waits for its turn."""
 
-    def __init__(self, zone: ZoneLock) -> None:
-        self.request = Request(0, blocks=True)
+    def __init__(self, zone: ZoneLock, thread: int = 0, *, blocks: bool = True) -> None:
+        self.request = Request(thread, blocks)
         self.steps = zone.admission(self.request, Timeout(TIMEOUT))
         self.wait: Any = next(self.steps, None)
 
@@ -95,6 +95,38 @@ def test_a_turn_that_is_given_up_is_passed_on() -> None:
     assert [True, False, True] == [turn.has_come for turn in (first, second, third)]
     third.steps.close()
     assert Turn(zone).has_come
+
+
+def overtaken(zone: ZoneLock) -> tuple[Turn, Turn, Turn]:
+    """A coroutine whose turn it was, the plain call on its event loop that went first, and a later call elsewhere."""
+    before, coroutine, later = Turn(zone), Turn(zone, 1, blocks=False), Turn(zone)
+    zone.release(before.request)
+    assert [True, False] == [turn.has_come for turn in (coroutine, later)]
+    return coroutine, Turn(zone, 1), later
+
+
+def test_a_coroutine_keeps_its_place_behind_a_plain_call_on_its_loop() -> None:
+    """Calls run in order of arrival: only the one that blocks its event loop goes first, and not all that wait."""
+    zone = ZoneLock()
+    coroutine, plain, later = overtaken(zone)
+    assert plain.has_come
+    zone.release(plain.request)
+    assert not later.has_come
+    assert next(coroutine.steps, None) is None
+    zone.release(coroutine.request)
+    assert later.has_come
+
+
+@pytest.mark.parametrize("meanwhile", [True, False], ids=["meanwhile", "afterwards"])
+def test_a_coroutine_that_is_cancelled_gives_its_place_up(meanwhile: bool) -> None:  # noqa: FBT001
+    """Before the plain call on its loop has ended, or after it: the next one comes."""
+    zone = ZoneLock()
+    coroutine, plain, later = overtaken(zone)
+    if meanwhile:
+        coroutine.steps.close()
+    zone.release(plain.request)
+    coroutine.steps.close()
+    assert later.has_come
 
 
 def test_a_zone_that_cannot_be_opened_passes_the_turn_on(nlp: Guard, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -227,3 +229,24 @@ class TestThresholds:
             with thresholds.low():
                 assert LOW == self.changes(library)[4:]
             assert USUAL == self.changes(library)[6:]
+
+    def test_are_high_in_a_child_that_is_forked_during_the_first_look(self) -> None:
+        """A thread of the parent looks which library serves malloc; in the child nobody waits for it."""
+        found, looking, go_on = Library(*GLIBC), Event(), Event()
+
+        def library() -> Library:
+            if not looking.is_set():
+                looking.set()
+                go_on.wait(60)
+            return found
+
+        thresholds = Thresholds(library)
+        with ThreadPoolExecutor() as pool:
+            pool.submit(thresholds.low().__enter__)
+            looking.wait(60)
+            child = pool.submit(thresholds.after_fork_in_child)
+            try:
+                child.result(20)
+                assert USUAL == self.changes(found)
+            finally:
+                go_on.set()

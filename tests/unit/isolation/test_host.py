@@ -118,11 +118,6 @@ def options(**changes: object) -> IsolationOptions:
 class TestIdentity:
     SOURCE = guard(dict, reload_on=None).engine.options
 
-    def test_what_a_broker_is_told_of_a_guard_reaches_it(self) -> None:
-        """It is another process, which has only what can be pickled."""
-        told = for_broker(self.SOURCE)
-        assert repr(told) == repr(pickle.loads(pickle.dumps(told)))
-
     def test_what_differs_separates(self) -> None:
         """Each option has its place in the name."""
         names = {
