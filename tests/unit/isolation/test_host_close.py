@@ -51,9 +51,8 @@ def isolated() -> Isolated[Any, Any]:
     return isolate(scope="host")(guarded)
 
 
-def test_a_call_that_is_granted_a_worker_as_the_function_closes_gives_it_back(isolated: Isolated[Any, Any]) -> None:
-    """The process may have left, and the worker may end with that: the call hears that the function is closed."""
-    scope: Any = isolated._scope
+def granted_to(scope: Any) -> tuple[Any, Connection, Channel, Any, tuple[socket.socket, socket.socket]]:
+    """A call that waits for its broker's answer, and has been granted a worker: its next step reads that."""
     ours, theirs = pair()
     membership: Any = Membership()
     connection, broker = Connection(ours, membership), Channel(theirs)
@@ -61,6 +60,13 @@ def test_a_call_that_is_granted_a_worker_as_the_function_closes_gives_it_back(is
     next(steps)
     worker, other = socket.socketpair()
     broker.send(("granted", os.getpid()), [worker.fileno()])
+    return membership, connection, broker, steps, (worker, other)
+
+
+def test_a_call_that_is_granted_a_worker_as_the_function_closes_gives_it_back(isolated: Isolated[Any, Any]) -> None:
+    """The process may have left, and the worker may end with that: the call hears that the function is closed."""
+    scope: Any = isolated._scope
+    membership, connection, broker, steps, sockets = granted_to(scope)
     scope.membership = membership
     isolated.close()  # there is no call that runs
     assert membership.gone
@@ -68,20 +74,14 @@ def test_a_call_that_is_granted_a_worker_as_the_function_closes_gives_it_back(is
         steps.send(None)
     assert [("take",), ("release", (), False)] == [broker.receive(), broker.receive()]
     assert ([connection], []) == (membership.kept, list(scope.running))
-    for one in (worker, other, connection, broker):
+    for one in (*sockets, connection, broker):
         one.close()
 
 
 def test_a_call_that_was_interrupted_is_not_waited_for(isolated: Isolated[Any, Any]) -> None:
     """A signal's handler has raised between two steps of it: it has dropped its worker, and says nothing any more."""
     scope: Any = isolated._scope
-    ours, theirs = pair()
-    membership: Any = Membership()
-    connection, broker = Connection(ours, membership), Channel(theirs)
-    steps = scope._until_answered(Claim(Limits(0.0), blocks=True), connection)
-    next(steps)
-    worker, other = socket.socketpair()
-    broker.send(("granted", os.getpid()), [worker.fileno()])
+    membership, connection, broker, steps, sockets = granted_to(scope)
     with pytest.raises(StopIteration) as granted:
         steps.send(None)
     assert [granted.value.value] == list(scope.running)
@@ -90,7 +90,7 @@ def test_a_call_that_was_interrupted_is_not_waited_for(isolated: Isolated[Any, A
     scope.membership = membership
     isolated.close("60s")
     assert membership.patience > 1.0
-    for one in (worker, other, connection, broker):
+    for one in (*sockets, connection, broker):
         one.close()
 
 
