@@ -214,6 +214,18 @@ def test_a_master_that_ends_while_a_mold_loads_leaves_nothing(number: signal.Sig
         assert "Traceback" not in server.log
 
 
+def test_a_master_that_ends_waits_for_no_load(tmp_path: Path) -> None:
+    """However long the mold would load: its exit takes no five seconds for that, nor five for the guard that waits."""
+    app = APP.replace("time.sleep(2)", "time.sleep(100)")
+    with running(tmp_path, "-w", "1", app=app, policy=POLICY) as server:
+        (tmp_path / "slow").touch()
+        server.replace_file("weights", "2")
+        wait_until((tmp_path / "loading").exists, what="the load begins")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(9) == 0
+        assert "failed" not in server.log
+
+
 TWO = """
     other = guard(lambda: (HERE / "others").read_text(), reload_on=Modified(HERE / "others", atomic=True),
                   prefork=True, name="other")

@@ -30,6 +30,7 @@ from modelguard.frameworks._workers import MetricFiles, PreforkOptions, log_repo
 from modelguard.isolation._channel import Channel, Unreadable, failed_load, pair
 from modelguard.isolation._mold import loading, unload
 from modelguard.lifecycle._models import Loaded
+from modelguard.lifecycle._reload import Unwanted
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.runtime import child_processes
 from modelguard.runtime.background import TICKER
@@ -305,9 +306,17 @@ class Molds:
             put_back()
 
     def _end_all(self) -> None:
-        """At exit: let the molds unload their models. What is left is killed with this process."""
+        """At exit: let the molds unload their models, and end the load that nobody needs any more.
+
+        What is left is killed with this process.
+        """
         if os.getpid() != self._pid:
             return
+        if self._made is not None:
+            child_processes.send_kill(self._made.pidfd)  # it would heed nothing before it has loaded
+            _refuse(self._made.asked, Unwanted())
+        with self._lock:
+            _refuse(self._asked, Unwanted())
         until = time.monotonic() + _UNLOAD
         for mold in self._molds:
             mold.control.close()

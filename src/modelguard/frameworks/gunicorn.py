@@ -379,7 +379,9 @@ class RollingReplacement:
     def _give_up(self, why: str) -> None:
         self._old = 0
         self._not_before = self._clock() + RETRY_AFTER
-        self._arbiter.log.error("modelguard: %s; the old worker stays, next attempt in %g s", why, RETRY_AFTER)
+        self._arbiter.log.error(
+            "modelguard: %s; the old worker stays; next attempt in %g s, or with new weights", why, RETRY_AFTER
+        )
 
 
 def serves(worker: Any, now: float) -> bool:

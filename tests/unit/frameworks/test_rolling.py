@@ -184,7 +184,7 @@ def test_a_mold_that_gives_no_worker_is_told_as_such(
         patched.setattr(master, "spawn_worker", lambda: 0)
         rolling.step()
         rolling.step()
-    told = "modelguard: no process could be started; the old worker stays, next attempt in 60 s"
+    told = "modelguard: no process could be started; the old worker stays; next attempt in 60 s, or with new weights"
     assert ([told], False) == (caplog.messages, rolling.surplus)
     clock.now += RETRY_AFTER
     rolling.step()
