@@ -9,10 +9,10 @@ import threading
 import time
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, QueueFull
@@ -39,7 +39,7 @@ class Worker:
 
     Attributes:
         channel: To talk to it, once its mold was told to start it.
-        state: What the plan has it do, and :attr:`worn`, :attr:`probe` and :attr:`calls`.
+        state: What it does. :class:`Workers` keeps this, :attr:`worn`, :attr:`probe` and :attr:`calls`.
     """
 
     channel: Channel
@@ -79,21 +79,6 @@ class Worker:
         return self.exit or "unknown"
 
 
-class Start(NamedTuple):
-    worker: Worker
-
-
-class End(NamedTuple):
-    worker: Worker
-
-
-class ReplaceMold(NamedTuple):
-    pass
-
-
-Order = Start | End | ReplaceMold
-
-
 class Holder(Protocol):
     """Who takes a worker."""
 
@@ -102,216 +87,6 @@ class Holder(Protocol):
 
 
 _BUSY = frozenset({"busy", "retiring"})
-
-
-class WorkerPlan:
-    """Decides over workers.
-
-    A worn worker takes calls until another one can take its place, and replacements start one at a time, so capacity
-    never falls below ``size``. From the first worn or dead worker on, a spare one is kept, so the next is replaced
-    without a delay: a sound model needs none, and it holds memory. After several deaths in a row, a new worker starts
-    after a backoff, and then the breaker opens. While the function is paused, worn workers stay, and only those that
-    have ended are replaced. All workers can be ended until the next call.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        *,
-        breaker: Breaker,
-        backoff: Backoff,
-        spare: int = 0,
-        is_paused: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._size = size
-        self._spare = spare
-        self.is_paused = is_paused
-        self._backoff = backoff
-        self._idle: list[Worker] = []
-        self._last = 0
-        self._failed_starts = 0
-        self._keeps_spare = False
-        self._asked = False
-        self._closed = False
-        self.presence: Presence = "present"
-        self.circuit = Circuit(breaker)
-        self.members: dict[int, Worker] = {}
-        self.failures = 0
-        self.start_at = 0.0
-
-    # What there is
-
-    @property
-    def ready(self) -> bool:
-        """Whether a worker can take calls, now or after the call that it runs."""
-        usable = any(member.state in {"idle", "busy"} for member in self.members.values())
-        return usable and not self._closed and self.circuit.state == "closed"
-
-    def knows(self, worker: Worker) -> bool:
-        """Whether it is one of the workers still."""
-        return worker.number in self.members
-
-    @property
-    def complete(self) -> bool:
-        """Whether as many workers have come up as may have calls at a time."""
-        return sum(member.state != "starting" for member in self.members.values()) >= self._size
-
-    # What is asked for
-
-    def settle(self, now: float) -> list[Order]:
-        """Start the workers that are missing and end those that have been replaced, as far as it is time for it."""
-        if self._closed or self._asked or self.presence == "ended":
-            return []
-        return [*self._end_replaced(), *self._start_missing(now)]
-
-    def take(self, holder: Holder | None = None) -> Worker | None:
-        """Take an idle worker for a call, the one that was used last: its caches are warm. None if there is none.
-
-        Args:
-            holder: Has it from the moment on in which it is taken. Between two calls of functions no signal handler
-                runs, whose exception would leave a worker taken that nobody has.
-        """
-        if not self._idle or (len(self.members) > self._size and self._count_busy() >= self._size):
-            return None
-        member = self._idle[-1]
-        if holder is not None:
-            holder.worker, holder.held = member, True
-        member.state = "busy"
-        del self._idle[-1]
-        if self.circuit.state != "closed":
-            member.probe = self.circuit.admitted()
-        return member
-
-    def _count_busy(self) -> int:
-        return sum(member.state in _BUSY for member in self.members.values())
-
-    def end_until_next_call(self) -> list[End] | None:
-        """End all workers, and start none until :meth:`call_back`. None, and nothing ends, unless all are idle."""
-        members = tuple(self.members.values())
-        if self._closed or self._asked or any(member.state != "idle" for member in members):
-            return None
-        self.presence = "ended"
-        return list(self._end(members))
-
-    def call_back(self) -> None:
-        if self.presence == "ended":
-            self.presence = "returning"
-
-    def close(self) -> list[Order]:
-        """Start no more workers, and end those that are idle; the others end after their calls."""
-        self._closed = True
-        return list(self._end(tuple(self.members.values())))
-
-    # What happened
-
-    def started(self, number: int) -> bool:
-        """A worker is ready for calls. Returns whether it is to be ended instead."""
-        member = self.members.get(number)
-        if member is None or self._closed:
-            self.members.pop(number, None)
-            return True
-        self._failed_starts = 0
-        self.presence = "present"
-        member.state = "idle"
-        self._idle.append(member)
-        return False
-
-    def answered(self, number: int, *, worn: bool, counts: bool = True) -> bool:
-        """A worker has ended its call, and can take another one. Returns whether it is to be ended instead.
-
-        Args:
-            number: The worker.
-            worn: Whether it asked for its replacement.
-            counts: Whether this shows that the model works; an abandoned call does not.
-        """
-        member = self.members.get(number)
-        if member is None:
-            return True
-        member.calls += 1
-        member.worn = member.worn or worn
-        if counts:
-            self.failures = 0
-            if member.probe or self.circuit.failures:
-                self.circuit.succeeded(probe=member.probe)
-        elif member.probe:
-            self.circuit.probe_inconclusive()
-        member.probe = False
-        if member.state == "retiring" or self._closed:
-            del self.members[number]
-            return True
-        member.state = "idle"
-        self._idle.append(member)
-        return False
-
-    def lost(self, number: int, now: float, *, draw: float, blame: bool = True) -> None:
-        """A worker has ended by itself, or was killed at its deadline.
-
-        Args:
-            number: The worker.
-            now: Seconds on a monotonic clock.
-            draw: A random number in [0, 1), for the backoff.
-            blame: Whether this counts as a failure; a worker that was ended because its caller is gone does not.
-        """
-        member = self.members.pop(number, None)
-        if member is None:
-            return
-        self._keeps_spare = True
-        if member in self._idle:
-            self._idle.remove(member)
-        if member.state == "starting":
-            self._failed_starts += 1
-            self.presence = "present"
-        if not blame:
-            if member.probe:
-                self.circuit.probe_inconclusive()
-            return
-        self.failures += 1
-        if self.failures > 1:
-            self.start_at = now + self._backoff.seconds(self.failures - 1, draw)
-        if member.state in _BUSY:
-            self.circuit.failed(now, probe=member.probe)
-
-    # Decisions
-
-    def _start_missing(self, now: float) -> Iterator[Order]:
-        if self._failed_starts >= FAILED_STARTS:
-            self._asked = True
-            yield ReplaceMold()
-            return
-        members = self.members.values()
-        to_replace = [] if self.is_paused() else [member for member in members if member.worn]
-        self._keeps_spare = self._keeps_spare or bool(to_replace)
-        spare = self._spare if self._keeps_spare else 0
-        # While workers keep dying, one is enough: for the probe.
-        wanted = self._size + spare if self.circuit.state == "closed" else 1
-        # Never more than one above the size, so a worn worker's last call may delay the start of the next spare one.
-        staying = len(members) - len(to_replace)
-        missing = min(wanted - staying, self._size + 1 - len(members))
-        if missing <= 0 or now < self.start_at:
-            return
-        if to_replace:
-            missing = 0 if any(member.state == "starting" for member in members) else 1
-        for _ in range(missing):
-            self._last += 1
-            worker = self.members[self._last] = Worker(self._last)
-            yield Start(worker)
-
-    def _end_replaced(self) -> Iterator[Order]:
-        if self.is_paused():
-            return
-        up = [member for member in self.members.values() if member.state in {"idle", "busy"}]
-        excess = len(up) - self._size
-        if excess > 0:
-            yield from self._end([member for member in up if member.worn][:excess])
-
-    def _end(self, members: Sequence[Worker]) -> Iterator[End]:
-        for member in members:
-            if member.state == "busy":
-                member.state = "retiring"
-            elif member.state == "idle":
-                self._idle.remove(member)
-                del self.members[member.number]
-                yield End(member)
 
 
 # Calls that wait for a worker, in the order in which they get one.
@@ -405,18 +180,48 @@ RETRY_AFTER = 1.0
 
 
 class Workers:
-    """Hands out workers. Thread-safe."""
+    """Hands out the workers of a mold, and decides which are started, replaced and ended. Thread-safe.
 
-    def __init__(self, name: str, plan: WorkerPlan, mold: MoldOrders, *, generation: int, max_queue: int) -> None:
+    A worn worker takes calls until another one can take its place, and replacements start one at a time, so capacity
+    never falls below ``size``. From the first worn or dead worker on, a spare one is kept, so the next is replaced
+    without a delay: a sound model needs none, and it holds memory. After several deaths in a row, a new worker starts
+    after a backoff, and then the breaker opens. While the function is paused, worn workers stay, and only those that
+    have ended are replaced. All workers can be ended until the next call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mold: MoldOrders,
+        *,
+        size: int,
+        generation: int,
+        max_queue: int,
+        breaker: Breaker,
+        backoff: Backoff,
+        spare: int = 0,
+        is_paused: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._name = name
-        self._plan = plan
         self._mold = mold
+        self._size = size
+        self._spare = spare
         self._generation = generation
         self._max_queue = max_queue
+        self._backoff = backoff
+        self._is_paused = is_paused
         # Reentrant: the garbage collector may close a dropped generator at any point, also under this lock.
         self._lock = threading.RLock()
+        self._members: dict[int, Worker] = {}
+        self._idle: list[Worker] = []
+        self._last = 0
+        self._keeps_spare = False
+        self._circuit = Circuit(breaker)
+        self._failures = self._failed_starts = 0
+        self._start_at = 0.0
         self._waiters = WaitingLine()
-        self.gone = self._closed = False
+        self.presence: Presence = "present"
+        self.gone = self._closed = self._gave_up = False
         self._answers: list[tuple[Waiter, Worker | Exception | None]] = []
         self._events: list[Event] = []
         self._postponed: dict[int, tuple[Reason, ...]] = {}
@@ -432,9 +237,9 @@ class Workers:
             CircuitOpen: There is no worker for this call.
         """
         with self._lock:
-            if self._plan.circuit.state != "closed" and (refusal := self._refusal()) is not None:
+            if self._circuit.state != "closed" and (refusal := self._refusal()) is not None:
                 raise refusal
-            return None if self._waiters else self._plan.take(holder)
+            return None if self._waiters else self._take(holder)
 
     def request(self, waiter: Waiter) -> Worker | None:
         """Take a free worker, or have ``waiter`` get one when there is one. Does not block.
@@ -464,25 +269,43 @@ class Workers:
             return self._waiters.remove(waiter)
 
     def release(self, worker: Worker, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
+        """A worker has ended its call, and can take another one.
+
+        Args:
+            worker: The worker.
+            worn: Why it asked for its replacement; empty if it did not.
+            counts: Whether this shows that the model works; an abandoned call does not.
+        """
         with self._lock:
-            plan = self._plan
-            troubled = plan.circuit.state != "closed"
-            if worn and plan.is_paused():
+            troubled = self._circuit.state != "closed"
+            if worn and self._is_paused():
                 self._postpone(worker, worn)
-            ended = plan.answered(worker.number, worn=bool(worn), counts=counts)
+            ended = worker.number not in self._members
+            if not ended:
+                self._judge(worker, counts=counts)
+                worker.calls += 1
+                worker.worn = worker.worn or bool(worn)
+                ended = worker.state == "retiring" or self.gone
             if ended:
+                self._members.pop(worker.number, None)
                 self._dismiss(worker)
-            if troubled and plan.circuit.state == "closed":
-                self._events.append(telemetry.CircuitClosed(guard=self._name))
+            else:
+                self._make_idle(worker)
             if worn or ended or troubled:
-                self._act(plan.settle(time.monotonic()))
+                self._settle(time.monotonic())
             if self._waiters:
                 self._hand_over()
         if self._events or self._answers:
             self._emit_all()
 
     def lose(self, worker: Worker, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        """Record that a worker has ended in its call, or end it; returns how it ended, for people."""
+        """Record that a worker has ended in its call, or end it; returns how it ended, for people.
+
+        Args:
+            worker: The worker.
+            cause: Of its end.
+            blame: Whether this counts as a failure; a worker that was ended because its caller is gone does not.
+        """
         if cause != "crashed":
             worker.kill()
         how = worker.how_it_ended() if cause == "crashed" else cause
@@ -494,11 +317,15 @@ class Workers:
 
     def ready(self, worker: Worker) -> None:
         with self._lock:
-            if self._plan.started(worker.number):
+            if self.gone or worker.number not in self._members:
+                self._members.pop(worker.number, None)
                 worker.channel.close()
                 return
+            self._failed_starts = 0
+            self.presence = "present"
+            self._make_idle(worker)
             self._note(telemetry.WorkerStarted, worker, seconds=time.monotonic() - worker.born)
-            self._act(self._plan.settle(time.monotonic()))
+            self._settle(time.monotonic())
             self._hand_over()
         self._emit_all()
 
@@ -512,7 +339,7 @@ class Workers:
         worker.channel.hang_up()  # a program that the model has started may hold the other end open
         worker.has_exited(how)
         with self._lock:  # one look: no call may take it in between
-            if not self._plan.knows(worker) or worker.state not in {"starting", "idle"}:
+            if worker.number not in self._members or worker.state not in {"starting", "idle"}:
                 return
             cause: WorkerEndCause = "closed" if self._closed else "crashed"
             was_starting = worker.state == "starting"
@@ -525,48 +352,53 @@ class Workers:
     def mold_ended(self, how: str) -> None:
         with self._lock:
             self.gone = True
-            workers = list(self._plan.members.values())
-            self._act(self._plan.close())
+            workers = list(self._members.values())
+            self._end(workers)
         self.send_on()
         for worker in workers:
             worker.has_exited(how)
         self._emit_all()
 
     def end_until_next_call(self) -> list[int] | None:
-        """End all workers until the next call; their numbers. None, and nothing ends, if one has something to do."""
+        """End all workers, and start none until the next call; their numbers. None, and nothing ends, if one is busy.
+
+        Nor does one that starts.
+        """
         with self._lock:
-            if self.gone or self._waiters or self._plan.presence != "present":
+            workers = list(self._members.values())
+            if self.gone or self._gave_up or self._waiters or self.presence != "present":
                 return None
-            orders = self._plan.end_until_next_call()
-            if orders is None:
+            if any(worker.state != "idle" for worker in workers):
                 return None
-            self._act(orders)
+            self.presence = "ended"
+            self._end(workers)
         self._emit_all()
-        return [order.worker.number for order in orders]
+        return [worker.number for worker in workers]
 
     def call_back(self) -> None:
         """Start the workers that have ended until the next call."""
         with self._lock:
-            if self._plan.presence != "ended":
+            if self.presence != "ended":
                 return
             now = time.monotonic()
-            self._plan.call_back()
-            self._act(self._plan.settle(now))
-            if self._plan.start_at > now:
-                self._mold.settle_later(self._plan.start_at - now)
+            self.presence = "returning"
+            self._settle(now)
+            if self._start_at > now:
+                self._mold.settle_later(self._start_at - now)
 
     def close(self) -> None:
+        """Start no more workers, and end those that are idle; the others end after their calls."""
         with self._lock:
             self.gone = self._closed = True
-            self._act(self._plan.close())
+            self._end(list(self._members.values()))
         self._emit_all()
 
     def settle(self) -> None:
         """Do what has become due; also what a pause has held back until now."""
         with self._lock:
-            if not self._plan.is_paused():
+            if not self._is_paused():
                 self._postponed.clear()
-            self._act(self._plan.settle(time.monotonic()))
+            self._settle(time.monotonic())
             self._hand_over()
         self._emit_all()
 
@@ -578,69 +410,131 @@ class Workers:
 
     @property
     def is_ready(self) -> bool:
+        """Whether a worker can take calls, now or after the call that it runs."""
         with self._lock:
-            return self._plan.ready and not self.gone
-
-    @property
-    def presence(self) -> Presence:
-        """Whether there are workers, or there will be for the next call."""
-        return self._plan.presence
+            usable = any(worker.state in {"idle", "busy"} for worker in self._members.values())
+            return usable and not self.gone and self._circuit.state == "closed"
 
     @property
     def is_complete(self) -> bool:
+        """Whether as many workers have come up as may have calls at a time."""
         with self._lock:
-            return self._plan.complete
+            return sum(worker.state != "starting" for worker in self._members.values()) >= self._size
 
     def is_starting(self, worker: Worker) -> bool:
         with self._lock:
-            return self._plan.knows(worker) and worker.state == "starting"
+            return worker.number in self._members and worker.state == "starting"
 
     @property
     def postponed(self) -> tuple[Reason, ...]:
         """Why workers are to be replaced that must stay, because the function is paused."""
         with self._lock:
-            if not self._plan.is_paused():
+            if not self._is_paused():
                 return ()
-            waiting = [reasons for number, reasons in self._postponed.items() if number in self._plan.members]
+            waiting = [reasons for number, reasons in self._postponed.items() if number in self._members]
             return tuple(dict.fromkeys(reason for reasons in waiting for reason in reasons))
 
     def listed(self) -> list[tuple[Worker, WorkerState, bool, int]]:
         with self._lock:
-            return [(one, one.state, one.worn, one.calls) for one in self._plan.members.values()]
+            return [(one, one.state, one.worn, one.calls) for one in self._members.values()]
 
-    # Under the lock
+    # Under the lock: who gets a worker
 
-    def _postpone(self, worker: Worker, reasons: tuple[Reason, ...]) -> None:
-        """Remember why a worker is to be replaced, and report each reason once."""
-        self._postponed[worker.number] = reasons
-        fresh = tuple(reason for reason in reasons if reason not in self._reported)
-        if fresh:
-            self._reported.update(fresh)
-            self._note(telemetry.ReloadPostponed, worker, reasons=fresh, cause="paused", seconds=None)
+    def _take(self, holder: Holder | None = None) -> Worker | None:
+        """Take an idle worker for a call, the one that was used last: its caches are warm. None if there is none.
 
-    def _refusal(self) -> CircuitOpen | None:
-        left = None if self.gone else self._plan.circuit.retry_after(time.monotonic())
-        return None if left is None else CircuitOpen(self._name, failures=self._plan.circuit.failures, retry_after=left)
+        Args:
+            holder: Has it from the moment on in which it is taken. Between two calls of functions no signal handler
+                runs, whose exception would leave a worker taken that nobody has.
+        """
+        if not self._idle or (len(self._members) > self._size and self._count_busy() >= self._size):
+            return None
+        worker = self._idle[-1]
+        if holder is not None:
+            holder.worker, holder.held = worker, True
+        worker.state = "busy"
+        del self._idle[-1]
+        if self._circuit.state != "closed":
+            worker.probe = self._circuit.admitted()
+        return worker
+
+    def _count_busy(self) -> int:
+        return sum(worker.state in _BUSY for worker in self._members.values())
+
+    def _make_idle(self, worker: Worker) -> None:
+        worker.state = "idle"
+        self._idle.append(worker)
 
     def _hand_over(self) -> None:
         while self._waiters:
-            answer = self._refusal() or self._plan.take(self._waiters.first.holder)
+            answer = self._refusal() or self._take(self._waiters.first.holder)
             if answer is None:
                 return
             self._answers.append((self._waiters.popleft(), answer))
 
-    def _act(self, orders: Iterable[Order]) -> None:
-        for order in orders:
-            if isinstance(order, Start):
-                self._mold.start_worker(order.worker)
-            elif isinstance(order, End):
-                self._dismiss(order.worker)
-            else:
-                self._mold.give_up()
+    def _refusal(self) -> CircuitOpen | None:
+        left = None if self.gone else self._circuit.retry_after(time.monotonic())
+        return None if left is None else CircuitOpen(self._name, failures=self._circuit.failures, retry_after=left)
+
+    def _judge(self, worker: Worker, *, counts: bool) -> None:
+        """Note what an answer says about the model."""
+        if counts:
+            self._failures = 0
+            if (worker.probe or self._circuit.failures) and self._circuit.succeeded(probe=worker.probe):
+                self._events.append(telemetry.CircuitClosed(guard=self._name))
+        elif worker.probe:
+            self._circuit.probe_inconclusive()
+        worker.probe = False
+
+    # Under the lock: which are started and ended
+
+    def _settle(self, now: float) -> None:
+        """Start the workers that are missing and end those that have been replaced, as far as it is time for it."""
+        if not (self.gone or self._gave_up or self.presence == "ended"):
+            self._end_replaced()
+            self._start_missing(now)
+
+    def _start_missing(self, now: float) -> None:
+        if self._failed_starts >= FAILED_STARTS:
+            self._gave_up = True
+            self._mold.give_up()
+            return
+        workers = self._members.values()
+        to_replace = [] if self._is_paused() else [worker for worker in workers if worker.worn]
+        self._keeps_spare = self._keeps_spare or bool(to_replace)
+        spare = self._spare if self._keeps_spare else 0
+        # While workers keep dying, one is enough: for the probe.
+        wanted = self._size + spare if self._circuit.state == "closed" else 1
+        # Never more than one above the size, so a worn worker's last call may delay the start of the next spare one.
+        staying = len(workers) - len(to_replace)
+        missing = min(wanted - staying, self._size + 1 - len(workers))
+        if missing <= 0 or now < self._start_at:
+            return
+        if to_replace:
+            missing = 0 if any(worker.state == "starting" for worker in workers) else 1
+        for _ in range(missing):
+            self._last += 1
+            worker = self._members[self._last] = Worker(self._last)
+            self._mold.start_worker(worker)
+
+    def _end_replaced(self) -> None:
+        up = [worker for worker in self._members.values() if worker.state in {"idle", "busy"}]
+        excess = len(up) - self._size
+        if excess > 0 and not self._is_paused():
+            self._end([worker for worker in up if worker.worn][:excess])
+
+    def _end(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            if worker.state == "busy":
+                worker.state = "retiring"
+            elif worker.state == "idle":
+                self._idle.remove(worker)
+                del self._members[worker.number]
+                self._dismiss(worker)
 
     def _dismiss(self, worker: Worker) -> None:
         """Let an idle worker end: it reads the end of its channel."""
-        cause: WorkerEndCause = "idle" if self._plan.presence == "ended" else "recycled"
+        cause: WorkerEndCause = "idle" if self.presence == "ended" else "recycled"
         if self.gone:
             cause = "closed"
         worker.channel.close()
@@ -649,19 +543,46 @@ class Workers:
     def _take_out(self, worker: Worker, cause: WorkerEndCause, how: str, *, blame: bool) -> float:
         """Forget a worker that has ended, and start others; returns after how many seconds to look again."""
         now = time.monotonic()
-        was_open = self._plan.circuit.state == "open"
-        if self._plan.knows(worker) and worker.state != "starting":  # else its start was not reported either
-            self._count(worker, cause, how)
-        self._plan.lost(worker.number, now, draw=random.random(), blame=blame)  # noqa: S311 - jitter
-        circuit = self._plan.circuit
-        if circuit.state == "open" and not was_open:
+        if self._members.pop(worker.number, None) is not None:
+            if worker.state != "starting":  # else its start was not reported either
+                self._count(worker, cause, how)
+            self._note_loss(worker)
+            if blame:
+                self._note_failure(worker, now, how)
+            elif worker.probe:
+                self._circuit.probe_inconclusive()
+        self._settle(now)
+        self._hand_over()
+        return self._start_at - now
+
+    def _note_loss(self, worker: Worker) -> None:
+        self._keeps_spare = True
+        if worker in self._idle:
+            self._idle.remove(worker)
+        if worker.state == "starting":
+            self._failed_starts += 1
+            self.presence = "present"
+
+    def _note_failure(self, worker: Worker, now: float, how: str) -> None:
+        self._failures += 1
+        if self._failures > 1:
+            self._start_at = now + self._backoff.seconds(self._failures - 1, random.random())  # noqa: S311 - jitter
+        circuit = self._circuit
+        if worker.state in _BUSY and circuit.failed(now, probe=worker.probe):
             retry = circuit.retry_after(now) or 0.0
             self._events.append(
                 telemetry.CircuitOpened(guard=self._name, failures=circuit.failures, retry_after=retry, error=how)
             )
-        self._act(self._plan.settle(now))
-        self._hand_over()
-        return self._plan.start_at - now
+
+    # Under the lock: what is reported
+
+    def _postpone(self, worker: Worker, reasons: tuple[Reason, ...]) -> None:
+        """Remember why a worker is to be replaced, and report each reason once."""
+        self._postponed[worker.number] = reasons
+        fresh = tuple(reason for reason in reasons if reason not in self._reported)
+        if fresh:
+            self._reported.update(fresh)
+            self._note(telemetry.ReloadPostponed, worker, reasons=fresh, cause="paused", seconds=None)
 
     def _count(self, worker: Worker, cause: WorkerEndCause, how: str) -> None:
         self.counts[cause] += 1

@@ -24,7 +24,7 @@ from modelguard.facts import _proc
 from modelguard.isolation import _processes, _supervisor, status
 from modelguard.isolation._channel import Channel, Unreadable, failed_load, pair
 from modelguard.isolation._isolation_options import IsolationOptions
-from modelguard.isolation._mold_workers import MoldOrders, Worker, WorkerPlan, Workers
+from modelguard.isolation._mold_workers import MoldOrders, Worker, Workers
 from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor, weakly
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._guard_options import GuardOptions
@@ -92,14 +92,17 @@ class Mold(MoldOrders):
         self._ending = False
         self.ended = threading.Event()
         self._running: dict[int, Worker] = {}  # until the mold has reported their ends
-        plan = WorkerPlan(
-            options.workers,
+        self.workers = Workers(
+            options.name,
+            self,
+            size=options.workers,
+            generation=generation,
+            max_queue=options.bounds.queue,
             breaker=options.breaker,
             backoff=owner.source.loading.backoff,
             spare=self.SPARE,
             is_paused=owner.is_paused,
         )
-        self.workers = Workers(options.name, plan, self, generation=generation, max_queue=options.bounds.queue)
         _molds.add(self)
 
     def load(self) -> None:

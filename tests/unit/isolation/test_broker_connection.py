@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from modelguard import Backoff, Bounds, Breaker
 from modelguard.isolation._broker import ClientConnection
 from modelguard.isolation._channel import Channel, pair
-from modelguard.isolation._mold_workers import Worker, WorkerPlan, Workers
+from modelguard.isolation._mold_workers import Worker, Workers
 from modelguard.isolation._scopes import MoldScope
 from modelguard.telemetry import Reason
 
@@ -53,9 +53,10 @@ class Mold:
     """Starts workers that are sockets."""
 
     def __init__(self) -> None:
-        plan = WorkerPlan(SIZE, breaker=Breaker(failures=1000), backoff=Backoff(1e-9, 1e-9), spare=1)
-        self.workers = Workers("f", plan, self, generation=1, max_queue=QUEUE)
-        self.plan = plan
+        breaker, backoff = Breaker(failures=1000), Backoff(1e-9, 1e-9)
+        self.workers = Workers(
+            "f", self, size=SIZE, generation=1, max_queue=QUEUE, breaker=breaker, backoff=backoff, spare=1
+        )
         self.starting: list[Worker] = []
         self.ends: dict[int, socket.socket] = {}
 
@@ -227,7 +228,7 @@ class Connections(RuleBasedStateMachine):
         for client in self.clients:
             client.listen()
         states = [client.state for client in self.clients]
-        members = self.broker.mold.plan.members.values()
+        members = [worker for worker, *_ in self.broker.mold.workers.listed()]
         busy = sum(member.state in {"busy", "retiring"} for member in members)
         assert states.count("holding") == busy <= SIZE
         assert states.count("waiting") + states.count("holding") == self.broker.scope.leases

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from modelguard import Backoff, Breaker, telemetry
 from modelguard.errors import CircuitOpen
 from modelguard.isolation import _mold_workers
-from modelguard.isolation._mold_workers import Waiter, Worker, WorkerPlan, Workers
+from modelguard.isolation._mold_workers import Waiter, Worker, Workers
 
 SIZE = 2
 
@@ -50,8 +50,17 @@ class FakeMold:
         self.generation = generation
         self.paused = False
         breaker = Breaker(failures=4, cooldown=5, max_cooldown=20)
-        plan = WorkerPlan(SIZE, spare=1, breaker=breaker, backoff=Backoff(1, 60), is_paused=lambda: self.paused)
-        self.workers = Workers("f", plan, self, generation=generation, max_queue=10)
+        self.workers = Workers(
+            "f",
+            self,
+            size=SIZE,
+            generation=generation,
+            max_queue=10,
+            breaker=breaker,
+            backoff=Backoff(1, 60),
+            spare=1,
+            is_paused=lambda: self.paused,
+        )
         self.made: dict[int, Worker] = {}
         self.starting: set[int] = set()
         self.gave_up = False

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from tests.unit.isolation.test_mold_workers import FakeMold
-from tests.unit.isolation.test_worker_plan import numbers
+from tests.unit.isolation.test_worker_plan import End, Plan, Start, numbers, running
 from tests.unit.lifecycle.world import until
 
-from modelguard import TTL, Backoff, Breaker, Isolated, Loading, guard, isolate, pool, telemetry
+from modelguard import TTL, Backoff, Isolated, Loading, guard, isolate, pool, telemetry
 from modelguard.errors import GuardClosed, InvalidOption, NoPreviousModel
 from modelguard.isolation import _molds
-from modelguard.isolation._mold_workers import End, Start, Waiter, Worker, WorkerPlan, Workers
+from modelguard.isolation._mold_workers import Waiter, Worker, Workers
 from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry import GuardPaused, GuardResumed, Reason, ReloadPostponed
 
@@ -38,22 +38,7 @@ class Switch:
         return self.on
 
 
-def running(paused: Callable[[], bool], *, size: int = 2, spare: int = 1) -> WorkerPlan:
-    """A plan whose workers are all idle."""
-    plan = WorkerPlan(
-        size,
-        spare=spare,
-        breaker=Breaker(),
-        backoff=Backoff(1, 60),
-        is_paused=paused,
-    )
-    for order in plan.settle(0.0):
-        assert isinstance(order, Start)
-        plan.started(order.worker.number)
-    return plan
-
-
-def call(plan: WorkerPlan, *, worn: bool = False) -> int:
+def call(plan: Plan, *, worn: bool = False) -> int:
     """One call, and what its end brings about."""
     member = plan.take()
     assert member is not None
@@ -66,7 +51,7 @@ class TestWorkers:
     def test_a_worn_worker_stays(self, spare: int) -> None:
         """It takes calls as before, and is replaced after ``resume()``."""
         paused = Switch()
-        plan = running(paused, spare=spare)
+        plan = running(2, spare=spare, is_paused=paused)
         worn = call(plan, worn=True)
         assert [] == plan.settle(0.0)
         assert worn == call(plan)
@@ -80,7 +65,7 @@ class TestWorkers:
         """Its replacement had been started: both serve until ``resume()``."""
         paused = Switch()
         paused.on = False
-        plan = running(paused, size=1, spare=0)
+        plan = running(1, is_paused=paused)
         worn = call(plan, worn=True)
         (start,) = numbers(plan.settle(0.0), Start)
         paused.on = True
@@ -91,12 +76,11 @@ class TestWorkers:
 
     def test_what_has_died_is_replaced(self) -> None:
         """Also where the others are worn: a crash must not cost a worker for as long as the pause lasts."""
-        plan = running(Switch())
+        plan = running(2, spare=1, is_paused=Switch())
         for number in (call(plan, worn=True), 1):
             if number in plan.members:
-                plan.lost(number, 0.0, draw=0.5)
-                plan.start_at = 0.0
-                for start in numbers(plan.settle(0.0), Start):
+                plan.lost(number, plan.now)
+                for start in numbers(plan.settle(plan.now + 60.0), Start):
                     plan.started(start)
         assert 3 == len(plan.members)  # and a spare one
 

@@ -1,29 +1,175 @@
-"""The state machine over workers, without processes: which worker gets a call, and which is started or ended."""
+"""Which worker of a mold gets a call, and which is started, replaced or ended, without processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from modelguard import Backoff, Breaker
-from modelguard.isolation._mold_workers import FAILED_STARTS, End, Order, ReplaceMold, Start, WorkerPlan
+from modelguard import Backoff, Breaker, telemetry
+from modelguard.errors import CircuitOpen
+from modelguard.isolation import _mold_workers
+from modelguard.isolation._mold_workers import FAILED_STARTS, Worker, Workers
 
 
-def plan_of(size: int, **breaker: int) -> WorkerPlan:
-    """A plan whose backoff waits 1, 2, 4, ... seconds without jitter of note."""
-    return WorkerPlan(size, breaker=Breaker(**breaker), backoff=Backoff(1, 60))
+class Start(NamedTuple):
+    """An order to start one."""
+
+    worker: Worker
 
 
-def running(size: int, **breaker: int) -> WorkerPlan:
+class End(NamedTuple):
+    """The end of one that was told to go."""
+
+    worker: Worker
+
+
+class ReplaceMold(NamedTuple):
+    """An order to make another mold."""
+
+
+Order = Start | End | ReplaceMold
+
+WORN = (telemetry.Reason("uses", "Uses(5)"),)
+
+
+class Plan:
+    """The workers of a mold that only notes what it is told. Time is what the tests say.
+
+    The backoff waits 1, 2, 4, ... seconds.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        spare: int = 0,
+        breaker: Breaker | None = None,
+        is_paused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.workers = Workers(
+            "f",
+            self,
+            size=size,
+            generation=1,
+            max_queue=10,
+            breaker=breaker or Breaker(),
+            backoff=Backoff(1, 60),
+            spare=spare,
+            is_paused=is_paused,
+        )
+        self.now = 0.0
+        self._made: dict[int, Worker] = {}
+        self._orders: list[Order] = []
+
+    # As their mold
+
+    def start_worker(self, worker: Worker) -> None:
+        """Note it."""
+        channel: Any = SimpleNamespace(close=lambda: self._orders.append(End(worker)), hang_up=lambda: None)
+        worker.channel = channel
+        self._made[worker.number] = worker
+        self._orders.append(Start(worker))
+
+    def give_up(self) -> None:
+        """Note it."""
+        self._orders.append(ReplaceMold())
+
+    def settle_later(self, seconds: float) -> None:
+        """The tests look when they like."""
+
+    # What happens
+
+    def _at(self, now: float | None, draw: float = 1.0) -> Any:
+        self.now = self.now if now is None else now
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        return patch.multiple(_mold_workers, time=clock, random=SimpleNamespace(random=lambda: draw))
+
+    def _new_orders(self) -> list[Order]:
+        orders = self._orders[:]
+        self._orders.clear()
+        return orders
+
+    def settle(self, now: float) -> list[Order]:
+        """What was ordered since the last look, and is now."""
+        with self._at(now):
+            self.workers.settle()
+        return self._new_orders()
+
+    def started(self, number: int) -> bool:
+        """It has come up; whether it was ended instead of taken."""
+        with self._at(None):
+            self.workers.ready(self._made[number])
+        return number not in self.members
+
+    def take(self) -> Worker | None:
+        with self._at(None):
+            try:
+                return self.workers.take_now()
+            except CircuitOpen:
+                return None
+
+    def answered(self, number: int, *, worn: bool) -> bool:
+        """Its call has ended; whether it has, too."""
+        with self._at(None):
+            self.workers.release(self._made[number], worn=WORN if worn else ())
+        return number not in self.members
+
+    def lost(self, number: int, now: float, *, draw: float = 1.0, blame: bool = True) -> None:
+        """It has ended, in its call or before one."""
+        worker, before = self._made[number], len(self._orders)
+        with self._at(now, draw):
+            if worker.state in {"busy", "retiring"}:
+                worker.has_exited("SIGKILL")
+                self.workers.lose(worker, "crashed" if blame else "cancelled")
+            else:
+                self.workers.exited(worker, "SIGKILL")
+        self._orders[before:] = [one for one in self._orders[before:] if one != End(worker)]  # nobody ordered that
+
+    def end_until_next_call(self) -> list[Order] | None:
+        numbers = self.workers.end_until_next_call()
+        return None if numbers is None else self._new_orders()
+
+    def call_back(self) -> None:
+        with self._at(None):
+            self.workers.call_back()
+
+    def close(self) -> list[Order]:
+        self.workers.close()
+        return self._new_orders()
+
+    # What there is
+
+    @property
+    def members(self) -> dict[int, Worker]:
+        return {worker.number: worker for worker, *_ in self.workers.listed()}
+
+    @property
+    def presence(self) -> str:
+        return self.workers.presence
+
+    def refuses(self, now: float) -> bool:
+        """Whether the breaker lets no call pass."""
+        with self._at(now):
+            return self.workers._refusal() is not None
+
+
+def running(size: int, *, spare: int = 0, is_paused: Callable[[], bool] = lambda: False, **breaker: int) -> Plan:
     """A plan whose workers are all idle."""
-    plan = plan_of(size, **breaker)
-    for order in plan.settle(0.0):
+    plan = Plan(size, spare=spare, breaker=Breaker(**breaker), is_paused=is_paused)
+    come_up(plan)
+    return plan
+
+
+def come_up(plan: Plan) -> None:
+    for order in plan.settle(plan.now):
         assert isinstance(order, Start)
         plan.started(order.worker.number)
-    return plan
 
 
 def numbers(orders: Iterable[Order], kind: type[Start | End]) -> list[int]:
@@ -39,22 +185,22 @@ def told(orders: Iterable[Order] | None) -> list[tuple[type[Start | End], int]]:
 class TestStart:
     def test_all_workers_start_together(self) -> None:
         """A new mold forks all of its workers at once."""
-        plan = plan_of(3)
+        plan = Plan(3)
         assert [1, 2, 3] == numbers(plan.settle(0.0), Start)
         assert [] == plan.settle(0.0)
 
     def test_it_is_complete_when_all_have_come_up(self) -> None:
         """A mold takes calls only when every worker can."""
-        plan = plan_of(2)
+        plan = Plan(2)
         plan.settle(0.0)
         plan.started(1)
-        assert not plan.complete
+        assert not plan.workers.is_complete
         plan.started(2)
-        assert plan.complete
+        assert plan.workers.is_complete
 
     def test_workers_that_do_not_come_up_condemn_the_mold(self) -> None:
         """A mold that fails to fork twice is replaced, and asked for only once."""
-        plan = plan_of(1)
+        plan = Plan(1)
         orders: list[Order] = []
         for now in range(0, 100, 10):
             for order in plan.settle(float(now)):
@@ -85,37 +231,32 @@ class TestCalls:
 
 
 class TestSpare:
-    def spared(self) -> WorkerPlan:
+    def spared(self) -> Plan:
         """Two calls at a time, and one worker more, as one has died."""
-        plan = WorkerPlan(2, spare=1, breaker=Breaker(), backoff=Backoff(1, 60))
-        self.start(plan)
+        plan = Plan(2, spare=1)
+        come_up(plan)
         assert 2 == len(plan.members)
         died = plan.take()
         assert died is not None
         plan.lost(died.number, 0.0, draw=1.0)
-        self.start(plan)
+        come_up(plan)
         for _ in range(2):  # the circuit and the backoff forget it
             member = plan.take()
             assert member is not None
             plan.answered(member.number, worn=False)
         return plan
 
-    def start(self, plan: WorkerPlan) -> None:
-        for order in plan.settle(0.0):
-            assert isinstance(order, Start)
-            plan.started(order.worker.number)
-
     def test_it_comes_with_the_first_replacement(self) -> None:
         """A sound model pays for no worker that it does not need."""
-        plan = WorkerPlan(2, spare=1, breaker=Breaker(), backoff=Backoff(1, 60))
-        self.start(plan)
+        plan = Plan(2, spare=1)
+        come_up(plan)
         worn = plan.take()
         assert worn is not None
         plan.answered(worn.number, worn=False)
         assert [] == plan.settle(0.0)
         plan.take()
         plan.answered(worn.number, worn=True)
-        self.start(plan)  # beside the worn worker, which serves meanwhile
+        come_up(plan)  # beside the worn worker, which serves meanwhile
         orders = plan.settle(0.0)
         assert [worn.number] == numbers(orders, End)
         assert 1 == len(numbers(orders, Start))
@@ -133,7 +274,7 @@ class TestSpare:
         worn, other = plan.take(), plan.take()
         assert worn is not None
         assert other is not None
-        assert not plan.answered(worn.number, worn=True)
+        assert plan.answered(worn.number, worn=True)
         orders = plan.settle(0.0)
         assert [worn.number] == numbers(orders, End)
         assert 1 == len(numbers(orders, Start))
@@ -228,27 +369,37 @@ class TestDeaths:
             member = plan.take()
             assert member is not None
             plan.lost(member.number, now, draw=0.0)
-        assert plan.circuit.retry_after(0.0) is not None
-        assert not plan.ready
-        (order,) = plan.settle(20.0)  # one is enough for the probe
-        assert isinstance(order, Start)
-        plan.started(order.worker.number)
-        assert plan.circuit.retry_after(20.0) is None
+        assert plan.refuses(0.0)
+        assert not plan.workers.is_ready
+        assert [(Start, 3)] == told(plan.settle(20.0))  # one is enough for the probe
+        plan.started(3)
+        assert not plan.refuses(20.0)
         probe = plan.take()
         assert probe is not None
         assert probe.probe
-        assert plan.circuit.retry_after(20.0) is not None
+        assert plan.refuses(20.0)
         plan.answered(probe.number, worn=False)
-        assert plan.circuit.retry_after(20.0) is None
+        assert not plan.refuses(20.0)
         assert 1 == len(numbers(plan.settle(20.0), Start))
+
+    def test_a_probe_that_is_interrupted_opens_nothing(self, seen: list[telemetry.Event]) -> None:
+        """The circuit was open, and is reported once."""
+        plan = running(1, failures=1, cooldown=10, max_cooldown=10)
+        plan.take()
+        plan.lost(1, 0.0)
+        plan.settle(20.0)
+        plan.started(2)
+        assert plan.take() is not None
+        plan.lost(2, 20.0, blame=False)
+        assert [1] == [event.failures for event in seen if isinstance(event, telemetry.CircuitOpened)]
 
     def test_an_interrupted_call_blames_nobody(self) -> None:
         """Ctrl-C in the owner ends a worker, and is not a failure of the model."""
         plan = running(1, failures=1)
         plan.take()
         plan.lost(1, 0.0, draw=0.5, blame=False)
-        assert plan.circuit.retry_after(0.0) is None
-        assert 0 == plan.failures
+        assert not plan.refuses(0.0)
+        assert [(Start, 2)] == told(plan.settle(0.0))
 
     def test_a_death_is_counted_once(self) -> None:
         """Its caller and the mold both report it."""
@@ -256,7 +407,7 @@ class TestDeaths:
         plan.take()
         plan.lost(1, 0.0, draw=0.5)
         plan.lost(1, 0.0, draw=0.5)
-        assert 1 == plan.failures
+        assert [(Start, 2)] == told(plan.settle(0.0))  # after a second one it would wait
 
 
 class TestUntilTheNextCall:
@@ -281,7 +432,7 @@ class TestUntilTheNextCall:
         plan = running(2)
         assert plan.take() is not None
         assert (None, "present") == (plan.end_until_next_call(), plan.presence)
-        plan = plan_of(2)
+        plan = Plan(2)
         plan.settle(0.0)
         plan.started(1)
         assert (None, "present") == (plan.end_until_next_call(), plan.presence)
@@ -296,8 +447,8 @@ class TestUntilTheNextCall:
                 plan.started(order.worker.number)
         assert [] == plan.end_until_next_call()
         plan.call_back()
-        assert [] == plan.settle(plan.start_at - 0.1)
-        assert 1 == len(numbers(plan.settle(plan.start_at), Start))
+        assert [] == plan.settle(0.9)
+        assert 1 == len(numbers(plan.settle(1.0), Start))
 
     def test_a_start_that_fails_is_tried_again(self) -> None:
         """As without it."""
@@ -318,7 +469,7 @@ class TestUntilTheNextCall:
 class TestEnd:
     def test_a_worker_that_comes_up_too_late_is_ended(self) -> None:
         """Closing does not wait for it, and does not forget it."""
-        plan = plan_of(1)
+        plan = Plan(1)
         plan.settle(0.0)
         plan.close()
         assert plan.started(1)
@@ -332,7 +483,7 @@ class TestEnd:
         assert 1 == len(numbers(plan.close(), End))
         assert plan.answered(busy.number, worn=False)
         assert not plan.members
-        assert [] == plan.settle(0.0)
+        assert [busy.number] == numbers(plan.settle(0.0), End)
 
 
 @given(st.integers(1, 8))
@@ -350,13 +501,8 @@ class PlanMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.paused = False
-        self.plan = WorkerPlan(
-            self.SIZE,
-            spare=self.SPARE,
-            breaker=Breaker(failures=4, cooldown=5, max_cooldown=20),
-            backoff=Backoff(1, 60),
-            is_paused=lambda: self.paused,
-        )
+        breaker = Breaker(failures=4, cooldown=5, max_cooldown=20)
+        self.plan = Plan(self.SIZE, spare=self.SPARE, breaker=breaker, is_paused=lambda: self.paused)
         self.starting: set[int] = set()
         self.busy: set[int] = set()
         self.condemned = False
@@ -394,7 +540,7 @@ class PlanMachine(RuleBasedStateMachine):
             self.plan.lost(number, self.now, draw=0.5)
         self.settle()
 
-    @precondition(lambda self: self.plan.circuit.retry_after(self.now) is None)
+    @precondition(lambda self: not self.plan.refuses(self.now))
     @rule()
     def call_begins(self) -> None:
         member = self.plan.take()
@@ -417,10 +563,10 @@ class PlanMachine(RuleBasedStateMachine):
     def nobody_calls(self) -> None:
         """All end at once, or none; and a call brings them back."""
         has_work = any(member.state != "idle" for member in self.plan.members.values())
-        before = set(self.plan.members)
+        before, had_ended = set(self.plan.members), self.plan.presence != "present"
         orders = self.plan.end_until_next_call()
         if orders is None:
-            assert self.condemned or has_work
+            assert self.condemned or has_work or had_ended
         else:
             assert (before, "ended") == ({order.worker.number for order in orders}, self.plan.presence)
 
