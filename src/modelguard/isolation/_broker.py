@@ -20,7 +20,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,13 +43,21 @@ _PATIENCE = 1.0
 
 
 class ClientConnection:
-    """Obeys one connection. In the supervisor's thread, unless it is said otherwise."""
+    """Obeys one connection. In the supervisor's thread, unless it is said otherwise.
+
+    Attributes:
+        reports: Where the client's process hears of what happens; of the connection that stands for it.
+        state: What it was told last of the molds.
+    """
+
+    reports: socket.socket
 
     def __init__(self, channel: Channel, broker: _Broker, pid: int) -> None:
         self.channel = channel
         self.pid = pid
         self.granted_at: float | None = None
         self.token = b""
+        self.state = b""
         self._broker = broker
         self._claim: Followed[Taken] | None = None
         self._taken: TakenWorker | None = None
@@ -117,9 +125,18 @@ class ClientConnection:
 
     # Membership
 
+    def report(self, kind: bytes, content: bytes) -> bool:
+        """Send a report; false if there is no room, or no reader. Never blocks. From any thread."""
+        try:
+            self.reports.send(kind + content, AT_ONCE)
+        except OSError:
+            return False
+        return True
+
     def _join(self, token: bytes, code: Files) -> None:
         self.token = token
-        self._broker.join(self, token, code)
+        self.reports = socket.socket(fileno=self.channel.take_fd())
+        self._broker.join(self, code)
 
     def _call(self, token: bytes) -> None:
         self._broker.admit(token)
@@ -252,21 +269,6 @@ def _allow_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-@dataclass(eq=False)
-class _Client:
-    connection: ClientConnection
-    reports: socket.socket
-    state: bytes | None = None
-
-    def send(self, kind: bytes, content: bytes) -> bool:
-        """Send a message; false if there is no room, or no reader. Never blocks. From any thread."""
-        try:
-            self.reports.send(kind + content, AT_ONCE)
-        except OSError:
-            return False
-        return True
-
-
 class _Broker:
     def __init__(self, orders: BrokerOrders) -> None:
         self.name = orders.options.name
@@ -277,8 +279,8 @@ class _Broker:
         # Times are counted by the clients, which hang up: a broker needs no timer for each call.
         self.scope = ProcessScope(replace(orders.options, timeout=None), self._molds)
         self.supervisor = supervisor()
-        self._clients: OrderedDict[bytes, _Client] = OrderedDict()
-        self._last: _Client | None = None
+        self._clients: OrderedDict[bytes, ClientConnection] = OrderedDict()
+        self._last: ClientConnection | None = None
         self._connections: set[ClientConnection] = set()
         self._holders: dict[int, bytes] = {}
         self._ending = False
@@ -332,14 +334,13 @@ class _Broker:
         self._connections.add(connection)
         self.supervisor.watch(accepted.fileno(), connection.heed)
 
-    def join(self, connection: ClientConnection, token: bytes, code: Files) -> None:
-        reports = socket.socket(fileno=connection.channel.take_fd())
+    def join(self, connection: ClientConnection, code: Files) -> None:
         path = _supervisor.changed(self._molds.code, code)
         if path is not None:
-            reports.close()
+            connection.reports.close()
             connection.answer("unwelcome", path)
             raise EOFError
-        self._clients[token] = _Client(connection, reports)
+        self._clients[connection.token] = connection
         connection.answer("welcome", os.getpid())
         self._tell_state()
 
@@ -348,34 +349,34 @@ class _Broker:
             raise EOFError
 
     def leave(self, connection: ClientConnection) -> bool:
-        last = len(self._clients) == 1 and connection.token in self._clients
+        last = list(self._clients.values()) == [connection]
         if last:  # it waits for the end, and hears of it
-            self._last = self._clients[connection.token]
-        self._forget(connection.token)
+            self._last = connection
+        self._forget(connection)
         return last
 
     def ended(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
-        client = self._clients.get(connection.token)
-        if client is not None and client.connection is connection:
-            self._forget(connection.token)
+        if self._forget(connection):
             self.supervisor.later(_GRACE, self._end_if_long_alone)
 
-    def _forget(self, token: bytes) -> None:
-        client = self._clients.pop(token, None)
-        if client is None:
-            return
+    def _forget(self, client: ClientConnection) -> bool:
+        """Serve a process no more; false if the connection stands for none."""
+        if self._clients.get(client.token) is not client:
+            return False
+        del self._clients[client.token]
         self._last_left = time.monotonic()
         for one in tuple(self._connections):
-            if one.token == token and one is not client.connection:
+            if one.token == client.token and one is not client:
                 one.end()
         if client is not self._last:
             client.reports.close()
+        return True
 
     # Molds
 
     def status(self) -> IsolationStatus:
-        clients = tuple(client.connection.pid for client in self._clients.values())
+        clients = tuple(client.pid for client in self._clients.values())
         return replace(self.scope.status(), broker=os.getpid(), clients=clients)
 
     def pause(self, *, paused: bool) -> None:
@@ -432,7 +433,7 @@ class _Broker:
         if client is None:
             client = next(iter(self._clients.values()), self._last)
         if client is not None:
-            client.send(_host.REPORT, report)
+            client.report(_host.REPORT, report)
 
     def _tell_state(self) -> None:
         mold = self._molds.current
@@ -440,7 +441,7 @@ class _Broker:
         state = pickle.dumps((self.scope.ready, pids, self.scope.version, self.scope.paused))
         for client in self._clients.values():
             if client.state != state:
-                if client.send(_host.STATE, state):
+                if client.report(_host.STATE, state):
                     client.state = state
                 else:
                     self.supervisor.later(_AGAIN, self._tell_state)
