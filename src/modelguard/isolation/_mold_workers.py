@@ -360,10 +360,7 @@ class Workers:
         self._emit_all()
 
     def end_until_next_call(self) -> list[int] | None:
-        """End all workers, and start none until the next call; their numbers. None, and nothing ends, if one is busy.
-
-        Nor does one that starts.
-        """
+        """End all workers until the next call; their numbers. None, and nothing ends, if one has something to do."""
         with self._lock:
             workers = list(self._members.values())
             if self.gone or self._gave_up or self._waiters or self.presence != "present":
