@@ -236,6 +236,16 @@ class TestOneProcess:
                 client.settimeout(30)
                 assert b'"nlp"' in client.recv(65_536)
 
+    def test_a_process_without_threads_left(self) -> None:
+        """The client is told that the process has no thread for its command."""
+        with program() as service:
+            service.do(
+                "import threading; threading.Thread.start = lambda _: (_ for _ in ()).throw("
+                'RuntimeError("can\'t start new thread")); print(flush=True)'
+            )
+            status, said = ctl(service.pid, "status")
+            assert (1, True) == (status, "can't start new thread" in said), said
+
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
     def test_other_users_are_refused(self) -> None:
         """The kernel says who they are; nothing is read from them, and they learn why."""

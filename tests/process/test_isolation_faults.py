@@ -184,6 +184,99 @@ def test_temporary_folders_that_are_full(tmp_path: Path, name: str) -> None:
         assert "answered\n" == done.stdout
 
 
+NO_PROC = "mount -t tmpfs none /proc"
+PREPARED = "from modelguard import guard, prefork\nprefork.prepare(guard(dict, reload_on=None))\n"
+
+
+@pytest.mark.parametrize("case", ["isolate without /proc", "prepare without /proc", "isolate where nothing is written"])
+def test_containers_without_what_is_needed(case: str) -> None:
+    """Where there is no /proc, or no folder that can be written, the error says so and names the remedy."""
+    if not shutil.which("unshare") or os.geteuid():
+        pytest.skip("only root can mount over these folders")
+    done_before, code, said = {
+        "isolate without /proc": (NO_PROC, HOSTED, "NotSupported .* with /proc"),
+        "prepare without /proc": (NO_PROC, PREPARED, "NotSupported .*without /proc"),
+        "isolate where nothing is written": (
+            "for place in /tmp /var/tmp; do mount -t tmpfs -o ro none $place; done",
+            HOSTED + "f()\n",
+            "NotSupported .*the folder /tmp/modelguard-0 .*Read-only.*MODELGUARD_RUNTIME_DIR",
+        ),
+    }[case]
+    program = textwrap.dedent(f"""
+        import sys
+        sys.modules["functions"] = functions = type(sys)("functions")
+        functions.__file__ = "/nowhere/functions.py"
+        try:
+            exec({code!r}, vars(functions))
+        except Exception as error:
+            print(type(error).__name__, error)
+    """)
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", f'{done_before}; exec "$@"', "sh", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        cwd="/proc",  # where no file can be made, and a temporary one is tried at last
+        env={name: value for name, value in os.environ.items() if name not in {*RUNTIME, "TMPDIR", "TEMP", "TMP"}},
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert re.fullmatch(said + ".*\n", done.stdout, re.DOTALL), (done.stdout, done.stderr[-3000:])
+
+
+#: What ends threads where they start: a limit that root's processes do not have.
+NO_THREAD = """
+import sys
+if {whose!r} in sys.orig_argv:
+    import _thread
+    def none(*_, **__):
+        raise RuntimeError("can't start new thread")
+    _thread.start_new_thread = _thread.start_joinable_thread = none
+"""
+
+HOSTED = """
+from modelguard import guard, isolate
+
+@isolate(workers=1, timeout="20s", scope="host")
+@guard(dict, reload_on=None, name="words")
+def f(model):
+    return 1
+"""
+
+
+@pytest.mark.parametrize("whose", ["broker", "owner", "folder"])
+def test_what_a_broker_needs_is_missing(folder: Path, whose: str) -> None:
+    """A broker or process that gets no thread, or a working directory that is gone, fails the load in one line."""
+    (folder / "sitecustomize.py").write_text(NO_THREAD.format(whose=whose))
+    (folder / "functions.py").write_text(HOSTED)
+    path = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+    removed = "" if whose != "folder" else "os.mkdir('gone'); os.chdir('gone'); os.rmdir(os.getcwd())"
+    program = textwrap.dedent(f"""
+        import json, os, sys
+        os.chdir({str(folder)!r})
+        {removed}
+        import functions
+        from modelguard.errors import LoadFailed
+        try:
+            functions.f()
+        except LoadFailed as error:
+            print(json.dumps(str(error)))
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program, whose if whose == "owner" else "app"],
+        env={**os.environ, "PYTHONPATH": path, "MODELGUARD_RUNTIME_DIR": str(folder / "run")},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert 0 == done.returncode, done.stderr[-3000:]
+    said = "working directory was removed" if whose == "folder" else "can't start new thread"
+    assert said in done.stdout
+    assert "Traceback" not in done.stdout
+
+
 RUNTIME = ("MODELGUARD_RUNTIME_DIR", "XDG_RUNTIME_DIR")
 
 FULL_FUNCTIONS = """
@@ -484,3 +577,60 @@ def test_exceptions_of_signal_handlers_leave_no_worker_taken(tmp_path: Path) -> 
     """
     count = run_python(program, 120, PYTHONPATH=f"{Path(modelguard.__file__).parents[1]}{os.pathsep}{tmp_path}")
     assert count > 100
+
+
+#: As gevent's sockets do: the flag does not keep them from waiting.
+GREEN_SOCKETS = """
+import socket
+
+class Socket(socket.socket):
+    def recv(self, size, flags=0):
+        return super().recv(size, flags & ~socket.MSG_DONTWAIT)
+
+socket.socket = Socket
+"""
+
+#: As gevent patches the threads of whoever imports the module.
+GREEN_THREADS = """
+import _thread
+start = _thread.start_new_thread
+
+def start_new_thread(*arguments):
+    return start(*arguments)
+
+start_new_thread.__module__ = "gevent.thread"
+_thread.start_new_thread = start_new_thread
+"""
+
+GREEN_FUNCTION = """
+from modelguard import guard, isolate
+
+@isolate(workers=1, timeout="20s")
+@guard(dict, reload_on=None, name="words")
+def f(model):
+    return 1
+"""
+
+
+def test_sockets_that_wait_as_gevents_do(tmp_path: Path) -> None:
+    """In a program that gevent has patched, isolated calls are answered: no look for news waits for them."""
+    (tmp_path / "functions.py").write_text(GREEN_FUNCTION)
+    program = f"{GREEN_SOCKETS}\nimport sys; sys.path.insert(0, {str(tmp_path)!r})\nimport functions\n"
+    program += "print(functions.f())\nfunctions.f.close()\n"
+    assert 1 == run_python(program, 40)
+
+
+def test_a_module_that_patches_threads(tmp_path: Path) -> None:
+    """A mold that would hang with gevent's threads is refused, and the error says where to patch instead."""
+    (tmp_path / "functions.py").write_text(GREEN_THREADS + GREEN_FUNCTION)
+    program = f"""
+        import json, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import functions
+        from modelguard.errors import LoadFailed
+        try:
+            functions.f()
+        except LoadFailed as error:
+            print(json.dumps(str(error)))
+    """
+    assert re.search("patches threads with gevent.*__main__", run_python(program, 60))

@@ -677,8 +677,10 @@ class TestOtherUsers:
                 two.call()
             other.kill()
 
-    @pytest.mark.parametrize("fault", ["mode", "link", "owner"])
-    def test_a_folder_that_is_not_private_is_refused(self, folder: Path, fault: str) -> None:
+    @pytest.mark.parametrize(
+        ("fault", "said"), [("mode", "has mode 755"), ("link", "it is a link"), ("owner", "user 65534")]
+    )
+    def test_a_folder_that_is_not_private_is_refused(self, folder: Path, fault: str, said: str) -> None:
         """With what is wrong with it, before anything is put there."""
         run = folder / "run"
         if fault == "link":
@@ -692,7 +694,7 @@ class TestOtherUsers:
             if os.geteuid() != 0:
                 pytest.skip("only root can give a folder away")
             os.chown(run, 65534, 65534)
-        with Caller(folder) as one, pytest.raises(CallFailed, match=r"NotSupported.*MODELGUARD_RUNTIME_DIR"):
+        with Caller(folder) as one, pytest.raises(CallFailed, match=rf"NotSupported.*{said}.*MODELGUARD_RUNTIME_DIR"):
             one.call()
         assert [] == list(run.iterdir())
 

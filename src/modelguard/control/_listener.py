@@ -299,9 +299,9 @@ class _Listener:
         else:
             try:
                 start_thread(partial(self._serve, connected), "modelguard-command")
-            except RuntimeError:  # the system gives no thread
+            except RuntimeError as error:  # the system gives no thread
                 self._slots.release()
-                connected.close()
+                _refuse(connected, f"takes no command now: {error}")
 
     def _serve(self, connected: socket.socket) -> None:
         with connected, contextlib.suppress(OSError):  # the client has gone

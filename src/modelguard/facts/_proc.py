@@ -195,7 +195,7 @@ def stat(pid: int, root: Path = ROOT) -> ProcessStat | None:
 def absence(pid: int, root: Path = ROOT) -> str:
     found = if_readable(stat, pid, root)
     if found is None:
-        return "does not exist"
+        return "does not exist" if folder(None, root).exists() else "cannot be seen, as there is no /proc"
     return "is a kernel thread, which has no memory of its own" if found.kernel else "has ended"
 
 

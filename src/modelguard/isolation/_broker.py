@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from modelguard import telemetry
+from modelguard.errors import told
 from modelguard.isolation import _host, _supervisor
 from modelguard.isolation._calls import Claim, Followed, Limits, Taken
 from modelguard.isolation._channel import AT_ONCE, Channel, Unreadable
@@ -248,7 +249,7 @@ def main(starter: int, lock: int) -> NoReturn:
         broker = _Broker(orders)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the starter reports it, unless it is gone
         with suppress(OSError):
-            channel.send(("failed", "".join(traceback.format_exception(error))))
+            channel.send(("failed", (told(error), "".join(traceback.format_exception(error)))))
         os._exit(1)
     _allow_descriptors()
     _host.unlock(lock)

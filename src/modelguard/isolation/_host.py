@@ -199,7 +199,8 @@ class Folder:
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE}:
                 raise
-            raise _unusable(f"the folder {path} cannot be used: {error.strerror}") from error
+            why = "it is a link, or no folder" if error.errno in {errno.ENOTDIR, errno.ELOOP} else error.strerror
+            raise _unusable(f"the folder {path} cannot be used: {why}") from error
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             self.close()
             whose = f"it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}"
@@ -356,7 +357,7 @@ def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
     try:
         channel.set_timeout(timeout)
         channel.send(orders)
-        outcome, text = channel.receive()
+        outcome, detail = channel.receive()
     except BlockingIOError:
         process.kill()
         raise LoadFailed(orders.options.name, f"its broker does not come up within {timeout:.0f} s") from None
@@ -368,7 +369,8 @@ def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
             process.returncode = 0  # from now on it is collected by its number
             _remains[process.pid] = math.inf
     if outcome != "listening":
-        raise LoadFailed(orders.options.name, f"its broker could not start:\n{text}")
+        text, trace = detail
+        raise LoadFailed(orders.options.name, f"its broker could not start: {text}") from RemoteTraceback(trace)
 
 
 def _exit_of(process: subprocess.Popen[bytes]) -> str:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from modelguard import telemetry
-from modelguard.errors import GuardClosed, LoadFailed, NotSupported, Reloading
+from modelguard.errors import GuardClosed, LoadFailed, ModelGuardError, NotSupported, Reloading
 from modelguard.isolation import _host, _processes, _supervisor, status
 from modelguard.isolation._calls import Claim, Source, Taken
 from modelguard.isolation._channel import Channel, Unreadable
@@ -390,8 +390,11 @@ class HostScope(Source):
     def _raise_error_of(self, searching: Future[Membership]) -> None:
         """Each of those who wait raises an object of its own. Where it was opened again, they search again."""
         error = searching.exception()
-        if error is not None and (self.closed or not isinstance(error, GuardClosed)):
-            raise afresh(error) if isinstance(error, Exception) else error
+        if error is None or (isinstance(error, GuardClosed) and not self.closed):
+            return
+        if isinstance(error, RuntimeError) and not isinstance(error, ModelGuardError):  # no thread, or no folder
+            raise LoadFailed(self.name, f"its broker cannot be started or found: {error}") from error
+        raise afresh(error) if isinstance(error, Exception) else error
 
     def _search(self) -> Future[Membership]:
         """Find the broker, or start one. One thread does so for all."""

@@ -5,6 +5,7 @@ It has one thread while it serves, and never runs a call. Its owner starts it, a
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextvars
 import functools
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 
 from modelguard import prefork
 from modelguard._units import FunctionKind, type_name
-from modelguard.errors import TransferRefused, text_of, told
+from modelguard.errors import NotSupported, TransferRefused, text_of, told
 from modelguard.isolation import _channel, _isolation_options, _processes, _supervisor
 from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unreadable
 from modelguard.isolation._isolation_options import Source, source_of_stub
@@ -101,6 +102,7 @@ class _Mold:
         _processes.enter("importing")
         _supervisor.become_like(instructions.origin.preparation, main=self._stub is None)
         below, source = self._find(instructions)
+        _check_threads()
         reporter.take_over()  # from what the imported modules have set up
         _supervisor.check_unchanged(instructions.code)
         self.function, self.guard = source
@@ -254,6 +256,14 @@ class _Mold:
         _processes.enter("worker")
         with closing(Channel(socket.socket(fileno=fd))) as channel:  # else Python's development mode complains
             Serving(self, channel).run()
+
+
+def _check_threads() -> None:
+    """Check that the imported modules have left Python's threads as they are. What is imported by now has real ones."""
+    library = str(_thread.start_new_thread.__module__).partition(".")[0]
+    if library in {"gevent", "eventlet"}:
+        why = f"the function's module or the main script patches threads with {library}, and a mold imports both"
+        raise NotSupported("isolate", reason=f'{why}. Do that below if __name__ == "__main__":, or in the server')
 
 
 def _start_behind_others(priority: int, work: Callable[[], None], name: str) -> None:

@@ -48,8 +48,9 @@ def _kernel_has_killed() -> bool:
 
 def check_supported() -> None:
     """Check that this system can isolate, and note how many processes the kernel had to kill here before."""
-    if not sys.platform.startswith("linux"):
-        raise NotSupported("isolate", reason="it needs Linux (parent-death signals, descriptors over sockets, fork)")
+    if not sys.platform.startswith("linux") or not _OOM_FILE.exists():
+        reason = "it needs Linux (parent-death signals, descriptors over sockets, fork) with /proc"
+        raise NotSupported("isolate", reason=reason)
     global _oom_kills
     if _oom_kills is None:
         _oom_kills = _memory.oom_kills()

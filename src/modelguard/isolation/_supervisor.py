@@ -190,8 +190,10 @@ _receiver: Callable[[bytes], object] | None = None
 
 
 def report_pair() -> tuple[socket.socket, socket.socket]:
-    """Make a socket pair that keeps reports apart, and lets several processes write to one end."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Make a socket pair that keeps reports apart: an end to read, and one that several processes may write to."""
+    read, written = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    read.setblocking(False)  # noqa: FBT003 - its only parameter; gevent's sockets wait in spite of MSG_DONTWAIT
+    return read, written
 
 
 def levels() -> dict[str, int]:
@@ -279,7 +281,7 @@ def receive(connected: socket.socket) -> bytes | None:
     It never blocks: of two sockets that can be read, the work for the first may have read the second as well.
     """
     try:
-        return connected.recv(1 << 17, socket.MSG_DONTWAIT)
+        return connected.recv(1 << 17)
     except BlockingIOError:
         return None
     except OSError:
@@ -317,7 +319,10 @@ def files() -> Files:
     Others are generated while the program runs, and may change or disappear.
     """
     own = sysconfig.get_path("stdlib") + os.sep
-    places = tuple(os.path.abspath(one) + os.sep for one in sys.path if one is not None)  # noqa: PTH100 - "" is here
+    try:
+        places = tuple(os.path.abspath(one) + os.sep for one in sys.path if one is not None)  # noqa: PTH100 - "" is here
+    except FileNotFoundError:  # here is a folder that was removed, with all that was in it
+        places = tuple(one + os.sep for one in sys.path if one and os.path.isabs(one))  # noqa: PTH117 - as text
     found: Files = {}
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
@@ -370,13 +375,16 @@ def note_path() -> None:
     _path.update((place, None) for place in sys.path if isinstance(place, str) and os.path.isabs(place))  # noqa: PTH117
 
 
+_NO_FOLDER = "this process's working directory was removed before its first mold was made; start it in another one"
+
+
 def preparation() -> dict[str, Any]:
     """What :func:`become_like` needs: path, arguments and main module of this process, as ``multiprocessing`` sends."""
     try:
         _known.update(spawn.get_preparation_data("modelguard"))
     except FileNotFoundError:  # the working directory was removed, as by a deploy; new processes are in it all the same
         if not _known:
-            raise RuntimeError("this process's working directory was removed before its first mold was made") from None
+            raise RuntimeError(_NO_FOLDER) from None
         _known.pop("dir", None)
     chosen = {key: _known[key] for key in _KEYS if key in _known}
     chosen["sys_path"] = [*dict.fromkeys([*chosen["sys_path"], *_path])]

@@ -123,7 +123,10 @@ def _temporary() -> str:
             return place
     import tempfile
 
-    return tempfile.gettempdir()
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:  # nothing can be written; whoever uses the folder says so
+        return "/tmp"  # noqa: S108 - as above
 
 
 HOST_LOCK = HostLock(private_folder)

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from modelguard import _units
 from modelguard.environment import _allocator, _effect
+from modelguard.errors import NotSupported
 from modelguard.facts import _proc
 from modelguard.lifecycle import _models
 from modelguard.runtime import waiting
@@ -184,7 +185,9 @@ class ThisProcess:
 
     def native_threads(self) -> list[str]:
         known = {thread.native_id for thread in threading.enumerate()}
-        return [name for thread, name in _proc.thread_names().items() if thread not in known]
+        if (names := _proc.if_readable(_proc.thread_names)) is None:
+            raise NotSupported("preparing a fork", reason="without /proc the threads of libraries cannot be seen")
+        return [name for thread, name in names.items() if thread not in known]
 
     def openmp(self) -> list[str]:
         return sorted(_effect.loaded_openmp())

@@ -269,7 +269,7 @@ def prepare(
         ForkUnsafe: There is a hazard that cannot be repaired, or a warm-up hung or failed in a child. The process can
             continue to serve as before.
         LoadFailed: A model could not be loaded.
-        NotSupported: ``immortalize=True`` on an interpreter without immortal objects.
+        NotSupported: ``immortalize=True`` on an interpreter without immortal objects; or there is no ``/proc``.
     """
     _units.flag(freeze, "freeze")
     _units.one_of(on_hazard, "on_hazard", get_args(OnHazard), what="choice")

@@ -50,8 +50,13 @@ def _handle(record: logging.LogRecord) -> None:
     try:
         logging.Logger.handle(logger, record)
     except Exception:  # noqa: BLE001 - of their own code
-        if logging.raiseExceptions:  # what logging's own handlers do with theirs
-            traceback.print_exc()
+        _complain()
+
+
+def _complain() -> None:
+    """What logging's own handlers do with their errors."""
+    if logging.raiseExceptions:
+        traceback.print_exc()
 
 
 logger.handle = _handle  # type: ignore[method-assign] # loggers are made by logging, and once for a name
@@ -171,8 +176,11 @@ def emit(event: Event) -> None:
             continue
         try:
             hook(event)
-        except BaseException:  # an observer must not break what it observes, not even by sys.exit()
-            logger.exception("modelguard hook %r failed on %s", hook, type(event).__name__)
+        except BaseException:  # noqa: BLE001 - an observer must not break what it observes, not even by sys.exit()
+            try:
+                logger.exception("modelguard hook %r failed on %s", hook, type(event).__name__)
+            except Exception:  # noqa: BLE001 - of the application's record factory
+                _complain()
 
 
 def import_events() -> None:

@@ -192,3 +192,10 @@ def test_this_process_for_real() -> None:
     assert _proc.age(own) >= 0
     assert 0 < _proc.memory_sums()["Rss"]
     assert os.geteuid() == _proc.owner(os.getpid())
+
+
+def test_what_cannot_be_seen_is_not_said_to_be_gone(tmp_path: Path) -> None:
+    """Without /proc no process is seen, so whoever asks for one is told that, and not that it does not exist."""
+    assert "cannot be seen, as there is no /proc" == _proc.absence(1, tmp_path)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    assert "does not exist" == _proc.absence(1, tmp_path)

@@ -152,6 +152,24 @@ class TestAHookThatRaises:
         assert "failed on LoadDiscarded" in record.getMessage()
         assert record.exc_info is not None
 
+    def test_a_record_factory_that_raises_harms_no_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A log that cannot be written is no reason to have no model."""
+
+        def factory(*_: object, **__: object) -> logging.LogRecord:
+            raise ValueError("factory")
+
+        nlp = guard(dict, reload_on=None)
+        monkeypatch.setattr(logging, "raiseExceptions", False)
+        before, level = logging.getLogRecordFactory(), logging.getLogger("modelguard").level
+        logging.setLogRecordFactory(factory)
+        logging.getLogger("modelguard").setLevel(logging.INFO)
+        try:
+            nlp.load()
+        finally:
+            logging.setLogRecordFactory(before)
+            logging.getLogger("modelguard").setLevel(level)
+        assert "ready" == nlp.status().state
+
     def test_harms_no_call(self, caplog: pytest.LogCaptureFixture) -> None:
         """A guard loads, serves, reloads and closes whatever its observers do."""
 
