@@ -216,16 +216,17 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
         seen.problems,
         _server(_words(pid, root), processes, answers),
         processes,
-        tuple(_stale_metrics(environ, root)),
+        tuple(_stale_metrics(environ, pid, root)),
         unknown=tuple(unknown),
         misspelt=tuple(misspelt_variables(environ, where)),
     )
 
 
-def _stale_metrics(environ: Mapping[str, str], root: Path) -> Iterator[str]:
+def _stale_metrics(environ: Mapping[str, str], pid: int, root: Path) -> Iterator[str]:
     """Files that prometheus_client has written for processes that do not exist."""
     folder = environ.get("PROMETHEUS_MULTIPROC_DIR")
-    names = sorted(file.name for file in Path(folder).glob("*.db")) if folder else []
+    # In the process's own folder: the variable may be relative.
+    names = sorted(file.name for file in (_proc.folder(pid, root) / "cwd" / folder).glob("*.db")) if folder else []
     for name in names:
         owner = re.fullmatch(r".+_(\d+)\.db", name)
         if owner and not _proc.folder(int(owner[1]), root).exists():
@@ -357,8 +358,7 @@ class Connection:
             self._connection.sendall(f"{question}\n".encode())
             line = self._answers.readline()
         if not line:
-            alive = _proc.stat(self.pid) is not None
-            why = "no longer answers" if alive else "has ended meanwhile"
+            why = "no longer answers" if _proc.runs(self.pid) else "has ended meanwhile"
             raise _refused(self.pid, why, "Try again, or look from outside.")
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -372,8 +372,8 @@ def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]
     """
     try:
         connection = _client.inspect(pid)
-    except _client.Busy:
-        raise
+    except _client.Busy as error:
+        raise NotSupported("looking inside a running process", reason=str(error)) from None
     except _client.Unreachable as error:
         require_attachable(pid, interpreter, str(error))
         with attached(pid) as inside:
@@ -477,7 +477,7 @@ def facts_from_inside(pid: str | int) -> Facts:
     Raises:
         InvalidOption: It is not a process id, the process does not exist, belongs to another user, or does not answer.
         NotSupported: It has no control socket, and this Python is older than 3.14, the process runs another one, or in
-            a container, or this process has no right to trace it.
+            a container, or this process has no right to trace it; or too many others wait at its socket.
     """
     number = process_number(pid)
     require_proc()

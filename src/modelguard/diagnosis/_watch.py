@@ -153,8 +153,7 @@ def _look() -> Look:
 
 def _held(first: Look, calls: int) -> tuple[Held, ...]:
     """What holds what has become more. Nothing is collected here, so what has no way from a root may be garbage."""
-    found = () if first.moment is None else _holders.named(_census.grown(first.moment, calls))
-    return tuple(one for one in found if one.path)
+    return tuple(one for one in _holders.named(_census.grown(first.moment, calls)) if one.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,7 +412,7 @@ class Watched:
         measured = replace(measured, growing=tuple(Growing(**each) for each in counts.growing(0)))
         judged = measured.judged
         self._unknown.extend(notes_on(judged, measured.per))
-        if not measured.calls[-1] and len(measured.calls) >= FEWEST:
+        if len(measured.calls) >= FEWEST and not measured.calls[-1]:
             self._unknown.append("no call has ended meanwhile; send it requests")
         elif judged.verdict == "undecided":
             longer = _units.format_seconds(math.ceil(judged.more * seconds))
@@ -428,7 +427,7 @@ class Watched:
 
     def _still_there(self) -> int:
         private = self.private(self.pid)
-        if _proc.stat(self.pid) is None:
+        if not _proc.runs(self.pid):
             why = "has ended meanwhile"
             raise InvalidOption("--pid", self.pid, why=why, fix="Give the id of a process that goes on.")
         return private
