@@ -55,7 +55,7 @@ def facts_of_machine(environ: Mapping[str, str] = os.environ, *, root: Path = _p
         machine(root),
         known_variables(environ, "this environment"),
         python,
-        _problems(),
+        _problems(environ),
         misspelt=tuple(misspelt_variables(environ, "this environment")),
     )
 
@@ -79,9 +79,9 @@ def this_interpreter() -> Interpreter:
     return Interpreter((major, minor), platform.python_implementation(), free_threaded, micro)
 
 
-def _problems() -> tuple[Problem, ...]:
+def _problems(environ: Mapping[str, str]) -> tuple[Problem, ...]:
     with suppress(NotSupported):
-        return _allocator.detect().problems
+        return _allocator.detect(environ=environ).problems
     return ()
 
 

@@ -54,10 +54,10 @@ class Look:
 
 
 class Calls:
-    """Counts the calls that have ended: on guards, over all their generations; without guards, the time."""
+    """Counts the calls that have ended: on guards, over all their generations; without guards at first, the time."""
 
     def __init__(self) -> None:
-        self.per: Unit = "milliseconds"
+        self.per: Unit | None = None  # at the first count, and for all others: readings of two units are no series
         self._seen: dict[tuple[str, int], int] = {}
 
     @property
@@ -66,8 +66,8 @@ class Calls:
 
     def count(self, uses: Iterable[tuple[str, int, int]], seconds: float) -> int:
         for name, generation, count in uses:  # a rollback makes a generation current once more
-            self.per = "calls"
             self._seen[name, generation] = max(count, self._seen.get((name, generation), 0))
+        self.per = self.per or ("calls" if self._seen else "milliseconds")
         return self.total if self.per == "calls" else int(1000 * seconds)
 
 
@@ -111,14 +111,16 @@ class Observed:
         enough = len(self._readings) >= _READINGS and self.calls > 0
         return judge(*zip(*self._readings, strict=True)).verdict if enough else "undecided"
 
-    def measured(self, first: Look, last: Look, trimmed: int, per: Unit, held: tuple[Held, ...] = ()) -> Measured:
+    def measured(
+        self, first: Look, last: Look, trimmed: int, per: Unit | None, held: tuple[Held, ...] = ()
+    ) -> Measured:
         """What was measured between two looks.
 
         Args:
             first: At the first reading.
             last: Now.
             trimmed: Bytes that a trim has just given back.
-            per: What the calls of the readings count.
+            per: What the calls of the readings count; None if there are none.
             held: The containers that have grown, and what holds them.
         """
         if first.free is not None and last.free is not None:
@@ -136,7 +138,7 @@ class Observed:
             trimmed=trimmed,
             held=held,
             live=True,
-            per=per,
+            per=per or "calls",
         )
 
 
@@ -254,7 +256,7 @@ class Watch:
         self.found = event
         if not self._stopped.is_set():
             runtime.note(event)
-        self._observed, self._first = Observed(), last
+        self._observed, self._calls, self._first = Observed(), Calls(), last
 
     def _count(self) -> int:
         if self._given is not None:
