@@ -496,9 +496,9 @@ def _before(parent: Any, level: list[_Node], modules: dict[int, str]) -> str | _
 def _way(before: Any, node: _Node) -> str:
     """The way from a place on, which something else refers to."""
     way = ""
-    while node.next is not None:
-        way += _link(before, node.one, node.next.one)
-        before, node = node
+    while (after := node.next) is not None:
+        way += _link(before, node.one, after.one)
+        before, node = node.one, after
     return way
 
 
