@@ -376,11 +376,10 @@ def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]
         raise NotSupported("looking inside a running process", reason=str(error)) from None
     except _client.Unreachable as error:
         require_attachable(pid, interpreter, str(error))
-        with attached(pid) as inside:
-            yield inside
-    else:
-        with _talk(pid, connection) as inside:
-            yield inside
+        connection = attached(pid)
+    connection.settimeout(_ANSWER)
+    with connection, connection.makefile("r", encoding="utf-8") as answers:
+        yield Connection(pid, connection, answers)
 
 
 def require_attachable(pid: int, interpreter: Interpreter | None, unreachable: str, *, root: Path = _proc.ROOT) -> None:
@@ -402,8 +401,8 @@ def require_attachable(pid: int, interpreter: Interpreter | None, unreachable: s
         raise NotSupported("looking inside a running process", reason=reason)
 
 
-@contextmanager
-def attached(pid: int) -> Iterator[Connection]:
+def attached(pid: int) -> socket.socket:
+    """The connection to the script that is put into a process."""
     with tempfile.TemporaryDirectory(prefix="modelguard-", ignore_cleanup_errors=True) as folder:
         script, address = Path(folder, "script.py"), str(Path(folder, "socket"))
         with socket.socket(socket.AF_UNIX) as listening:
@@ -416,19 +415,10 @@ def attached(pid: int) -> Iterator[Connection]:
                     os.chown(path, owner, -1)
             _execute(pid, str(script))
             try:
-                connection = listening.accept()[0]
+                return listening.accept()[0]
             except TimeoutError:
                 why = f"has run no Python code in its main thread for {_PATIENCE:g} seconds"
                 raise _refused(pid, why, "Send it a request, and try again.") from None
-        with _talk(pid, connection) as inside:
-            yield inside
-
-
-@contextmanager
-def _talk(pid: int, connection: socket.socket) -> Iterator[Connection]:
-    connection.settimeout(_ANSWER)
-    with connection, connection.makefile("r", encoding="utf-8") as answers:
-        yield Connection(pid, connection, answers)
 
 
 def _script(address: str) -> str:

@@ -22,7 +22,7 @@ from modelguard.diagnosis._facts_process import (
     readable,
     require_proc,
 )
-from modelguard.diagnosis._growth_causes import Cause, GrowthReport, Measured, Unit, attribute, notes_on
+from modelguard.diagnosis._growth_causes import GrowthReport, Measured, Unit, attribute, notes_on
 from modelguard.diagnosis._target import Progress
 from modelguard.environment import _allocator
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
@@ -419,10 +419,8 @@ class Watched:
         elif judged.verdict == "undecided":
             longer = _units.format_seconds(math.ceil(judged.more * seconds))
             self._unknown.append(f"{judged.reason}; it needs --time {longer}")
-        causes: tuple[Cause, ...] = ()
-        rest = 0.0
-        if judged.verdict == "grows":
-            causes, rest = ((), 1.0) if self.inside is None else attribute(measured)
+        grows = judged.verdict == "grows"
+        causes, rest = attribute(measured) if grows and self.inside is not None else ((), float(grows))
         seen = (*self._looked_at(), *([f"where private memory grew: {moved}"] if moved else ()))
         verdict = "grows" if measured.growing else judged.verdict
         return GrowthReport(subject, verdict, causes, rest, measured, tuple(self._unknown), seen=seen)
