@@ -393,6 +393,8 @@ def test_errors_of_the_command(folder: Path) -> None:
         (),
         ("app:none", "--pid", "1"),
         ("--pid", "1", "--calls", "100"),
+        ("--pid", "1", "--try", "1m"),
+        ("--pid", "1", "--bucketed", "ids"),
         ("app:none", "--calls", "many"),
         ("app:none", "--calls", "5"),
         ("app:none", "--try", "soon"),
