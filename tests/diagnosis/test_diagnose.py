@@ -376,6 +376,14 @@ def test_a_function_whose_name_looks_like_a_secret(folder: Path) -> None:
     assert "--load='tokenizer:': must be" in command(folder, "tokenizer:encode", "--load", "tokenizer:").stderr
 
 
+def test_a_secret_of_the_variables_that_it_is_given(folder: Path) -> None:
+    """An error at the import does not show it, though this process does not have it."""
+    (folder / "telling.py").write_text("import os\nraise ImportError(os.environ['DB_PASSWORD'])")
+    with pytest.raises(InvalidOption, match="ImportError") as caught:
+        diagnose("telling:f", environ={**os.environ, "DB_PASSWORD": "hunter2-word"}, cwd=folder)
+    assert "hunter2-word" not in str(caught.value)
+
+
 def test_errors_of_the_command(folder: Path) -> None:
     """One line, and status 2."""
     for words in (
@@ -385,6 +393,8 @@ def test_errors_of_the_command(folder: Path) -> None:
         (),
         ("app:none", "--pid", "1"),
         ("--pid", "1", "--calls", "100"),
+        ("--pid", "1", "--try", "1m"),
+        ("--pid", "1", "--bucketed", "ids"),
         ("app:none", "--calls", "many"),
         ("app:none", "--calls", "5"),
         ("app:none", "--try", "soon"),

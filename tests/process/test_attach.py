@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from modelguard.diagnosis import diagnose_process
+from modelguard.errors import InvalidOption
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -118,6 +122,19 @@ def test_a_process_that_is_not_python() -> None:
             process.kill()
     assert 0 == done.returncode, done.stdout + done.stderr
     assert "because it runs no Python." in done.stdout
+
+
+def test_a_process_that_ends_while_it_is_watched() -> None:
+    """The error says so, also where its parent has not collected it: nothing is left that could grow."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        with pytest.raises(InvalidOption, match="has ended meanwhile"):
+            diagnose_process(process.pid, seconds=1, sleep=lambda _: _end(process))
+        assert process.poll() == -signal.SIGKILL
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
 def test_a_process_that_has_ended_from_inside() -> None:

@@ -72,6 +72,14 @@ def test_a_command_that_ends(tmp_path: Path, program: str, says: str) -> None:
     assert SECRET not in str(caught.value)
 
 
+def test_secrets_of_the_variables_that_a_command_is_given(tmp_path: Path) -> None:
+    """They stand neither in the command nor in its last error, though this process does not have them."""
+    words = python(tmp_path, "import sys\nraise NameError(sys.argv[1])")
+    with pytest.raises(InvalidOption, match="its last error is NameError") as raised:
+        facts_of_command([*words, SECRET], {**os.environ, "DB_PASSWORD": SECRET}, cwd=tmp_path)
+    assert SECRET not in str(raised.value)
+
+
 def test_a_command_that_does_not_serve(tmp_path: Path) -> None:
     """It is examined as it is, and the report says so."""
     words = python(tmp_path, "import os, time\nos.environ['MALLOC_CONF'] = 'x'\ntime.sleep(60)\n")

@@ -113,8 +113,8 @@ def _show(report: DoctorReport, stream: TextIO) -> None:
 #: The exit status of each verdict.
 _STATUS = {"steady": 0, "grows": 1, "undecided": 3}
 
-#: Seconds to drive a function, and to watch a process.
-SECONDS, PROCESS_SECONDS = 30.0, 300.0
+#: Seconds to drive a function, to try remedies, and to watch a process.
+SECONDS, TRIAL_SECONDS, PROCESS_SECONDS = 30.0, 120.0, 300.0
 
 
 def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -143,7 +143,7 @@ def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         ("--json", "print the report as JSON"),
         ("--report DIR", "also write report.json and report.html into this folder"),
     )
-    parser.set_defaults(run=_diagnose, **{"try": "2m"})
+    parser.set_defaults(run=_diagnose)
 
 
 def _diagnose(options: argparse.Namespace) -> int:
@@ -171,7 +171,7 @@ def _of_process(options: argparse.Namespace, progress: Progress) -> GrowthReport
         why = "must be given alone: a running process gets its own requests"
         raise InvalidOption("--pid", options.pid, why=why, fix=f"Remove {options.target}.")
     why = "is for a function that is called, and a running process gets its own requests"
-    refuse(options, ("inputs", "generate", "calls", "load"), why, "Remove it.")
+    refuse(options, ("inputs", "generate", "calls", "try", "bucketed", "load"), why, "Remove it.")
     seconds = PROCESS_SECONDS if options.time is None else duration("--time", options.time)
     return diagnosis.diagnose_process(options.pid, seconds=seconds, progress=progress)
 
@@ -182,13 +182,14 @@ def _of_function(options: argparse.Namespace, progress: Progress) -> GrowthRepor
     if options.target is None:
         why = "must be given, unless --pid is"
         raise InvalidOption("MODULE:FUNCTION", "", why=why, fix="Write for example app:predict.")
+    tried = getattr(options, "try")
     return diagnosis.diagnose(
         options.target,
         inputs=options.inputs,
         generate=options.generate,
         seconds=SECONDS if options.time is None else duration("--time", options.time),
         calls=None if options.calls is None else whole_number("--calls", options.calls, 1000),
-        trial_seconds=duration("--try", getattr(options, "try"), zero=True),
+        trial_seconds=TRIAL_SECONDS if tried is None else duration("--try", tried, zero=True),
         bucketed=options.bucketed,
         load=options.load,
         progress=progress,

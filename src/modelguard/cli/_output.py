@@ -113,7 +113,7 @@ def _redacted(text: str, functions: Iterable[str | None]) -> str:
 def refuse(options: argparse.Namespace, names: Iterable[str], why: str, fix: str) -> None:
     """Raise an error if one of these options is given."""
     for name in names:
-        if getattr(options, name) is not None:
+        if getattr(options, name) not in (None, []):
             raise InvalidOption(f"--{name.replace('_', '-')}", getattr(options, name), why=why, fix=fix)
 
 

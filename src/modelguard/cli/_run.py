@@ -19,6 +19,7 @@ from modelguard.cli._output import fail, process_id
 from modelguard.environment import _presets
 from modelguard.environment._presets import Preset, formats
 from modelguard.errors import InvalidOption
+from modelguard.facts import _proc
 
 if TYPE_CHECKING:
     from modelguard.control._client import Request
@@ -197,7 +198,7 @@ def _tell(pid: int, request: Request, *, as_json: bool, may_end: bool) -> tuple[
     try:
         answer = _client.ask(pid, request)
     except _client.Unreachable as error:
-        return 0 if may_end and not _client.runs(pid) else fail("ctl", error), frozenset()
+        return 0 if may_end and not _proc.runs(pid) else fail("ctl", error), frozenset()
     if as_json:
         content = {"pid": pid, "error": answer.error, "guards": answer.guards}
         print(json.dumps(content), flush=True)  # noqa: T201 - the output of the command

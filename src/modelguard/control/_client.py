@@ -220,9 +220,3 @@ def listening_below(pid: int) -> list[int]:
             continue
         found.append(process.pid)
     return found
-
-
-def runs(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
-    found = _proc.stat(pid)
-    return found is not None and found.alive

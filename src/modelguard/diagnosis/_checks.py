@@ -435,7 +435,7 @@ def _two_ways_to_reload(facts: Facts) -> Evidence | None:
     )
     fix = "Use only one: remove max_requests, or give the guard reload_on=None and let the server replace workers."
     by_option = server.kind == "gunicorn"
-    remedy = Remedy(options=("--max-requests", "0")) if by_option else Remedy(drop=("--limit-max-requests",))
+    remedy = Remedy(options=("--max-requests", "0")) if by_option else Remedy(drop=("--limit-max-requests=",))
     return Evidence(seen, fix, remedy=remedy)
 
 

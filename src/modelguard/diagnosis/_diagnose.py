@@ -117,7 +117,7 @@ def diagnose(
     patience = min(silence, _MOST_TIMES * seconds)
     drive = {**config, "seconds": seconds, "calls": calls, "patience": patience, "loading": silence}
     said = run(drive, progress=progress, silence=2 * silence)
-    report = _report(target, said, _Asked(seconds, calls, patience, inputs, generate))
+    report = _report(target, said, _Asked(seconds, calls, patience, inputs, generate), environ)
     measured = dataclasses.replace(report.measured, inputs=len(given or ()))
     report = dataclasses.replace(report, measured=measured)
     if measured.judged.verdict != "grows" or not trial_seconds or said.end == "interrupted":
@@ -169,8 +169,8 @@ class _Asked(NamedTuple):
         return f"--time {_units.format_seconds(math.ceil(factor * self.seconds))}"
 
 
-def _report(target: str, said: Said, asked: _Asked) -> GrowthReport:
-    _require_driven(target, said)
+def _report(target: str, said: Said, asked: _Asked, environ: Mapping[str, str]) -> GrowthReport:
+    _require_driven(target, said, environ)
     measured = _measured(said)
     judged, verdict = measured.judged, measured.judged.verdict
     unknown = [*_ended(said, asked), *notes_on(judged)]
@@ -188,10 +188,10 @@ def _report(target: str, said: Said, asked: _Asked) -> GrowthReport:
     return GrowthReport(target, "grows" if measured.growing else verdict, causes, rest, measured, tuple(unknown))
 
 
-def _require_driven(target: str, said: Said) -> None:
+def _require_driven(target: str, said: Said, environ: Mapping[str, str]) -> None:
     imported = any(line.get("phase") == "warm-up" for line in said.lines)
     if (error := said.last("error")) is not None:
-        message = _redact.redact(said.last("message"), os.environ)
+        message = _redact.redact(said.last("message"), environ)
         why = error + (f": {message}" if message else "")
     elif imported or said.end in ("done", "interrupted"):
         return

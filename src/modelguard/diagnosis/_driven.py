@@ -139,9 +139,7 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     counts.begin()
     code = compiled()
     _in_use()  # what it imports is no growth
-    moment = None
-    with suppress(Exception):
-        moment = _census.moment()
+    moment = _census.moment()
     _trim()  # what this look has left
     in_use = _in_use()
     measured = _Readings(target, pace, size, say, counts).decided()
@@ -181,8 +179,7 @@ def _named(before: _census.Moment | None, calls: int) -> dict[str, Any]:
     """What holds what has grown, and what the memory of libraries belongs to."""
     found: dict[str, Any] = {"held": [], "owners": {}}
     with suppress(Exception):  # foreign objects can raise anything; what holds them is an extra
-        if before is not None:
-            found["held"] = [each._asdict() for each in _holders.named(_census.grown(before, calls))]
+        found["held"] = [each._asdict() for each in _holders.named(_census.grown(before, calls))]
     with suppress(Exception):
         owners = _census.owners()
         found["owners"] = {

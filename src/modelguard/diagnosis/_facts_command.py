@@ -54,9 +54,9 @@ _ERROR = re.compile(r"(?:\w+\.)*(\w*(?:Error|Exception|Exit|Interrupt|Failed)): 
 class Session:
     process: subprocess.Popen[bytes]
 
-    def __init__(self, folder: Path, words: Sequence[str]) -> None:
+    def __init__(self, folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> None:
         self.folder = folder
-        self._words = words
+        self._words, self._environ = words, environ
         self._killed_before = {self._cgroups(None): _memory.oom_kills() or 0}
 
     def pids(self) -> list[int]:
@@ -111,7 +111,7 @@ class Session:
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         if killed := self.killed():
             how += f" (by the kernel's OOM killer, probably: {killed} process(es) of its cgroup were killed)"
-        command = _redact.redact_command(self._words, os.environ)
+        command = _redact.redact_command(self._words, self._environ)
         why = f"ended {how} before it served{self._last_error()}"
         raise InvalidOption("command", command, why=why, fix="Start it by itself to see what it prints.")
 
@@ -157,7 +157,9 @@ class Session:
         if not found:
             return ""
         name, message = found[-1]
-        return f"; its last error is {name}" + (f": {_redact.redact(message, os.environ)}" if name in _HARMLESS else "")
+        return f"; its last error is {name}" + (
+            f": {_redact.redact(message, self._environ)}" if name in _HARMLESS else ""
+        )
 
 
 @contextmanager
@@ -166,7 +168,7 @@ def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iter
     with ending_signals(), _folder() as folder, (folder / "output").open("wb") as output:
         path = os.pathsep.join([str(folder), *filter(None, [environ.get("PYTHONPATH")])])
         probed = {**environ, "PYTHONPATH": path, "MODELGUARD_PROBE": str(folder)}
-        session, program = Session(folder, words), locate(words[0], environ)
+        session, program = Session(folder, words, environ), locate(words[0], environ)
         start = partial(in_session, words, session.stop, output=output, ends_by=signal.SIGTERM)
         with start(executable=program, env=probed, cwd=cwd) as session.process:
             yield session

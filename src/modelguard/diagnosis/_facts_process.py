@@ -55,7 +55,7 @@ def facts_of_machine(environ: Mapping[str, str] = os.environ, *, root: Path = _p
         machine(root),
         known_variables(environ, "this environment"),
         python,
-        _problems(),
+        _problems(environ),
         misspelt=tuple(misspelt_variables(environ, "this environment")),
     )
 
@@ -79,9 +79,9 @@ def this_interpreter() -> Interpreter:
     return Interpreter((major, minor), platform.python_implementation(), free_threaded, micro)
 
 
-def _problems() -> tuple[Problem, ...]:
+def _problems(environ: Mapping[str, str]) -> tuple[Problem, ...]:
     with suppress(NotSupported):
-        return _allocator.detect().problems
+        return _allocator.detect(environ=environ).problems
     return ()
 
 
@@ -216,16 +216,17 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
         seen.problems,
         _server(_words(pid, root), processes, answers),
         processes,
-        tuple(_stale_metrics(environ, root)),
+        tuple(_stale_metrics(environ, pid, root)),
         unknown=tuple(unknown),
         misspelt=tuple(misspelt_variables(environ, where)),
     )
 
 
-def _stale_metrics(environ: Mapping[str, str], root: Path) -> Iterator[str]:
+def _stale_metrics(environ: Mapping[str, str], pid: int, root: Path) -> Iterator[str]:
     """Files that prometheus_client has written for processes that do not exist."""
     folder = environ.get("PROMETHEUS_MULTIPROC_DIR")
-    names = sorted(file.name for file in Path(folder).glob("*.db")) if folder else []
+    # In the process's own folder: the variable may be relative.
+    names = sorted(file.name for file in (_proc.folder(pid, root) / "cwd" / folder).glob("*.db")) if folder else []
     for name in names:
         owner = re.fullmatch(r".+_(\d+)\.db", name)
         if owner and not _proc.folder(int(owner[1]), root).exists():
@@ -357,8 +358,7 @@ class Connection:
             self._connection.sendall(f"{question}\n".encode())
             line = self._answers.readline()
         if not line:
-            alive = _proc.stat(self.pid) is not None
-            why = "no longer answers" if alive else "has ended meanwhile"
+            why = "no longer answers" if _proc.runs(self.pid) else "has ended meanwhile"
             raise _refused(self.pid, why, "Try again, or look from outside.")
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -372,15 +372,14 @@ def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]
     """
     try:
         connection = _client.inspect(pid)
-    except _client.Busy:
-        raise
+    except _client.Busy as error:
+        raise NotSupported("looking inside a running process", reason=str(error)) from None
     except _client.Unreachable as error:
         require_attachable(pid, interpreter, str(error))
-        with attached(pid) as inside:
-            yield inside
-    else:
-        with _talk(pid, connection) as inside:
-            yield inside
+        connection = attached(pid)
+    connection.settimeout(_ANSWER)
+    with connection, connection.makefile("r", encoding="utf-8") as answers:
+        yield Connection(pid, connection, answers)
 
 
 def require_attachable(pid: int, interpreter: Interpreter | None, unreachable: str, *, root: Path = _proc.ROOT) -> None:
@@ -402,8 +401,8 @@ def require_attachable(pid: int, interpreter: Interpreter | None, unreachable: s
         raise NotSupported("looking inside a running process", reason=reason)
 
 
-@contextmanager
-def attached(pid: int) -> Iterator[Connection]:
+def attached(pid: int) -> socket.socket:
+    """The connection to the script that is put into a process."""
     with tempfile.TemporaryDirectory(prefix="modelguard-", ignore_cleanup_errors=True) as folder:
         script, address = Path(folder, "script.py"), str(Path(folder, "socket"))
         with socket.socket(socket.AF_UNIX) as listening:
@@ -416,19 +415,10 @@ def attached(pid: int) -> Iterator[Connection]:
                     os.chown(path, owner, -1)
             _execute(pid, str(script))
             try:
-                connection = listening.accept()[0]
+                return listening.accept()[0]
             except TimeoutError:
                 why = f"has run no Python code in its main thread for {_PATIENCE:g} seconds"
                 raise _refused(pid, why, "Send it a request, and try again.") from None
-        with _talk(pid, connection) as inside:
-            yield inside
-
-
-@contextmanager
-def _talk(pid: int, connection: socket.socket) -> Iterator[Connection]:
-    connection.settimeout(_ANSWER)
-    with connection, connection.makefile("r", encoding="utf-8") as answers:
-        yield Connection(pid, connection, answers)
 
 
 def _script(address: str) -> str:
@@ -477,7 +467,7 @@ def facts_from_inside(pid: str | int) -> Facts:
     Raises:
         InvalidOption: It is not a process id, the process does not exist, belongs to another user, or does not answer.
         NotSupported: It has no control socket, and this Python is older than 3.14, the process runs another one, or in
-            a container, or this process has no right to trace it.
+            a container, or this process has no right to trace it; or too many others wait at its socket.
     """
     number = process_number(pid)
     require_proc()

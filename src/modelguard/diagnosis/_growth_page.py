@@ -287,15 +287,13 @@ def _swatch(colour: str, text: str) -> str:
 
 def _chain(one: Held) -> str:
     """The same words as in the text: the way, the container with what came to it, and what that is."""
-    way, _, rest = str(one).partition(f" ({one.kind}, ")
-    grown, _, entries = rest.partition(") -> ")
-    *inside, last = (f"<div>{words(link)}</div>" for link in entries.split(" -> "))
+    where, _, entries = str(one).partition(f" ({one.kind}, +{one.more:,} {one.unit}) -> ")
     links = [
-        *(f"<div>{words(link)}</div>" for link in _links(way)),
-        f'<div class="more">{words(one.kind)}<br><small>{words(grown)}</small></div>',
-        *inside,
-        last.replace("</div>", f"<br><small>{format_bytes(one.size)} in all</small></div>"),
+        *(f"<div>{words(link)}</div>" for link in _links(where)),
+        f'<div class="more">{words(one.kind)}<br><small>+{one.more:,} {words(one.unit)}</small></div>',
+        *(f"<div>{words(link)}</div>" for link in entries.split(" -> ")),
     ]
+    links[-1] = links[-1].replace("</div>", f"<br><small>{format_bytes(one.size)} in all</small></div>")
     return f'<ol class="chain">{"".join(f"<li>{link}</li>" for link in links)}</ol>'
 
 

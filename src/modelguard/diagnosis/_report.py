@@ -30,7 +30,7 @@ def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | No
     merged = {field.name: [word for each in remedies for word in getattr(each, field.name)] for field in fields(Remedy)}
     environ = {name: value for name, _, value in (each.partition("=") for each in merged["environ"])}
     unset = [name for name in dict.fromkeys(merged["unset"]) if name not in environ]
-    command = _without(words, {*unset, *environ}, merged["drop"])
+    command = _without(words, {*unset, *environ}, set(merged["drop"]))
     options, run = _once(each.options for each in remedies), _once(each.run for each in remedies)
     if any(PurePath(word).name == server for word in command):
         command += options
@@ -53,15 +53,18 @@ def _once(options: Iterable[tuple[str, ...]]) -> list[str]:
     return [word for words in found.values() for word in words]
 
 
-def _without(words: Sequence[str], names: set[str], drop: Iterable[str]) -> list[str]:
-    """The command without its own settings of these variables, and without these words."""
+def _without(words: Sequence[str], names: set[str], drop: set[str]) -> list[str]:
+    """The command without its own settings of these variables, and without these options: "=" stands for a value."""
     kept: list[str] = []
-    in_front = True
+    in_front, before = True, ""
     for word in words:
         assigned = _ASSIGNMENT.match(word)
         in_front = in_front and (assigned is not None or word.startswith("-") or PurePath(word).name == "env")
-        if not (in_front and assigned and assigned[1] in names) and word not in drop:
+        # With its value: behind "=", or the next word.
+        dropped = {word, f"{word.partition('=')[0]}=", f"{before}="} & drop
+        if not (in_front and assigned and assigned[1] in names) and not dropped:
             kept.append(word)
+        before = word
     of_env = len(kept) > 1 and (kept[1].startswith("-") or _ASSIGNMENT.match(kept[1]))
     return kept[1:] if len(kept) > 1 and kept[0] == "env" and not of_env else kept
 

@@ -22,7 +22,7 @@ from modelguard.diagnosis._facts_process import (
     readable,
     require_proc,
 )
-from modelguard.diagnosis._growth_causes import Cause, GrowthReport, Measured, Unit, attribute, notes_on
+from modelguard.diagnosis._growth_causes import GrowthReport, Measured, Unit, attribute, notes_on
 from modelguard.diagnosis._target import Progress
 from modelguard.environment import _allocator
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
@@ -54,10 +54,10 @@ class Look:
 
 
 class Calls:
-    """Counts the calls that have ended: on guards, over all their generations; without guards, the time."""
+    """Counts the calls that have ended: on guards, over all their generations; without guards at first, the time."""
 
     def __init__(self) -> None:
-        self.per: Unit = "milliseconds"
+        self.per: Unit | None = None  # at the first count, and for all others: readings of two units are no series
         self._seen: dict[tuple[str, int], int] = {}
 
     @property
@@ -66,8 +66,8 @@ class Calls:
 
     def count(self, uses: Iterable[tuple[str, int, int]], seconds: float) -> int:
         for name, generation, count in uses:  # a rollback makes a generation current once more
-            self.per = "calls"
             self._seen[name, generation] = max(count, self._seen.get((name, generation), 0))
+        self.per = self.per or ("calls" if self._seen else "milliseconds")
         return self.total if self.per == "calls" else int(1000 * seconds)
 
 
@@ -111,14 +111,16 @@ class Observed:
         enough = len(self._readings) >= _READINGS and self.calls > 0
         return judge(*zip(*self._readings, strict=True)).verdict if enough else "undecided"
 
-    def measured(self, first: Look, last: Look, trimmed: int, per: Unit, held: tuple[Held, ...] = ()) -> Measured:
+    def measured(
+        self, first: Look, last: Look, trimmed: int, per: Unit | None, held: tuple[Held, ...] = ()
+    ) -> Measured:
         """What was measured between two looks.
 
         Args:
             first: At the first reading.
             last: Now.
             trimmed: Bytes that a trim has just given back.
-            per: What the calls of the readings count.
+            per: What the calls of the readings count; None if there are none.
             held: The containers that have grown, and what holds them.
         """
         if first.free is not None and last.free is not None:
@@ -136,7 +138,7 @@ class Observed:
             trimmed=trimmed,
             held=held,
             live=True,
-            per=per,
+            per=per or "calls",
         )
 
 
@@ -153,8 +155,7 @@ def _look() -> Look:
 
 def _held(first: Look, calls: int) -> tuple[Held, ...]:
     """What holds what has become more. Nothing is collected here, so what has no way from a root may be garbage."""
-    found = () if first.moment is None else _holders.named(_census.grown(first.moment, calls))
-    return tuple(one for one in found if one.path)
+    return tuple(one for one in _holders.named(_census.grown(first.moment, calls)) if one.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +256,7 @@ class Watch:
         self.found = event
         if not self._stopped.is_set():
             runtime.note(event)
-        self._observed, self._first = Observed(), last
+        self._observed, self._calls, self._first = Observed(), Calls(), last
 
     def _count(self) -> int:
         if self._given is not None:
@@ -413,22 +414,20 @@ class Watched:
         measured = replace(measured, growing=tuple(Growing(**each) for each in counts.growing(0)))
         judged = measured.judged
         self._unknown.extend(notes_on(judged, measured.per))
-        if not measured.calls[-1] and len(measured.calls) >= FEWEST:
+        if len(measured.calls) >= FEWEST and not measured.calls[-1]:
             self._unknown.append("no call has ended meanwhile; send it requests")
         elif judged.verdict == "undecided":
             longer = _units.format_seconds(math.ceil(judged.more * seconds))
             self._unknown.append(f"{judged.reason}; it needs --time {longer}")
-        causes: tuple[Cause, ...] = ()
-        rest = 0.0
-        if judged.verdict == "grows":
-            causes, rest = ((), 1.0) if self.inside is None else attribute(measured)
+        grows = judged.verdict == "grows"
+        causes, rest = attribute(measured) if grows and self.inside is not None else ((), float(grows))
         seen = (*self._looked_at(), *([f"where private memory grew: {moved}"] if moved else ()))
         verdict = "grows" if measured.growing else judged.verdict
         return GrowthReport(subject, verdict, causes, rest, measured, tuple(self._unknown), seen=seen)
 
     def _still_there(self) -> int:
         private = self.private(self.pid)
-        if _proc.stat(self.pid) is None:
+        if not _proc.runs(self.pid):
             why = "has ended meanwhile"
             raise InvalidOption("--pid", self.pid, why=why, fix="Give the id of a process that goes on.")
         return private

@@ -30,8 +30,6 @@ _NAMED, _SAMPLED = 4, 24
 _WEIGHED = 3000
 #: A dict with more entries is a table, and no namespace.
 _TABLE = 10_000
-#: Stands in a way for a key of a dict, until it is known whose dict that is.
-_PENDING = "?"
 #: References from a root to a container: so many at most, and so many objects at each distance.
 _LONGEST, _WIDEST = 12, 8
 #: What holds it because it is looked at, and calls that do nothing else.
@@ -433,17 +431,15 @@ def _is_library(code: types.CodeType) -> bool:
 
 
 class _Node(NamedTuple):
-    """A place on the way from a container to its root: what is there, and the way from there on.
+    """A place on the way from a root to a container.
 
     Attributes:
         one: What is there.
-        way: From there to the container.
-        key: How it, a dict, holds the next on the way: an attribute if it is a namespace, else what nobody should see.
+        next: The place after it; None at the container.
     """
 
     one: Any
-    way: str
-    key: str = ""
+    next: _Node | None = None
 
 
 def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf, by: Any = None) -> str:
@@ -457,7 +453,7 @@ def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf, by: 
     """
     # Of a module's names the first counts: where multiprocessing is imported, __main__ has another one.
     modules = {id(_attributes(module)): label for label, module in reversed(list(sys.modules.items()))}
-    start = _Node(target, "")
+    start = _Node(target)
     first = start if by is None else _before(by, [start], modules)
     return first if isinstance(first, str) else _search(first, modules, {id(target), id(first.one), *hidden}, end)
 
@@ -466,8 +462,8 @@ def _search(start: _Node, modules: dict[int, str], seen: set[int], end: float) -
     calls = dict(_variables())
     level, running = [start], ""
     for _ in range(_LONGEST):
-        known = ((*calls[id(node.one)], node.way) for node in level if id(node.one) in calls)
-        running = running or next((f"{variable}{_unnamed(way)} {where}" for variable, where, way in known), "")
+        known = ((*calls[id(node.one)], _way(None, node)) for node in level if id(node.one) in calls)
+        running = running or next((f"{variable}{way} {where}" for variable, where, way in known), "")
         children = [node.one for node in level]
         found: list[_Node] = []
         seen |= {id(level), id(children), id(found), *map(id, level)}
@@ -492,22 +488,30 @@ def _search(start: _Node, modules: dict[int, str], seen: set[int], end: float) -
 def _before(parent: Any, level: list[_Node], modules: dict[int, str]) -> str | _Node:
     """What comes before some of these places on the way; the whole way if it is a root."""
     node = next((each for each in level if _refers(parent, each.one)), level[0])
-    node = node._replace(way=_resolved(parent, node), key="")
     if id(parent) in modules:
-        return f"{modules[id(parent)]}{_dotted(_key(parent, node.one))}{node.way}"
-    return _root(parent, node) or _step(parent, node)
+        return f"{modules[id(parent)]}{_dotted(_key(parent, node.one))}{_way(parent, node)}"
+    return _root(parent, node) or _Node(parent, node)
 
 
-def _resolved(parent: Any, node: _Node) -> str:
-    """The way from a child on, whose keys are names only if the child is the namespace of its parent."""
-    if not _is(node.one, dict) or not node.way.startswith(_PENDING):
-        return node.way
-    own = node.one is _attributes(parent) or (_is(parent, type) and dict.__contains__(node.one, "__module__"))
-    return _dotted(node.key) + node.way.removeprefix(_PENDING) if own and node.key else _unnamed(node.way)
+def _way(before: Any, node: _Node) -> str:
+    """The way from a place on, which something else refers to."""
+    way = ""
+    while (after := node.next) is not None:
+        way += _link(before, node.one, after.one)
+        before, node = node.one, after
+    return way
 
 
-def _unnamed(way: str) -> str:
-    return f"[...]{way.removeprefix(_PENDING)}" if way.startswith(_PENDING) else way
+def _link(before: Any, one: Any, child: Any) -> str:
+    """How an object holds another: by an attribute, or as an entry, whose key nobody should see."""
+    if _is(one, dict):
+        # Its keys are names only where it is the namespace of what comes before.
+        own = one is _attributes(before) or (_is(before, type) and dict.__contains__(one, "__module__"))
+        return (own and _dotted(_key(one, child))) or "[...]"
+    if _is(one, (list, tuple, set, deque)):
+        return "[...]"
+    # The way from a namespace on names the attribute already.
+    return "" if child is _attributes(one) else _dotted(_attribute(one, child))
 
 
 def _variables() -> Iterator[tuple[int, tuple[str, str]]]:
@@ -523,16 +527,16 @@ def _variables() -> Iterator[tuple[int, tuple[str, str]]]:
 
 def _root(parent: Any, node: _Node) -> str | None:
     if _is(parent, type):
-        return name(parent) + (node.way if _is(node.one, dict) else f" -> {name(type(node.one))}{node.way}")
+        return name(parent) + ("" if _is(node.one, dict) else f" -> {name(type(node.one))}") + _way(parent, node)
     if _is(parent, types.FunctionType):
         return _of_function(parent, node)
     if _is(parent, threading.Thread) or _is_loop(parent):
         what = "the event loop" if _is_loop(parent) else f"the thread {parent.name!r}"
-        return f"{what}{_dotted(_attribute(parent, node.one))}{node.way}"
+        return f"{what}{_dotted(_attribute(parent, node.one))}{_way(parent, node)}"
     if type(parent).__name__ == "_lru_cache_wrapper":
         return f"the lru_cache of {getattr(parent, '__module__', '?')}.{getattr(parent, '__qualname__', '?')}"
     if _is(parent, (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)):
-        return f"the suspended call {parent.__qualname__}{node.way}"
+        return f"the suspended call {parent.__qualname__}{_way(parent, node)}"
     return None
 
 
@@ -545,22 +549,12 @@ def _is_loop(one: Any) -> bool:
 
 
 def _of_function(function: types.FunctionType, node: _Node) -> str:
-    where, way = f"{_module(function.__globals__)}.{function.__qualname__}", node.way.removeprefix("[...]")
+    where, way = f"{_module(function.__globals__)}.{function.__qualname__}", _way(function, node)
     if node.one is function.__closure__ or _is(node.one, types.CellType):
-        return f"the closure of {where}{way}"
+        return f"the closure of {where}{way.removeprefix('[...]')}"
     if node.one is function.__defaults__ or node.one is function.__kwdefaults__:
-        return f"a default argument of {where}{way}"
-    return f"{where}{node.way}"
-
-
-def _step(parent: Any, node: _Node) -> _Node:
-    if _is(parent, dict):
-        return _Node(parent, _PENDING + node.way, _key(parent, node.one))
-    if _is(parent, (list, tuple, set, deque)):
-        return _Node(parent, f"[...]{node.way}")
-    # The way from a namespace on names the attribute already.
-    attribute = "" if node.one is _attributes(parent) else _attribute(parent, node.one)
-    return _Node(parent, f"{_dotted(attribute)}{node.way}")
+        return f"a default argument of {where}{way.removeprefix('[...]')}"
+    return f"{where}{way}"
 
 
 def _refers(parent: Any, child: Any) -> bool:

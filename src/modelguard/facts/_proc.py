@@ -192,6 +192,12 @@ def stat(pid: int, root: Path = ROOT) -> ProcessStat | None:
     return ProcessStat(pid, parent, started, threads, MemoryLayout(code, stack), fields[3] not in _EXITED, is_kernel)
 
 
+def runs(pid: int, root: Path = ROOT) -> bool:
+    """Whether there is such a process, and it has not ended: its parent may not have collected it yet."""
+    found = if_readable(stat, pid, root)
+    return found is not None and found.alive
+
+
 def absence(pid: int, root: Path = ROOT) -> str:
     found = if_readable(stat, pid, root)
     if found is None:

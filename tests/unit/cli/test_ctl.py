@@ -10,6 +10,7 @@ import pytest
 from modelguard import cli
 from modelguard.control import _client
 from modelguard.control._client import Answered, Request, Unreachable
+from modelguard.facts import _proc
 
 STATUS: dict[str, Any] = {
     "state": "ready",
@@ -50,7 +51,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     made = Processes(10, 11)
     monkeypatch.setattr(_client, "listening_below", made.below)
     monkeypatch.setattr(_client, "ask", made.ask)
-    monkeypatch.setattr(_client, "runs", lambda pid: pid not in made.ended)
+    monkeypatch.setattr(_proc, "runs", lambda pid: pid not in made.ended)
     for pid in (10, 11):
         made.answers[pid] = Answered(None, ({"name": "nlp", "kind": "guard", "error": None, "status": STATUS},))
     return made

@@ -17,7 +17,7 @@ from modelguard import guard
 from modelguard.control import _client
 from modelguard.diagnosis import _facts_process
 from modelguard.diagnosis._facts import Interpreter
-from modelguard.diagnosis._facts_process import Connection, attached, inside_of, require_attachable
+from modelguard.diagnosis._facts_process import Connection, inside_of, require_attachable
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
@@ -116,7 +116,8 @@ def reached(run: Callable[[int, str], None]) -> Iterator[Connection]:
     """This process, into which a script is put like that."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "remote_exec", run, raising=False)
-        with attached(os.getpid()) as inside:
+        patch.setattr(_facts_process, "_FIRST", sys.version_info[:2])
+        with inside_of(os.getpid(), Interpreter(sys.version_info[:2])) as inside:
             yield inside
 
 

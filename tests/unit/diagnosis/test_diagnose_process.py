@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from modelguard.diagnosis import GrowthReport, diagnose, diagnose_process
+from modelguard.control import _client
+from modelguard.diagnosis import GrowthReport, _inside, diagnose, diagnose_process
 from modelguard.diagnosis._facts_process import Connection
 from modelguard.diagnosis._watch import Watched
 from modelguard.errors import InvalidOption
@@ -131,6 +135,44 @@ def test_ctrl_c_keeps_what_there_is(at: int, verdict: str) -> None:
     assert "it was interrupted" in report.unknown
 
 
+def test_ctrl_c_before_the_first_reading() -> None:
+    """There is a report all the same, and it says that nothing is known."""
+
+    class Interrupted(Process):
+        def ask(self, question: str) -> dict[str, Any]:
+            if question == "uses":
+                raise KeyboardInterrupt
+            return super().ask(question)
+
+    report = watched(Interrupted(), MB)
+    assert ("undecided", ()) == (report.verdict, report.measured.calls)
+    assert "it was interrupted" in report.unknown
+
+
+def test_a_process_with_too_many_objects_to_compare() -> None:
+    """They are counted all the same, and no holder is named: without a count all growth would be native memory's."""
+    package = Path(_inside.__file__).parents[1]
+    sources = {name: (package / file).read_text() for name, file in _inside.SCRIPTS.items()}
+    assert "_PATIENCE = 10.0" in sources["_census"]
+    sources["_census"] = sources["_census"].replace("_PATIENCE = 10.0", "_PATIENCE = -1.0")
+    asking, asked = socket.socketpair()
+    thread = threading.Thread(target=_inside.answer, args=(asked, sources))
+    thread.start()
+    with asking, asking.makefile("rw") as talk:
+
+        def ask(question: str) -> dict[str, Any]:
+            talk.write(f"{question}\n")
+            talk.flush()
+            answer: dict[str, Any] = json.loads(talk.readline())
+            return answer
+
+        look, held = ask("look"), ask("held 100")
+    thread.join(60)
+    asked.close()
+    assert look["census"]["blocks"] > 0
+    assert {"held": []} == held
+
+
 def test_the_holder_is_named() -> None:
     """What a container holds explains so much of the growth as its entries weigh, and the fix names the container."""
     held = {
@@ -180,6 +222,17 @@ def test_from_outside_no_cause_is_named() -> None:
     looked, missing, *_ = report.seen
     assert looked.startswith("looked at: from outside, private memory by kind")
     assert "not looked at: its Python objects, what holds them, and its calls, because it runs no Python" == missing
+
+
+def test_a_process_whose_socket_others_wait_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is watched from outside, and the report says why."""
+
+    def inspect(pid: int) -> None:
+        raise _client.Busy(f"process {pid} does not take commands now")
+
+    monkeypatch.setattr(_client, "inspect", inspect)
+    report = diagnose_process(os.getpid(), seconds=1, sleep=lambda _: None)
+    assert any("because process" in each and "does not take commands now" in each for each in report.seen)
 
 
 def test_a_process_that_ends_meanwhile() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,10 @@ def test_names_of_other_programs(name: str) -> None:
 def test_a_misspelt_name_beside_the_right_one() -> None:
     """It does no harm."""
     assert () == facts_of_machine({"OMP_NUM_THREAD": "1", "OMP_NUM_THREADS": "1"}).misspelt
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no LD_PRELOAD elsewhere")
+def test_a_preload_among_the_variables_that_are_given() -> None:
+    """What they name is looked for, as if this process had them."""
+    found = examine(facts_of_machine({"LD_PRELOAD": "/nowhere/libjemalloc.so"})).findings
+    assert "MG102" in {finding.number for finding in found}

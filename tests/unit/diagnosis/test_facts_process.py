@@ -256,3 +256,12 @@ def test_metric_files_of_ended_processes(machine: Machine, tmp_path: Path) -> No
         (folder / name).touch()
     machine.process(10, "python", environ=f"PROMETHEUS_MULTIPROC_DIR={folder}\0")
     assert ("gauge_all_4711.db",) == machine.facts().stale_metrics
+
+
+def test_a_relative_folder_of_metrics_lies_in_the_folder_of_the_process(machine: Machine, tmp_path: Path) -> None:
+    """The doctor may run in another one."""
+    machine.process(10, "python", environ="PROMETHEUS_MULTIPROC_DIR=metrics\0")
+    (tmp_path / "app" / "metrics").mkdir(parents=True)
+    (tmp_path / "app" / "metrics" / "gauge_all_4711.db").touch()
+    (tmp_path / "proc" / "10" / "cwd").symlink_to(tmp_path / "app")
+    assert ("gauge_all_4711.db",) == machine.facts().stale_metrics

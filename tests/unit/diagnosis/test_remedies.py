@@ -30,6 +30,8 @@ GUNICORN = ("gunicorn", "app:app")
             "gunicorn app:app --preload --timeout 9",
         ),
         ((Remedy(drop=("--reload",)),), ("gunicorn", "--reload", "app:app"), "gunicorn app:app"),
+        ((Remedy(drop=("--most=",)),), ("uvicorn", "app:app", "--most", "9", "--reload"), "uvicorn app:app --reload"),
+        ((Remedy(drop=("--most=",)),), ("uvicorn", "--most=9", "app:app"), "uvicorn app:app"),
         (
             (Remedy(run=("--preset", "a")), Remedy(run=("--allocator", "x")), Remedy(run=("--allocator", "y"))),
             GUNICORN,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -13,6 +13,7 @@ from modelguard.diagnosis import watch
 from modelguard.diagnosis._watch import Look, Observed, Watch, World
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import runtime
+from modelguard.lifecycle.guard import ModelGuard
 from modelguard.telemetry import Event, GrowthFound
 
 MB = 10**6
@@ -150,6 +151,24 @@ def test_a_rollback_counts_no_call_twice(seen: list[Event]) -> None:
                 pass
         watching.step()
     assert [5 * 23] == [event.calls for event in seen if isinstance(event, GrowthFound)]
+
+
+def test_a_guard_that_is_made_later(seen: list[Event]) -> None:
+    """Growth is found by the time, which was counted before, and then by the calls: never by both at once."""
+    service, now = Service(threads=1), [0.0]
+    watching = Watch("service", 10.0, None, replace(service.world(), clock=lambda: now[0]))
+    made: list[ModelGuard[object]] = []
+    for number in range(50):
+        now[0] += 10.0
+        if number == 10:
+            made.append(guard(object, reload_on=None))
+        for nlp in made:
+            with nlp.lease():
+                pass
+        watching.step()
+        if watching.found is not None:
+            assert watching.found.calls == (230_000 if number < 47 else 23)
+    assert watching.found is not None
 
 
 def test_it_rests_a_hundred_times_as_long_as_it_computes() -> None:
