@@ -107,6 +107,58 @@ def test_a_call_inside_a_call_runs_on_the_same_replica(pair: ModelReplicas[Any])
     assert 0 == in_use(pair)
 
 
+def compare_beside_a_call(end: threading.Event, **options: Any) -> tuple[list[bool], Exception | None]:
+    """Replace two replicas beside a call on the first; whether `validate` met it on each old model, and the error."""
+
+    class Model:
+        in_call = False
+
+    met: list[bool] = []
+    made = guard(Model, reload_on=None, validate=lambda _, old: old is None or not met.append(old.in_call), **options)
+    pair = replicas(made, 2)
+    pair.load()
+    entered = threading.Event()
+
+    @pair
+    def hold(model: Model) -> None:
+        model.in_call = True
+        entered.set()
+        assert end.wait(TIMEOUT)
+        model.in_call = False
+
+    failed: list[Exception] = []
+
+    def reload() -> None:
+        try:
+            pair.reload()
+        except ModelRejected as error:
+            failed.append(error)
+
+    calling, reloading = threading.Thread(target=hold), threading.Thread(target=reload)
+    calling.start()
+    assert entered.wait(TIMEOUT)
+    reloading.start()
+    until(lambda: bool(met or failed or pair._free.line))
+    if not options:
+        end.set()
+    reloading.join(TIMEOUT)
+    end.set()
+    calling.join(TIMEOUT)
+    return met, next(iter(failed), None)
+
+
+def test_a_model_is_compared_with_the_current_one_when_no_call_has_that() -> None:
+    """`validate` of a new and an old model is a call on the old one, which may not be thread-safe."""
+    assert ([False, False], None) == compare_beside_a_call(threading.Event())
+
+
+def test_a_comparison_waits_for_a_call_as_long_as_for_its_end() -> None:
+    """A call that does not end must not hold up the reload for ever."""
+    met, error = compare_beside_a_call(threading.Event(), swap=Swap(drain_timeout=0.05))
+    assert [] == met
+    assert "the current model, which it is compared with, was in use for all of drain_timeout" in str(error)
+
+
 def test_every_kind_of_function(pair: ModelReplicas[Any]) -> None:
     """A generator, a coroutine and an asynchronous generator keep their replica to their end."""
 
