@@ -298,6 +298,7 @@ class Checks(Generic[M]):
     ) -> None:
         self._members = alternatives(policy)
         self._members_if_pinned = alternatives(source_part(policy))
+        self._on_gpus = [part for member in self._members for part in member.parts() if isinstance(part, GpuPolicy)]
         self.readings.decide_by(policy, files)
 
     def _begin_with_current(self) -> None:
@@ -441,9 +442,8 @@ class Checks(Generic[M]):
 
     def _check_gpu_cache(self, now: Snapshot) -> None:
         """Empty torch's cache if a policy finds it too large, and not too soon after the last time."""
-        policy, runtime = self._guard.options.reload_on, self._guard.runtime
-        parts = () if policy is None else (one for one in policy.parts() if isinstance(one, GpuPolicy))
-        part = next((one for one in parts if one.cache_too_large(now)), None)
+        runtime = self._guard.runtime
+        part = next((one for one in self._on_gpus if one.cache_too_large(now)), None)
         if part is None or runtime.clock() < self._empty_again:
             return
         self._emptied += 1
