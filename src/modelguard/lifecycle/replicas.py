@@ -291,10 +291,12 @@ class ModelReplicas(ModelHandle[M]):
         if not wait:
             self._engines[0].state.raise_if_closed()
             start_thread(partial(self._roll_in_background, self._loaded()), f"modelguard-roll-{self._name}")
-        elif timeout is None:
+            return
+        waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
+        if timeout is None:
+            self._raise_inside_call("reload")
             self._roll(self._loaded())
         else:
-            waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
             waiting.block(self._until_rolled(limit))
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
@@ -302,6 +304,7 @@ class ModelReplicas(ModelHandle[M]):
         await waiting.suspend(self._until_rolled(Timeout(timeout)))
 
     def _until_rolled(self, limit: Timeout) -> Steps[None]:
+        self._raise_inside_call("reload")
         rolling = waiting.start(
             partial(self._roll, self._loaded()),
             f"modelguard-roll-{self._name}",
@@ -311,6 +314,19 @@ class ModelReplicas(ModelHandle[M]):
         if not rolling.done():
             raise Reloading(self._name, waited=limit.waited())
         rolling.result()
+
+    def unload(self, timeout: _units.Duration | None = None) -> None:  # noqa: D102 - as LoadingHandle.unload says
+        self._raise_inside_call("unload")
+        super().unload(timeout)
+
+    async def aunload(self, timeout: _units.Duration | None = None) -> None:  # noqa: D102 - as above
+        self._raise_inside_call("unload")
+        await super().aunload(timeout)
+
+    def _raise_inside_call(self, action: str) -> None:
+        """Before anything is done to the first of them: the call may be on a later one."""
+        for engine in self._engines:
+            engine.raise_inside_call(action)
 
     def close(self, timeout: _units.Duration | None = None) -> None:  # noqa: D102 - as Handle.close says
         limit = Timeout(timeout)

@@ -518,6 +518,43 @@ def test_a_bounded_reload_does_not_block_a_loop(held: tuple[ModelReplicas[Any], 
         asyncio.run(main())
 
 
+def test_a_reload_behind_another_one_does_not_block_a_loop(held: tuple[ModelReplicas[Any], threading.Event]) -> None:
+    """It is refused at once, and not when the one before it has ended."""
+    pair, release = held
+    pair.reload(wait=False)
+    until(pair._free.rolling.locked)
+
+    async def main() -> None:
+        pair.reload()
+
+    with pytest.raises(WouldDeadlock, match=r"await replicas\.areload"):
+        asyncio.run(main())
+    assert not release.is_set()
+    assert pair._free.rolling.locked()
+
+
+def test_nothing_is_replaced_or_released_inside_a_call(pair: ModelReplicas[Any]) -> None:
+    """The call may be on any replica: what cannot be done to that one is not done to the others either."""
+    pair.load()
+    commands: tuple[Any, ...] = (pair.reload, lambda: pair.reload(timeout=TIMEOUT), pair.unload)
+
+    async def from_a_coroutine() -> None:
+        for command in (pair.areload, pair.aunload):
+            with pytest.raises(WouldDeadlock):
+                await command()
+
+    def inside() -> None:
+        with pair.lease():
+            for command in commands:
+                with pytest.raises(WouldDeadlock):
+                    command()
+            asyncio.run(from_a_coroutine())
+
+    with pair.lease():  # the first one
+        contextvars.Context().run(inside)
+    assert ([1, 1], ["ready", "ready"]) == (generations(pair), [status.state for status in pair.status()])
+
+
 def test_loads_and_releases_may_be_bounded() -> None:
     """The time counts for all of them together."""
     release = threading.Event()
