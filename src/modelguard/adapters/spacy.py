@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import inspect
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
 from types import CoroutineType, MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from modelguard import _extras, _units
@@ -30,10 +28,9 @@ from modelguard.lifecycle._models import Adapter
 from modelguard.lifecycle._wrappers import Guarded, is_lazy
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.handle import Decorator
-from modelguard.lifecycle.policies import NextCheck, Policy, Snapshot
+from modelguard.lifecycle.policies import Snapshot, Value
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.waiting import Line, Steps, TimeIsOver, Timeout
-from modelguard.telemetry.reasons import ReasonKind
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._lease import Lease
@@ -393,8 +390,7 @@ class SpacyAdapter(Adapter):
 ADAPTER = SpacyAdapter()
 
 
-@dataclass(frozen=True, init=False, repr=False)
-class IndexGrowth(Policy):
+class IndexGrowth(Value):
     """Due when the tables that index a spaCy pipeline's words have grown by ``size`` since the generation began.
 
     The tables never shrink, not even at the end of a memory zone; only a reload replaces them. They double when they
@@ -409,7 +405,7 @@ class IndexGrowth(Policy):
         InvalidOption: ``size`` is not a positive size, or a number below 1,000,000, whose unit is missing.
     """
 
-    kind: ClassVar[ReasonKind] = "index_growth"
+    kind = "index_growth"
     size: int
 
     def __init__(self, size: int | str = "16 MB") -> None:
@@ -418,16 +414,12 @@ class IndexGrowth(Policy):
             why = f"is only {_units.format_bytes(parsed)}: a number is bytes"
             fix = f"Write '{size} MB' for megabytes, or the unit that is meant, as in '{size} B'."
             raise InvalidOption("size", size, why=why, fix=fix)
-        object.__setattr__(self, "size", parsed)
+        self._set(size=parsed)
 
     def due(self, now: Snapshot) -> bool:
         """Compare the gauge ``index_bytes``; never due for a model without this gauge."""
         grown = now.gauges.get("index_bytes", 0) - now.first_gauges.get("index_bytes", 0)
         return grown >= self.size
-
-    def next_check(self, now: Snapshot) -> NextCheck:  # noqa: ARG002 - a large table doubles in minutes, not in calls
-        """Check once a second."""
-        return NextCheck(uses=math.inf, seconds=1.0)
 
     def __repr__(self) -> str:
         return f"IndexGrowth({_units.format_bytes(self.size)!r})"

@@ -99,7 +99,7 @@ class Checks(Generic[M]):
         self._guard = guard
         self._start = start
         self.readings = Readings(guard)
-        self._decide_by(guard.options.reload_on)
+        self.decide_by(guard.options.reload_on)
         self._pause = math.inf  # seconds until the next evaluation is useful; infinity if only the ends of calls matter
         self._again = False
         self._ask_for_process: Ask | None = None
@@ -252,12 +252,12 @@ class Checks(Generic[M]):
         self._guard.state.raise_if_closed()
         self._ask_for_process, self._ask_for_weights = ask, renew
         self._takes_calls = takes_calls
-        self._decide_by(self._policy)
+        self.decide_by(self._policy)
 
     def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
         self._guard.state.raise_if_closed()
         self._ask_for_process, self._recycles_here, self._shares = ask, True, not renews
-        self._decide_by(self._policy)
+        self.decide_by(self._policy)
 
     @property
     def _policy(self) -> Policy | None:
@@ -271,10 +271,6 @@ class Checks(Generic[M]):
             return subset(whole, renews=True)
         return subset(whole, renews=False) if self._shares else whole
 
-    def follow(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None]) -> None:
-        """Ask another policy from the end of the load on that is under way; ``files`` were so before it."""
-        self._decide_by(policy, files)
-
     def after_load(self) -> None:
         """Set the policies' alarm for a generation that was just installed. Never raises."""
         try:
@@ -287,17 +283,17 @@ class Checks(Generic[M]):
         self._start_anew()
         self._recycles_here = self._shares = self._ask_for_process is not None
         self._takes_calls = True
-        self._decide_by(self._policy)
+        self.decide_by(self._policy)
         self.readings.after_fork_in_child(self._guard.state.current)
         self._begin_with_current()
 
     # What is due now
 
-    def _decide_by(
-        self, policy: Policy | None, files: Mapping[Path, Fingerprint | None] = MappingProxyType({})
-    ) -> None:
+    def decide_by(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None] = MappingProxyType({})) -> None:
+        """Ask this policy from now on; its ``files`` were so before the load that is under way."""
         self._members = alternatives(policy)
         self._members_if_pinned = alternatives(source_part(policy))
+        self._on_gpus = [part for member in self._members for part in member.parts() if isinstance(part, GpuPolicy)]
         self.readings.decide_by(policy, files)
 
     def _begin_with_current(self) -> None:
@@ -441,9 +437,8 @@ class Checks(Generic[M]):
 
     def _check_gpu_cache(self, now: Snapshot) -> None:
         """Empty torch's cache if a policy finds it too large, and not too soon after the last time."""
-        policy, runtime = self._guard.options.reload_on, self._guard.runtime
-        parts = () if policy is None else (one for one in policy.parts() if isinstance(one, GpuPolicy))
-        part = next((one for one in parts if one.cache_too_large(now)), None)
+        runtime = self._guard.runtime
+        part = next((one for one in self._on_gpus if one.cache_too_large(now)), None)
         if part is None or runtime.clock() < self._empty_again:
             return
         self._emptied += 1

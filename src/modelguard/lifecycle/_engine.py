@@ -229,7 +229,7 @@ class Engine(GuardContext[M], fork.Forkable):
             files: What the paths were that their policy watches, before that load read them.
         """
         self.options = options
-        self.checks.follow(options.reload_on, files)
+        self.checks.decide_by(options.reload_on, files)
 
     # Calls
 

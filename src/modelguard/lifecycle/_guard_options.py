@@ -260,9 +260,11 @@ class GuardOptions(Generic[M]):
     retry: bool = False
     family: KnownModels | None = None  # of the guards among which no model may be the same object
     workers: ModelWorkers | None = None  # that Idle(keep="mold") ends
-    #: Of a replica: what its policies read, and whether it may be replaced now. Not shown: processes compare the text.
+    #: Of a replica: what its policies read, whether it may be replaced now, and whether it could be kept from calls for
+    #: the block. Not shown: processes compare the text.
     seen: Callable[[Snapshot], Snapshot] = field(default=_as_it_is, repr=False)
     turn: Callable[[], AbstractContextManager[bool]] = field(default=_always, repr=False)
+    alone: Callable[[], AbstractContextManager[bool]] = field(default=_always, repr=False)
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):

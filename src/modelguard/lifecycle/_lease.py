@@ -9,6 +9,7 @@ from contextvars import Token
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
 from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._misuse import Misused
 from modelguard.lifecycle._state import Enclosing, Generation
 
 M = TypeVar("M")
@@ -171,6 +172,9 @@ class Lease(Generic[M]):
     def end_with(self, error: BaseException | None) -> None:
         if isinstance(error, GeneratorExit):  # of a generator that may have been dropped
             self.drop()
+        elif isinstance(error, Misused):
+            self.end(failed=False)
+            raise error.error from None
         elif isinstance(error, Exception):
             try:
                 self.repair(error)

@@ -67,6 +67,29 @@ def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, k
     return None
 
 
+class Misused(Exception):
+    """A call did not fit the function's signature, as ``error`` explains: that says nothing about the model."""
+
+    def __init__(self, error: TypeError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def called(function: Callable[..., Any], model: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a decorated function.
+
+    Raises:
+        Misused: The call does not fit its signature. :meth:`Lease.end_with` raises the error for the caller.
+        Exception: What it raised itself.
+    """
+    try:
+        return function(model, *args, **kwargs)
+    except TypeError as error:
+        if (misuse := wrong_arguments(error, function, args, kwargs)) is not None:
+            raise Misused(misuse) from None
+        raise
+
+
 def _unknown(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
     """A misspelt keyword, which Python names before what is missing because of it."""
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values()):

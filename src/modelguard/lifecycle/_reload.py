@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
@@ -115,6 +115,8 @@ def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:
     try:
         answer = _verdict(guard, generation)
         rejected = answer is not None and not answer
+    except Rejected:
+        raise
     except BaseException as error:  # it runs in the guard's thread, so not even KeyboardInterrupt is the user's
         raise Rejected(f"validate raised {told(error)}") from error
     if rejected:
@@ -173,15 +175,23 @@ def _replay(guard: GuardContext[M], generation: Generation[M], calls: RecordedCa
 
 @contextmanager
 def _lent_current(guard: GuardContext[M]) -> Iterator[Generation[M] | None]:
-    """Keep the current generation from being released in the block; None if there is none."""
-    current = guard.state.hold_current()
-    try:
-        yield current
-    finally:
-        if current is not None:
-            current.leases.pop()
-            if current.retired and guard.state.retired_call_ended(current):
-                release_and_report(guard, current, drain_seconds=None)  # closed meanwhile, and given up
+    """Keep the current generation from being released in the block, and a replica's from calls; None if there is none.
+
+    Raises:
+        Rejected: A call has kept the replica to itself for too long.
+    """
+    # If there is none, the call that waits for this load has the replica.
+    with nullcontext(enter_result=True) if guard.state.current is None else guard.options.alone() as alone:
+        if not alone:
+            raise Rejected("the current model, which it is compared with, was in use for all of drain_timeout")
+        current = guard.state.hold_current()
+        try:
+            yield current
+        finally:
+            if current is not None:
+                current.leases.pop()
+                if current.retired and guard.state.retired_call_ended(current):
+                    release_and_report(guard, current, drain_seconds=None)  # closed meanwhile, and given up
 
 
 def _within(

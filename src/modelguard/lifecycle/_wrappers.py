@@ -383,7 +383,7 @@ def _plain(take: Take) -> Wrapper:
     def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lease = take(args, kwargs)
         try:
-            result = lease.step(wrapped, lease.model, *args, **kwargs)
+            result = lease.step(_misuse.called, wrapped, lease.model, args, kwargs)
         except BaseException as error:
             lease.end_with(error)
             raise
@@ -432,7 +432,7 @@ def _generator(run: Callable[..., Any], take: Take | AsyncTake) -> Wrapper:
     """``run``: :func:`drive` or :func:`adrive`."""
 
     def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return run(lambda: take(args, kwargs), lambda model: wrapped(model, *args, **kwargs))
+        return run(lambda: take(args, kwargs), lambda model: _misuse.called(wrapped, model, args, kwargs))
 
     return call
 

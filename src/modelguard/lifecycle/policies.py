@@ -661,8 +661,12 @@ class Jittered(Value):
 # Policies on memory: of this process, and of its GPUs.
 
 
-#: Bytes. Whoever writes ``MemoryGrowth(500)`` means megabytes; the service would reload every few seconds.
-_LEAST_SIZE = 1_000_000
+class Bounded(NamedTuple):
+    """Readings of one figure, and the bound on them, in bytes; ``fresh`` says how much a fresh model has there."""
+
+    level: Level
+    bound: int
+    fresh: str = ""
 
 
 class Sized(Jittered):
@@ -671,22 +675,53 @@ class Sized(Jittered):
     size: int | _units.Percentage
 
     def __init__(self, size: int | str, *, jitter: float = 0.1) -> None:
-        parsed = _units.size_or_percentage(size, "size")
-        if isinstance(parsed, int) and parsed < _LEAST_SIZE:
-            why = f"is {parsed} bytes, less than any process changes by in a second"
-            raise InvalidOption("size", size, why=why, fix=f"Write the unit, as in '{parsed} MB'.")
-        self._set(size=parsed, jitter=share(jitter, "jitter"))
+        self._set(size=_units.size_or_percentage(size, "size"), jitter=share(jitter, "jitter"))
 
     def __repr__(self) -> str:
         size = str(self.size) if isinstance(self.size, _units.Percentage) else _units.format_bytes(self.size)
         return f"{type(self).__name__}({size!r})"
 
+    def _bounds(self, now: Snapshot) -> Iterator[Bounded]:
+        raise NotImplementedError
+
+    def _bound(self, whole: int) -> int:
+        return int(whole * self.size.fraction) if isinstance(self.size, _units.Percentage) else self.size
+
+
+class _Growth(Sized):
+    def due(self, now: Snapshot) -> bool:
+        part = 1 - self._brought_forward(now)
+        return any(_growth(level) >= bound * part for level, bound, _ in self._bounds(now))
+
+
+class _Limit(Sized):
+    def due(self, now: Snapshot) -> bool:
+        return any(self._is_reached(level, bound, now) for level, bound, _ in self._bounds(now))
+
+    def ignored_because(self, now: Snapshot) -> str | None:
+        for level, bound, fresh in self._bounds(now):
+            if level.baseline is not None and level.baseline >= bound:
+                held, allowed = _units.format_bytes(level.baseline), _units.format_bytes(bound)
+                return f"{fresh.format(held)}, and the bound is {allowed}"
+        return None
+
+    def _is_reached(self, level: Level, bound: int, now: Snapshot) -> bool:
+        room = 0 if level.baseline is None else bound - level.baseline
+        return (level.baseline is None or room > 0) and _at_least(level, bound - room * self._brought_forward(now))
+
 
 class _Memory(Sized):
+    """A policy on the private memory of this process."""
+
     reads_memory = True
 
+    def _bounds(self, now: Snapshot) -> Iterator[Bounded]:
+        if now.limit is not None or not isinstance(self.size, _units.Percentage):
+            fresh = "the process holds {} with a fresh model"
+            yield Bounded(Level(now.memory, now.baseline), self._bound(now.limit or 0), fresh)
 
-class MemoryGrowth(_Memory):
+
+class MemoryGrowth(_Memory, _Growth):
     """Due when private memory has grown by ``size`` since this generation settled.
 
     A generation has settled when its predecessor is gone and it has taken ten calls or five seconds have passed. The
@@ -709,14 +744,8 @@ class MemoryGrowth(_Memory):
 
     kind = "memory_growth"
 
-    def due(self, now: Snapshot) -> bool:
-        memory, bound = now.settled_memory, _bound(self.size, now)
-        if memory is None or now.baseline is None or bound is None:
-            return False
-        return memory - now.baseline >= bound * (1 - self._brought_forward(now))
 
-
-class MemoryLimit(_Memory):
+class MemoryLimit(_Memory, _Limit):
     """Due when this process's private memory has reached ``size`` in three consecutive readings.
 
     If the fresh generation alone is already above the bound, a reload cannot help. The policy is then ignored for that
@@ -733,20 +762,6 @@ class MemoryLimit(_Memory):
     """
 
     kind = "memory_limit"
-
-    def due(self, now: Snapshot) -> bool:
-        memory, bound = now.settled_memory, _bound(self.size, now)
-        if memory is None or bound is None or self.ignored_because(now) is not None:
-            return False
-        room = 0 if now.baseline is None else bound - now.baseline
-        return memory >= bound - room * self._brought_forward(now)
-
-    def ignored_because(self, now: Snapshot) -> str | None:
-        bound = _bound(self.size, now)
-        if bound is None or now.baseline is None or now.baseline < bound:
-            return None
-        held, allowed = _units.format_bytes(now.baseline), _units.format_bytes(bound)
-        return f"the process holds {held} with a fresh model, and the bound is {allowed}"
 
 
 class GpuPolicy(Sized):
@@ -765,13 +780,14 @@ class GpuPolicy(Sized):
             return "this process has not used CUDA so far"
         if isinstance(self.size, int) and all(self.size > gpu.total for gpu in now.gpus):
             return f"no GPU has more than {_units.format_bytes(max(gpu.total for gpu in now.gpus))} for this process"
-        return None
+        return super().ignored_because(now)
 
-    def _bound(self, gpu: GpuMemory) -> int:
-        return int(gpu.total * self.size.fraction) if isinstance(self.size, _units.Percentage) else self.size
+    def _bounds(self, now: Snapshot) -> Iterator[Bounded]:
+        for gpu in now.gpus or ():
+            yield Bounded(gpu.allocated, self._bound(gpu.total), f"a fresh model has {{}} on GPU {gpu.device}")
 
 
-class GpuMemoryGrowth(GpuPolicy):
+class GpuMemoryGrowth(GpuPolicy, _Growth):
     """Due when torch has allocated ``size`` more on a GPU than when this generation settled.
 
     What counts is ``torch.cuda.memory_allocated()`` of this process, on each GPU by itself; the use of the whole
@@ -795,21 +811,16 @@ class GpuMemoryGrowth(GpuPolicy):
 
     kind = "gpu_memory_growth"
 
-    def due(self, now: Snapshot) -> bool:
-        part = 1 - self._brought_forward(now)
-        return any(_growth(level) >= bound * part for level, bound in self._levels(now))
-
     def cache_too_large(self, now: Snapshot) -> bool:
-        return any(_growth(_cached(gpu)) >= self._bound(gpu) for gpu in now.gpus or ())
+        return any(_growth(_cached(gpu)) >= self._bound(gpu.total) for gpu in now.gpus or ())
 
-    def _levels(self, now: Snapshot) -> Iterator[tuple[Level, int]]:
-        for gpu in now.gpus or ():
-            yield gpu.allocated, self._bound(gpu)
+    def _bounds(self, now: Snapshot) -> Iterator[Bounded]:
+        yield from super()._bounds(now)
         if isinstance(self.size, int):
-            yield now.pinned, self.size
+            yield Bounded(now.pinned, self.size)
 
 
-class GpuMemoryLimit(GpuPolicy):
+class GpuMemoryLimit(GpuPolicy, _Limit):
     """Due when torch has allocated ``size`` on a GPU, in three consecutive readings.
 
     What counts is ``torch.cuda.memory_allocated()`` of this process, on each GPU by itself. If the fresh generation
@@ -831,30 +842,9 @@ class GpuMemoryLimit(GpuPolicy):
 
     kind = "gpu_memory_limit"
 
-    def due(self, now: Snapshot) -> bool:
-        return any(self._is_reached(gpu, now) for gpu in now.gpus or ())
-
     def cache_too_large(self, now: Snapshot) -> bool:
-        return any(
-            _at_least(gpu.reserved, self._bound(gpu)) and not self._is_reached(gpu, now) for gpu in now.gpus or ()
-        )
-
-    def ignored_because(self, now: Snapshot) -> str | None:
-        why = super().ignored_because(now)
-        if why is not None:
-            return why
-        for gpu in now.gpus or ():
-            bound = self._bound(gpu)
-            if gpu.allocated.baseline is not None and gpu.allocated.baseline >= bound:
-                held, allowed = _units.format_bytes(gpu.allocated.baseline), _units.format_bytes(bound)
-                return f"a fresh model has {held} on GPU {gpu.device}, and the bound is {allowed}"
-        return None
-
-    def _is_reached(self, gpu: GpuMemory, now: Snapshot) -> bool:
-        bound, baseline = self._bound(gpu), gpu.allocated.baseline
-        if baseline is None or baseline >= bound:
-            return False
-        return _at_least(gpu.allocated, bound - (bound - baseline) * self._brought_forward(now))
+        full = (gpu for gpu in now.gpus or () if _at_least(gpu.reserved, self._bound(gpu.total)))
+        return any(not self._is_reached(gpu.allocated, self._bound(gpu.total), now) for gpu in full)
 
 
 def _cached(gpu: GpuMemory) -> Level:
@@ -872,12 +862,6 @@ def _growth(level: Level) -> float:
 
 def _at_least(level: Level, bound: float) -> bool:
     return level.settled is not None and level.settled >= bound
-
-
-def _bound(size: int | _units.Percentage, now: Snapshot) -> int | None:
-    if isinstance(size, _units.Percentage):
-        return None if now.limit is None else int(now.limit * size.fraction)
-    return size
 
 
 #: How old a model must be before it is replaced for errors that the last reload has not ended.

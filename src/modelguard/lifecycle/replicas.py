@@ -27,6 +27,7 @@ from modelguard.runtime.waiting import Line, Steps, TimeIsOver, Timeout, Wait
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
+    from modelguard.lifecycle._guard_options import GuardOptions
     from modelguard.lifecycle.status import Status
 
 __all__ = ["ModelReplicas", "replicas"]
@@ -58,9 +59,15 @@ class FreeReplicas(fork.Forkable, Generic[M]):
         self._name = name
         self._engines: list[Engine[M]] = []
         self._wait = wait
-        self.line: Line[None, int] = Line(lambda _: self._take_free(or_load=True), self.give_back)
+        self.line: Line[int | None, int] = Line(self._take, self.give_back)
         self.after_fork_in_child()
         fork.register(self)
+
+    def options_of(self, at: int, options: GuardOptions[M]) -> GuardOptions[M]:
+        """Those of one replica, by the options of all."""
+        alone = partial(self.alone, at, options.swap.drain_timeout)
+        seen, turn = partial(self.seen, at), partial(self.turn, at)
+        return replace(options, name=f"{options.name}[{at}]", seen=seen, turn=turn, alone=alone)
 
     def add(self, engine: Engine[M]) -> None:
         engine.changed = self.line.serve  # one that was being loaded may have its model
@@ -115,6 +122,15 @@ class FreeReplicas(fork.Forkable, Generic[M]):
         lease.give_back = partial(self._end, at, self._process)
         return lease  # type: ignore[no-any-return]
 
+    def _take(self, at: int | None) -> int | None:
+        return self._take_free(or_load=True) if at is None else self._take_this(at)
+
+    def _take_this(self, at: int) -> int | None:
+        with suppress(ValueError):  # a call has it, or has just taken it
+            self._free.remove(at)
+            return at
+        return None
+
     def _take_free(self, *, or_load: bool) -> int | None:
         """Take a free replica that has its model, or else one that could be loaded now; None if there is none."""
         if self._engines[0].state.closed:
@@ -125,9 +141,7 @@ class FreeReplicas(fork.Forkable, Generic[M]):
             chosen = ready or [at for at in free if or_load and not self._engines[at].loading]
             if not chosen:
                 return None
-            at: int = chosen[0]
-            with suppress(ValueError):  # somebody else has just taken it
-                self._free.remove(at)
+            if (at := self._take_this(chosen[0])) is not None:
                 return at
 
     def _search(self) -> None:
@@ -142,6 +156,19 @@ class FreeReplicas(fork.Forkable, Generic[M]):
 
     def _end(self, at: int, process: int) -> None:
         if process == self._process:  # else a fork lies between, and all are free here
+            self.give_back(at)
+
+    @contextmanager
+    def alone(self, at: int, timeout: float) -> Iterator[bool]:
+        """Keep calls from a replica in the block, once the one that has it has ended; false if that takes too long."""
+        try:
+            waiting.block(self.line.wait(at, Timeout(timeout)))
+        except TimeIsOver:
+            yield False
+            return
+        try:
+            yield True
+        finally:
             self.give_back(at)
 
     # Policies
@@ -264,10 +291,12 @@ class ModelReplicas(ModelHandle[M]):
         if not wait:
             self._engines[0].state.raise_if_closed()
             start_thread(partial(self._roll_in_background, self._loaded()), f"modelguard-roll-{self._name}")
-        elif timeout is None:
+            return
+        waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
+        if timeout is None:
+            self._raise_inside_call("reload")
             self._roll(self._loaded())
         else:
-            waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
             waiting.block(self._until_rolled(limit))
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
@@ -275,6 +304,7 @@ class ModelReplicas(ModelHandle[M]):
         await waiting.suspend(self._until_rolled(Timeout(timeout)))
 
     def _until_rolled(self, limit: Timeout) -> Steps[None]:
+        self._raise_inside_call("reload")
         rolling = waiting.start(
             partial(self._roll, self._loaded()),
             f"modelguard-roll-{self._name}",
@@ -284,6 +314,19 @@ class ModelReplicas(ModelHandle[M]):
         if not rolling.done():
             raise Reloading(self._name, waited=limit.waited())
         rolling.result()
+
+    def unload(self, timeout: _units.Duration | None = None) -> None:  # noqa: D102 - as LoadingHandle.unload says
+        self._raise_inside_call("unload")
+        super().unload(timeout)
+
+    async def aunload(self, timeout: _units.Duration | None = None) -> None:  # noqa: D102 - as above
+        self._raise_inside_call("unload")
+        await super().aunload(timeout)
+
+    def _raise_inside_call(self, action: str) -> None:
+        """Before anything is done to the first of them: the call may be on a later one."""
+        for engine in self._engines:
+            engine.raise_inside_call(action)
 
     def close(self, timeout: _units.Duration | None = None) -> None:  # noqa: D102 - as Handle.close says
         limit = Timeout(timeout)
@@ -357,13 +400,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
     hide(model)
     free: FreeReplicas[M] = FreeReplicas(options.name, options.wait_timeout)
     options = replace(options, family=KnownModels())
-    guards = tuple(
-        ModelGuard(
-            replace(options, name=f"{options.name}[{at}]", seen=partial(free.seen, at), turn=partial(free.turn, at)),
-            world,
-        )
-        for at in range(count)
-    )
+    guards = tuple(ModelGuard(free.options_of(at, options), world) for at in range(count))
     for one in guards:
         free.add(one.engine)
     return ModelReplicas(options.name, guards, free)

@@ -32,6 +32,8 @@ from modelguard.sharing import _weights_formats
 # What is published at a path, and whether its files are trustworthy and unchanged.
 
 
+M = TypeVar("M")
+
 #: Increased when older versions of modelguard cannot read what newer ones write.
 LAYOUT = 1
 
@@ -262,18 +264,26 @@ class WeightsStore:
             WeightsMissing: Nothing has been published.
             WeightsRefused: A file cannot be trusted.
         """
+        return self.apply(lambda manifest, folder: (manifest, folder))
+
+    def apply(self, use: Callable[[Manifest, Path], M]) -> M:
+        """Check the current version and use it; a newer one, if this one is replaced in the meantime.
+
+        Raises:
+            WeightsMissing: Nothing has been published.
+            WeightsRefused: A file cannot be trusted.
+            Exception: What ``use`` raised.
+        """
         manifest = self.current()
         while True:
             try:
                 folder = self.data / manifest.folder
                 manifest.check(folder)
-            except WeightsRefused:
-                # Publishers remove old versions, and this one may have been replaced in the meantime.
+                return use(manifest, folder)
+            except (WeightsRefused, FileNotFoundError):  # publishers remove old versions
                 seen, manifest = manifest, self.current()
                 if seen == manifest:
                     raise
-            else:
-                return manifest, folder
 
     @contextmanager
     def locked(self, timeout: float) -> Iterator[None]:
@@ -422,9 +432,6 @@ def _created(path: Path) -> Iterator[IO[bytes]]:
         os.fsync(descriptor)
 
 
-M = TypeVar("M")
-
-
 @dataclass(frozen=True, slots=True)
 class Published:
     """A version of published weights.
@@ -533,18 +540,13 @@ def load(build: Callable[..., M], path: str | os.PathLike[str], *, allow_pickle:
     fix = "Write weights.load(build, path): first the function that makes the model."
     _units.function(build, "build", "the published weights", fix=fix)
     store = WeightsStore(_path(path))
-    while True:
-        manifest, folder = store.checked()
+
+    def use(manifest: Manifest, folder: Path) -> M:
         form = _weights_formats.format_named(manifest.kind, store.path, allow_pickle=allow_pickle)
         _check_build(build, manifest.kind)
-        try:
-            model: M = form.load(build, folder, manifest.details)
-        except FileNotFoundError:
-            # If there is a newer version, publishers have removed this one in the meantime.
-            if store.current() == manifest:
-                raise
-        else:
-            return model
+        return form.load(build, folder, manifest.details)  # type: ignore[no-any-return]
+
+    return store.apply(use)
 
 
 def _may_make(source: Any, key: str | None) -> bool:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, dataclass_transform
+from typing import ClassVar, Literal, dataclass_transform, get_origin
 
 from modelguard import _units
 from modelguard.telemetry.reasons import PROTECT_MEMORY, Reason
@@ -814,3 +814,10 @@ class GrowthFound(Event, level=logging.WARNING):
 
 
 Event.__module__ = "modelguard.telemetry"
+
+#: The names of all events, and of the kinds of words in their fields.
+NAMES = [
+    name
+    for name, kind in globals().items()
+    if get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, Event))
+]

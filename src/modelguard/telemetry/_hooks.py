@@ -21,6 +21,8 @@ from modelguard.runtime import fork
 if TYPE_CHECKING:
     from modelguard.telemetry._events import Event
 
+__all__ = ["Hook", "add_hook", "describe", "emit", "import_events", "level_of", "listening", "logger", "set_hooks"]
+
 
 def _in_one_line(record: logging.LogRecord) -> bool:
     """Escape what would begin a line of its own, or control a terminal: names and the texts of errors are not ours."""

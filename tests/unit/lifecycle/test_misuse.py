@@ -12,7 +12,7 @@ from flask import Flask
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from modelguard import TTL, ModelGuard, Modified, batched, guard, guard_of, pool, replicas
+from modelguard import TTL, Errors, ModelGuard, Modified, batched, guard, guard_of, pool, replicas
 from modelguard.errors import InvalidOption, WouldDeadlock
 
 if TYPE_CHECKING:
@@ -219,8 +219,8 @@ class TestTheGuardIsNotTheModel:
             world.guard(torch.nn.Linear(2, 2))
 
 
-def test_generators_keep_pythons_own_message(nlp: ModelGuard[Any]) -> None:
-    """Generator functions are called at their first step; what does not fit is raised there."""
+def test_generators_are_called_at_their_first_step(nlp: ModelGuard[Any]) -> None:
+    """What does not fit is explained there, and does not count against the model either."""
 
     @nlp
     def numbers(_model: Any, count: int) -> Iterator[int]:
@@ -230,10 +230,40 @@ def test_generators_keep_pythons_own_message(nlp: ModelGuard[Any]) -> None:
     async def later(_model: Any, count: int) -> AsyncIterator[int]:
         yield count
 
-    with pytest.raises(TypeError, match="numbers"):
+    with pytest.raises(TypeError, match=r"numbers\(count: 'int'\).*missing a required argument: 'count'"):
         list(numbers())  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="later"):
-        asyncio.run(anext(later()))  # type: ignore[call-arg, arg-type]
+    with pytest.raises(TypeError, match=r"later\(count: 'int'\).*too many positional arguments"):
+        asyncio.run(anext(later(nlp, 1)))  # type: ignore[call-arg, arg-type]
+    current = nlp.engine.state.current
+    assert current is not None
+    assert (0, 0) == (current.errors, nlp.status().in_flight)
+
+
+def test_arguments_that_do_not_fit_do_not_count_against_a_replica() -> None:
+    """As in a guard: they are explained, and the policy ``Errors`` does not hear of them."""
+    pair = replicas(guard(dict, reload_on=Errors(2)), 2)
+
+    @pair
+    def shout(_model: Any, text: str) -> str:
+        return text.upper()
+
+    with pair:
+        for _ in range(3):
+            with pytest.raises(TypeError, match=r"shout\(text: 'str'\).*missing a required argument: 'text'"):
+                shout()  # type: ignore[call-arg]
+        assert [(1, 0), (1, 0)] == [(status.generation, status.reloads) for status in pair.status()]
+        assert {0} == {engine.state.current.errors for engine in pair._engines if engine.state.current}
+
+
+def test_arguments_that_do_not_fit_a_function_of_a_pool_are_explained() -> None:
+    """Also where a function of its own gives the key."""
+
+    @pool(lambda _key: {}, max_memory="1 GB")(key=lambda *_, **__: "ja")
+    def shout(_model: Any, text: str) -> str:
+        return text.upper()
+
+    with pytest.raises(TypeError, match=r"shout\(text: 'str'\).*too many positional arguments"):
+        shout("a", "b")  # type: ignore[call-arg]
 
 
 class TestHandles:

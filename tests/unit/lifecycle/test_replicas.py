@@ -107,6 +107,58 @@ def test_a_call_inside_a_call_runs_on_the_same_replica(pair: ModelReplicas[Any])
     assert 0 == in_use(pair)
 
 
+def compare_beside_a_call(end: threading.Event, **options: Any) -> tuple[list[bool], Exception | None]:
+    """Replace two replicas beside a call on the first; whether `validate` met it on each old model, and the error."""
+
+    class Model:
+        in_call = False
+
+    met: list[bool] = []
+    made = guard(Model, reload_on=None, validate=lambda _, old: old is None or not met.append(old.in_call), **options)
+    pair = replicas(made, 2)
+    pair.load()
+    entered = threading.Event()
+
+    @pair
+    def hold(model: Model) -> None:
+        model.in_call = True
+        entered.set()
+        assert end.wait(TIMEOUT)
+        model.in_call = False
+
+    failed: list[Exception] = []
+
+    def reload() -> None:
+        try:
+            pair.reload()
+        except ModelRejected as error:
+            failed.append(error)
+
+    calling, reloading = threading.Thread(target=hold), threading.Thread(target=reload)
+    calling.start()
+    assert entered.wait(TIMEOUT)
+    reloading.start()
+    until(lambda: bool(met or failed or pair._free.line))
+    if not options:
+        end.set()
+    reloading.join(TIMEOUT)
+    end.set()
+    calling.join(TIMEOUT)
+    return met, next(iter(failed), None)
+
+
+def test_a_model_is_compared_with_the_current_one_when_no_call_has_that() -> None:
+    """`validate` of a new and an old model is a call on the old one, which may not be thread-safe."""
+    assert ([False, False], None) == compare_beside_a_call(threading.Event())
+
+
+def test_a_comparison_waits_for_a_call_as_long_as_for_its_end() -> None:
+    """A call that does not end must not hold up the reload for ever."""
+    met, error = compare_beside_a_call(threading.Event(), swap=Swap(drain_timeout=0.05))
+    assert [] == met
+    assert "the current model, which it is compared with, was in use for all of drain_timeout" in str(error)
+
+
 def test_every_kind_of_function(pair: ModelReplicas[Any]) -> None:
     """A generator, a coroutine and an asynchronous generator keep their replica to their end."""
 
@@ -464,6 +516,43 @@ def test_a_bounded_reload_does_not_block_a_loop(held: tuple[ModelReplicas[Any], 
 
     with pytest.raises(WouldDeadlock, match=r"await replicas\.areload"):
         asyncio.run(main())
+
+
+def test_a_reload_behind_another_one_does_not_block_a_loop(held: tuple[ModelReplicas[Any], threading.Event]) -> None:
+    """It is refused at once, and not when the one before it has ended."""
+    pair, release = held
+    pair.reload(wait=False)
+    until(pair._free.rolling.locked)
+
+    async def main() -> None:
+        pair.reload()
+
+    with pytest.raises(WouldDeadlock, match=r"await replicas\.areload"):
+        asyncio.run(main())
+    assert not release.is_set()
+    assert pair._free.rolling.locked()
+
+
+def test_nothing_is_replaced_or_released_inside_a_call(pair: ModelReplicas[Any]) -> None:
+    """The call may be on any replica: what cannot be done to that one is not done to the others either."""
+    pair.load()
+    commands: tuple[Any, ...] = (pair.reload, lambda: pair.reload(timeout=TIMEOUT), pair.unload)
+
+    async def from_a_coroutine() -> None:
+        for command in (pair.areload, pair.aunload):
+            with pytest.raises(WouldDeadlock):
+                await command()
+
+    def inside() -> None:
+        with pair.lease():
+            for command in commands:
+                with pytest.raises(WouldDeadlock):
+                    command()
+            asyncio.run(from_a_coroutine())
+
+    with pair.lease():  # the first one
+        contextvars.Context().run(inside)
+    assert ([1, 1], ["ready", "ready"]) == (generations(pair), [status.state for status in pair.status()])
 
 
 def test_loads_and_releases_may_be_bounded() -> None:
