@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast, get_args
 
-from modelguard.errors import InvalidOption, UnhashableKey, shortened
+from modelguard.errors import InvalidOption, UnhashableKey, of_a_signal, shortened
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
 
 if TYPE_CHECKING:
@@ -386,7 +386,12 @@ def check_pool_key(key: object) -> None:
     try:
         try_key(key)
     except Exception as error:  # noqa: BLE001 - whatever it raises
-        raise UnhashableKey(key, error) from None
+        raise key_error(key, error) from None
+
+
+def key_error(key: object, error: Exception) -> Exception:
+    """What to raise for what was raised as a key was hashed or compared."""
+    return error if of_a_signal(error) else UnhashableKey(key, error)
 
 
 def try_key(key: object) -> None:

@@ -95,6 +95,26 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {text_of(error)}"
 
 
+def of_a_signal(error: BaseException) -> bool:
+    """Whether a handler of a signal has raised it, as that of SIGTERM by ``sys.exit()``: no answer to a caller."""
+    import signal  # here, as few errors are asked for this
+    import threading
+    import traceback
+
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    frames = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, KeyboardInterrupt) or any(frame.f_code in handlers for frame, _ in frames)
+
+
+def _code_of(handler: Any) -> object:
+    called = getattr(handler, "func", handler)  # of a partial
+    if callable(called) and not hasattr(called, "__code__"):  # an object
+        called = type(called).__call__
+    return getattr(called, "__code__", None)
+
+
 def _rebuild(cls: type[ModelGuardError], args: tuple[Any, ...], fields: dict[str, Any]) -> ModelGuardError:
     # Errors that are also a TimeoutError have OSError's layout, which only its constructor creates.
     error = (OSError if issubclass(cls, OSError) else Exception).__new__(cls, *args)

@@ -541,7 +541,7 @@ def handler(*_):
     raise Alarm
 
 @isolate(workers=12, timeout="20s")
-@guard(dict, reload_on=None, swap=Swap(drain_timeout="1s"))  # a lease may be lost
+@guard(dict, reload_on=None, swap=Swap(drain_timeout="1s"))
 def echo(model, number):
     return number
 
@@ -561,22 +561,28 @@ def call_for(seconds):
 
 
 def test_exceptions_of_signal_handlers_leave_no_worker_taken(tmp_path: Path) -> None:
-    """Wherever in a call they come: what nobody has any more is replaced."""
+    """Wherever in a call they come: what nobody has any more is replaced, and no model is abandoned to a call."""
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     program = f"""
         import json, sys, time
         sys.path.insert(0, {str(tmp_path)!r})
         import interrupted
+        from modelguard import telemetry
+        abandoned = []
+        telemetry.set_hooks([lambda event: abandoned.extend([1] * isinstance(event, telemetry.GenerationAbandoned))])
         with interrupted.echo:
             count = interrupted.call_for(20)
             until = time.monotonic() + 30
             while (states := [one.state for one in interrupted.echo.status().workers]).count("idle") < len(states):
                 assert time.monotonic() < until, states
                 time.sleep(0.05)
-        print(json.dumps(count))
+        print(json.dumps([count, len(abandoned)]))
     """
-    count = run_python(program, 120, PYTHONPATH=f"{Path(modelguard.__file__).parents[1]}{os.pathsep}{tmp_path}")
+    count, abandoned = run_python(
+        program, 120, PYTHONPATH=f"{Path(modelguard.__file__).parents[1]}{os.pathsep}{tmp_path}"
+    )
     assert count > 100
+    assert 0 == abandoned
 
 
 #: As gevent's sockets do: the flag does not keep them from waiting.

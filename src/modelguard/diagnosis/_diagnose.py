@@ -104,6 +104,8 @@ def diagnose(
             _check_name(option, name)
     if inputs is not None and generate is not None:
         raise InvalidOption("--inputs", inputs, why="must be given alone", fix="Remove --generate.")
+    if isinstance(bucketed, str):
+        raise InvalidOption("bucketed", bucketed, why="is text and no list of names", fix=f"Write [{bucketed!r}].")
     seconds = within_a_day(seconds, "--time", least=1, example="30s")
     trial_seconds = within_a_day(trial_seconds, "--try", least=0, example="2m")
     if calls is not None:

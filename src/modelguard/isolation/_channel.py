@@ -10,18 +10,15 @@ from __future__ import annotations
 import array
 import copyreg
 import errno
-import functools
 import io
 import math
 import mmap
 import os
 import pickle
 import select
-import signal
 import socket
 import struct
 import sys
-import threading
 import time
 import traceback
 from collections import deque
@@ -30,6 +27,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any
 
+from modelguard import errors
 from modelguard.errors import LoadFailed, ModelRejected, RemoteError, text_of, told
 from modelguard.isolation import _processes
 from modelguard.lifecycle._reload import Rejected
@@ -173,19 +171,8 @@ class Unreadable(Exception):
 
 
 def of_a_signal(error: BaseException) -> bool:
-    """Whether a handler of a signal has raised it, as that of SIGTERM by ``sys.exit()``. Workers heed none."""
-    if _processes.role != "owner" or threading.current_thread() is not threading.main_thread():
-        return False
-    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
-    frames = traceback.walk_tb(error.__traceback__)
-    return isinstance(error, KeyboardInterrupt) or any(frame.f_code in handlers for frame, _ in frames)
-
-
-def _code_of(handler: Any) -> object:
-    called = handler.func if isinstance(handler, functools.partial) else handler
-    if callable(called) and not hasattr(called, "__code__"):  # an object
-        called = type(called).__call__
-    return getattr(called, "__code__", None)
+    """Whether a handler of a signal has raised it. Workers heed none."""
+    return _processes.role == "owner" and errors.of_a_signal(error)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -52,9 +52,18 @@ class _Loan:
     def model(self) -> Mold:
         return self.generation.model
 
+    def __del__(self) -> None:
+        if getattr(self, "taken", None):  # a signal handler has raised before there was a worker
+            self.engine.leave_dropped(self._give_up())
+
     def end(self, *, failed: bool) -> None:
-        self.generation.leases.pop()
-        self.engine.leave(self.generation, failed=failed)
+        self.engine.leave(self._give_up(), failed=failed)
+
+    def _give_up(self) -> Generation[Mold]:
+        generation = self.generation
+        del self.taken[:]
+        generation.leases.pop()
+        return generation
 
 
 #: What a call holds: a lease on a mold, of its guard or of a pool.

@@ -427,6 +427,7 @@ class Engine(GuardContext[M], fork.Forkable):
                 if not self._start(job) and job is not None:
                     raise RuntimeError(f"guard {self.name!r} was not unloaded: the system gives no thread")
                 yield from until_ended(self.state, job or self.state.job, limit)
+            self.state.end_outage()
 
     def rollback(self) -> None:
         """Make the generation that the current one has replaced current again; a load under way is cancelled.

@@ -70,6 +70,8 @@ class Lease(Generic[M]):
 
     def slot(self) -> Enclosing:
         """What this thread is about to take."""
+        if self._taken:
+            self.drop()  # a signal handler has raised as it was entered before
         self._thread = threading.get_ident()
         self._epoch = self._engine.state.epoch
         return self._taken

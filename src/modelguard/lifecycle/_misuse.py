@@ -31,7 +31,9 @@ class _Required:
 REQUIRED: Any = _Required()
 
 
-def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, kwargs: Any) -> TypeError | None:
+def wrong_arguments(
+    error: TypeError, function: Callable[..., Any], args: Any, kwargs: Any, *, callers: int = 1
+) -> TypeError | None:
     """Explain a call that does not fit a decorated function's signature.
 
     Args:
@@ -39,12 +41,17 @@ def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, k
         function: The function itself, whose first parameter takes the model.
         args: What the caller gave, without the model.
         kwargs: The same.
+        callers: How many frames lie between the one that asks, which counts, and the function.
 
     Returns:
         The error to raise instead, or None if the function accepted its arguments and raised ``error`` itself.
     """
     traceback = error.__traceback__
-    if traceback is None or traceback.tb_next is not None:  # a frame of the function was entered
+    for _ in range(callers):
+        if traceback is None:
+            return None
+        traceback = traceback.tb_next
+    if traceback is not None:  # a frame of the function was entered
         return None
     if (signature := _units.signature_of(function)) is None:
         return None

@@ -18,7 +18,6 @@ from modelguard.errors import (
     ModelTooLarge,
     Overloaded,
     Reloading,
-    UnhashableKey,
     WouldDeadlock,
     shortened,
 )
@@ -27,7 +26,7 @@ from modelguard.lifecycle import _engine
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._guard_options import PoolOptions
 from modelguard.lifecycle._lease import Lease
-from modelguard.lifecycle._pool_models import OVERDUE, Known, PooledModel, Want
+from modelguard.lifecycle._pool_models import OVERDUE, Known, Pin, PooledModel, Want
 from modelguard.lifecycle._readings import UNKNOWN
 from modelguard.runtime import fork, waiting
 from modelguard.runtime.background import TICKER
@@ -358,11 +357,11 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
     def _until_taken(self, key: K, limit: Timeout) -> Steps[Lease[M]]:
         _units.check_pool_key(key)
         while True:
-            model, mine = yield from self._until_found(key, limit)
-            unpin = partial(self._unpin, model)
+            pin = yield from self._until_found(key, limit)
+            model = pin.model
             try:
-                if mine:
-                    load = partial(self._load, key, model, limit)
+                if pin.to_load:
+                    load = partial(self._load, key, pin, limit)
                     if not (yield Work(load, f"modelguard-{self.name}", self.runtime.start_thread)):
                         continue  # it was larger than the room that was made
                 assert model.engine is not None  # noqa: S101 - set by _load, before anyone else finds it
@@ -370,22 +369,20 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                     return lease
                 self._raise_if_closed()  # else its model was closed, and the pool was not, or is open again
             except GeneratorExit:  # the coroutine was dropped: the collector, which may be at work, takes no lock
-                unpin = partial(self._in_background, unpin)
+                self._return_unwanted(pin)
                 raise
             finally:
-                unpin()
+                self._return(pin)
 
-    def _until_found(self, key: K, limit: Timeout) -> Steps[tuple[PooledModel[M], bool]]:
-        """Wait for the pinned model of ``key``; with it comes whether the caller is the one to load it."""
+    def _until_found(self, key: K, limit: Timeout) -> Steps[Pin[M]]:
+        """Wait for the pinned model of ``key``."""
         with self._lock:
             want = Want(key, list(self._models.values()), self.runtime.clock())
         look = partial(self._press, want)
         found = partial(self._find, want)
         try:
-            place: tuple[PooledModel[M], bool] = yield from self.line.wait(
-                found, limit, look=look, search=self._search, every=OVERDUE
-            )
-            return place  # noqa: TRY300 - typed, as the line is not
+            pin: Pin[M] = yield from self.line.wait(found, limit, look=look, search=self._search, every=OVERDUE)
+            return pin  # noqa: TRY300 - typed, as the line is not
         except TimeIsOver:
             raise self.why_full(key) from None
         finally:
@@ -420,7 +417,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             try:
                 model = self._touch(key)
             except Exception as error:  # noqa: BLE001 - of a key's own code, which compares with those that are there
-                raise UnhashableKey(key, error) from None
+                raise _units.key_error(key, error) from None
             if model is None or not self._lends(model):
                 return None
             return None if model.engine is None else Lease.take_now(model.engine)
@@ -431,8 +428,8 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             self._models.move_to_end(key)
         return model
 
-    def _find(self, want: Want[K, M]) -> tuple[PooledModel[M], bool] | None:
-        """The pinned model of a key, and whether the caller is the one to load it; None if it has to wait."""
+    def _find(self, want: Want[K, M]) -> Pin[M] | None:
+        """The pinned model of a key; None if the caller has to wait."""
         self._raise_if_closed()
         if want.awaits is not None and want.awaits.loading and want.awaits.failure is None:
             return None  # cheap: a thousand callers may wait for one load
@@ -443,15 +440,17 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             if model is not None and model.unused and model.overdue(now, paused=self.paused) >= 0:
                 self._evict(key, model.until_next_use)
                 model = None
-            mine = model is None
+            pin = None
             if model is None:
                 self._raise_if_closed()  # in this very moment: nothing would release it
-                model = self._make_place(want)
-            elif not self._lends(model, want):
-                want.awaits, model = model, None
-            if model is not None:
-                model.pins += 1
-                return model, mine
+                pin = self._make_place(want)
+            elif self._lends(model, want):
+                pin = Pin(model, self._return_unwanted)
+            else:
+                want.awaits = model
+            if pin is not None:
+                pin.hold()
+                return pin
             if not self._watching and (want.awaits is None or not want.awaits.loading):
                 self._watch(watched=True)
                 return self._find(want)  # a call may have ended just before it was watched
@@ -459,7 +458,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
                 self._forget(want)
             return None
 
-    def _make_place(self, want: Want[K, M]) -> PooledModel[M] | None:
+    def _make_place(self, want: Want[K, M]) -> Pin[M] | None:
         """A place for a model that is to be loaded; None if others come first, or there is no room."""
         if (need := self._estimate(want.key)) > self.options.max_memory:
             raise ModelTooLarge(want.key, model_bytes=need, max_memory=self.options.max_memory)
@@ -471,8 +470,10 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             return None
         if self._first is want:
             self._first = None
-        model = self._models[want.key] = PooledModel(need)
-        return model
+        pin = Pin(PooledModel[M](need), self._return_unwanted)
+        pin.to_load = True
+        self._models[want.key] = pin.model
+        return pin
 
     def _press(self, want: Want[K, M]) -> None:
         """As time passes: have the least used model end for the first in line."""
@@ -520,16 +521,22 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
 
     def _return_unwanted(self, found: object) -> None:
         """Take back what a caller that is gone was to have; in another thread, the collector may be at work here."""
-        if isinstance(found, tuple):
-            self._in_background(partial(self._return, *found))
+        if isinstance(found, Pin):
+            self._in_background(partial(self._return, found))
 
     def _in_background(self, work: Callable[[], None]) -> None:
         self.runtime.in_background(work, f"modelguard-line-{self.name}")
 
-    def _return(self, model: PooledModel[M], mine: bool) -> None:  # noqa: FBT001 - by position, as it was found
-        for key in [key for key, known in self._models.items() if mine and known is model]:
-            self._drop(key, model, Overloaded(f"pool {self.name!r}: who was to load key {shortened(key)} is gone"))
-        self._unpin(model)
+    def _return(self, pin: Pin[M]) -> None:
+        with self._lock:
+            pin.end()
+            keys = [key for key, model in self._models.items() if pin.to_load and model is pin.model]
+        for key in keys:
+            gone = Overloaded(f"pool {self.name!r}: who was to load key {shortened(key)} is gone")
+            self._drop(key, pin.model, gone)
+        pin.to_load = False
+        if self.line:
+            self.line.serve()
 
     def _make_room(self, need: int, *, models: int = 0) -> bool:
         """Evict unused models, the least recently used first, until so many more bytes and models fit."""
@@ -559,10 +566,12 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
 
     # Loading
 
-    def _load(self, key: K, model: PooledModel[M], limit: Timeout) -> bool:
+    def _load(self, key: K, pin: Pin[M], limit: Timeout) -> bool:
         """Load a new model; false if it must be evicted again because it does not fit."""
+        model = pin.model
         late = f"pool {self.name!r}: key {shortened(key)} waited too long for the loads of other models"
         with self._turn(limit, lambda: Overloaded(late), failed=partial(self._drop, key, model)):
+            pin.to_load = False
             self._close_evicted()  # their memory is needed now
             with self._lock:
                 known = self._known_of(key)
@@ -596,18 +605,22 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             late: Makes the error when that is over.
             failed: Is told what was raised, also in the block.
         """
-        mine, left = False, limit.left()
+        mine: list[bool] = []
         try:
-            while not (mine := self._one_load.acquire(timeout=PATIENCE if left is None else min(left, PATIENCE))):
-                if (left := limit.left()) == 0:
+            while not any(mine):
+                if mine and limit.left() == 0:
                     raise late()  # noqa: TRY301 - it is for `failed` too
-                self._search()
+                if mine:
+                    self._search()
+                left = limit.left()
+                seconds = PATIENCE if left is None else min(left, PATIENCE)
+                mine.extend(map(self._one_load.acquire, (True,), (seconds,)))  # one step, as in waiting.turn
             yield
         except BaseException as error:
             failed(error)
             raise
         finally:
-            if mine:
+            if mine and mine[-1]:
                 try:
                     self._close_evicted()  # before another load is measured
                 finally:
@@ -656,12 +669,6 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
             elif model.engine is not None:
                 self._evicted.append(model)
         self.line.serve()
-
-    def _unpin(self, model: PooledModel[M]) -> None:
-        with self._lock:
-            model.pins -= 1
-        if self.line:
-            self.line.serve()
 
     # Fork
 

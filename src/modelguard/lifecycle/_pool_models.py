@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -82,6 +82,36 @@ class PooledModel(Generic[M]):
     def stop_lending(self, now: float) -> None:
         """Take no new calls from ``now`` on: it is evicted when the calls under way are done."""
         self._stopped_since = min(self._stopped_since, now)
+
+
+class Pin(Generic[M]):
+    """That a caller uses a model, which is not evicted meanwhile. It ends by itself when nobody refers to it.
+
+    Made first: no call of a function, in which a signal handler may raise, lies between a pin and its note.
+
+    Attributes:
+        model: The model.
+        held: Whether it counts.
+        to_load: Whether the caller is the one to load the model, and has not begun.
+    """
+
+    def __init__(self, model: PooledModel[M], drop: Callable[[Pin[M]], object]) -> None:
+        self.model = model
+        self.held = self.to_load = False
+        self._drop = drop
+
+    def __del__(self) -> None:
+        if self.held or self.to_load:
+            self._drop(self)
+
+    def hold(self) -> None:
+        self.held = True
+        self.model.pins += 1
+
+    def end(self) -> None:
+        if self.held:
+            self.held = False
+            self.model.pins -= 1
 
 
 class Want(Generic[K, M]):

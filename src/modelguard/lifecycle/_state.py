@@ -441,6 +441,13 @@ class GuardState(Generic[M]):
             self._forget_failures()  # a retry would load before the next use
             return self.retire_current()
 
+    def end_outage(self) -> None:
+        """Wait for the next use, and no longer for the next attempt of a load that has failed."""
+        with self.lock:
+            if self.outage and self.current is None and self.job is None:
+                self.unloaded, self.outage = True, False
+                self._forget_failures()
+
     def take_previous(self) -> Generation[M] | None:
         """Keep the previous generation no longer; returns it, to be drained and released."""
         with self.lock:

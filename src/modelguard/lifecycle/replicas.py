@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -59,7 +58,7 @@ class FreeReplicas(fork.Forkable, Generic[M]):
         self._name = name
         self._engines: list[Engine[M]] = []
         self._wait = wait
-        self.line: Line[int | None, int] = Line(self._take, self.give_back)
+        self.line: Line[int | None, _ExclusiveLease[M]] = Line(self._take, Lease.drop)
         self.after_fork_in_child()
         fork.register(self)
 
@@ -72,7 +71,8 @@ class FreeReplicas(fork.Forkable, Generic[M]):
     def add(self, engine: Engine[M]) -> None:
         engine.changed = self.line.serve  # one that was being loaded may have its model
         self._engines.append(engine)
-        self._free.append(len(self._free))
+        at = len(self._free)
+        self._free[at] = at
 
     def take(self, timeout: float | None = None) -> Lease[M]:
         """Take a lease on a free replica, inside a call on the one that this call uses.
@@ -94,11 +94,8 @@ class FreeReplicas(fork.Forkable, Generic[M]):
         enclosing = next((one for one in self._engines if one.state.enclosing_generation() is not None), None)
         if enclosing is not None:
             return Lease.take_now(enclosing)
-        at = None if self.line else self._take_free(or_load=False)
-        if at is None:
-            return None
-        lease = self._bound(at)
-        if self._engines[at].state.enter(lease.slot()) is not None:
+        lease = None if self.line else self._take_free(or_load=False)
+        if lease is None or lease.enter_now():
             return lease
         lease.drop()
         return None
@@ -106,43 +103,38 @@ class FreeReplicas(fork.Forkable, Generic[M]):
     def _until_taken(self, timeout: float | None) -> Steps[Lease[M]]:
         wait = self._wait if timeout is None else timeout
         try:
-            at = yield from self.line.wait(None, Timeout(wait), search=self._search)
+            lease = yield from self.line.wait(None, Timeout(wait), search=self._search)
         except TimeIsOver:
             raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s") from None
-        lease = self._bound(at)
         try:
-            yield from self._engines[at].until_entered(lease.slot(), timeout)
+            yield from lease.until_entered(timeout)
         except BaseException:
             lease.drop()
             raise
         return lease
 
-    def _bound(self, at: int) -> Lease[M]:
-        lease: Any = _ExclusiveLease(self._engines[at])
-        lease.give_back = partial(self._end, at, self._process)
-        return lease  # type: ignore[no-any-return]
-
-    def _take(self, at: int | None) -> int | None:
+    def _take(self, at: int | None) -> _ExclusiveLease[M] | None:
         return self._take_free(or_load=True) if at is None else self._take_this(at)
 
-    def _take_this(self, at: int) -> int | None:
-        with suppress(ValueError):  # a call has it, or has just taken it
-            self._free.remove(at)
-            return at
+    def _take_this(self, at: int) -> _ExclusiveLease[M] | None:
+        lease = _ExclusiveLease(self._engines[at], self._free, self.line)
+        with suppress(KeyError):  # a call has it, or has just taken it
+            lease.places.extend(map(self._free.pop, [at]))  # one step: no signal handler raises in it
+            return lease
         return None
 
-    def _take_free(self, *, or_load: bool) -> int | None:
+    def _take_free(self, *, or_load: bool) -> _ExclusiveLease[M] | None:
         """Take a free replica that has its model, or else one that could be loaded now; None if there is none."""
         if self._engines[0].state.closed:
             raise GuardClosed(self._name)
         while True:
-            free = self._free.copy()
+            free = tuple(self._free)
             ready = [at for at in free if self._engines[at].state.current is not None]
             chosen = ready or [at for at in free if or_load and not self._engines[at].loading]
             if not chosen:
                 return None
-            if (at := self._take_this(chosen[0])) is not None:
-                return at
+            if (lease := self._take_this(chosen[0])) is not None:
+                return lease
 
     def _search(self) -> None:
         """Look for loads that wait for this thread, if no replica has a model: one that is in use becomes free."""
@@ -150,26 +142,18 @@ class FreeReplicas(fork.Forkable, Generic[M]):
         if all(state.current is None and state.job is not None for state in states):
             _engine.search(states)
 
-    def give_back(self, at: int) -> None:
-        self._free.append(at)
-        self.line.serve()
-
-    def _end(self, at: int, process: int) -> None:
-        if process == self._process:  # else a fork lies between, and all are free here
-            self.give_back(at)
-
     @contextmanager
     def alone(self, at: int, timeout: float) -> Iterator[bool]:
         """Keep calls from a replica in the block, once the one that has it has ended; false if that takes too long."""
         try:
-            waiting.block(self.line.wait(at, Timeout(timeout)))
+            lease = waiting.block(self.line.wait(at, Timeout(timeout)))
         except TimeIsOver:
             yield False
             return
         try:
             yield True
         finally:
-            self.give_back(at)
+            lease.drop()
 
     # Policies
 
@@ -187,51 +171,65 @@ class FreeReplicas(fork.Forkable, Generic[M]):
     @contextmanager
     def turn(self, at: int) -> Iterator[bool]:
         """Whether a replica may be replaced: no other one is. None begins in the block."""
-        deciding = self._deciding
-        mine = deciding.acquire(blocking=False)  # else another thread decides, or this one, and a signal came
-        try:
+        with waiting.turn(self._deciding) as mine:  # else another thread decides, or this one, and a signal came
             yield mine and not any(engine.loading for one, engine in enumerate(self._engines) if one != at)
-        finally:
-            if mine:
-                deciding.release()
 
     # Fork
 
     def after_fork_in_child(self) -> None:
         """All are free: the other calls are the parent's. A thread of the parent may have held a lock."""
-        # Which are free: changed in single steps, since the garbage collector may end a lease at any point.
-        self._free = [*range(len(self._engines))]
+        # Which are free: changed in single steps, since the garbage collector may end a lease at any point. Leases of
+        # the parent give back to its own.
+        self._free = {at: at for at in range(len(self._engines))}
         self.line.renew()
-        self._process = os.getpid()
         self.rolling = threading.Lock()
         self._deciding = threading.Lock()
 
 
 class _ExclusiveLease(Lease[M]):
-    """A lease that keeps other calls from its replica."""
+    """A lease that keeps other calls from its replica.
 
-    __slots__ = ("give_back",)
+    Attributes:
+        places: Which one it is; empty once that is free.
+    """
 
-    give_back: Callable[[], None] | None
+    __slots__ = ("_free", "_line", "places")
+
+    def __init__(self, engine: Engine[M], free: dict[int, int], line: Line[int | None, Any]) -> None:
+        super().__init__(engine)
+        self._free, self._line = free, line
+        self.places: list[int] = []
+
+    def __del__(self) -> None:
+        if getattr(self, "places", None) or getattr(self, "_taken", None):
+            self.drop()
+
+    def enter_now(self) -> bool:
+        return self._engine.state.enter(self.slot()) is not None
+
+    def until_entered(self, timeout: float | None) -> Steps[object]:
+        return self._engine.until_entered(self.slot(), timeout)
 
     def end(self, *, failed: bool) -> None:
         """Return the lease, once; the replica is free then."""
         try:
             super().end(failed=failed)
         finally:
-            self._free()
+            self._give_back()
 
     def drop(self) -> None:
         """The same, where the garbage collector may be at work."""
         try:
             super().drop()
         finally:
-            self._free()
+            self._give_back()
 
-    def _free(self) -> None:
-        give_back, self.give_back = self.give_back, None
-        if give_back is not None:
-            give_back()
+    def _give_back(self) -> None:
+        if self.places:
+            at = self.places[0]
+            del self.places[:]
+            self._free[at] = at
+            self._line.serve()
 
 
 class ModelReplicas(ModelHandle[M]):

@@ -12,13 +12,13 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard import _units
-from modelguard.errors import NotSupported, WouldDeadlock
+from modelguard.errors import NotSupported, WouldDeadlock, of_a_signal
 from modelguard.runtime.fork import Wakeup
 
 
@@ -241,6 +241,9 @@ def block(steps: Steps[T]) -> T:
                 step = steps.send(done)
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
+    except BaseException:  # of a signal handler: its traceback keeps them
+        steps.close()
+        raise
 
 
 async def suspend(steps: Steps[T]) -> T:
@@ -257,6 +260,9 @@ async def suspend(steps: Steps[T]) -> T:
                 step = steps.send(done)
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
+    except BaseException:  # as above
+        steps.close()
+        raise
 
 
 class OnAsyncio:
@@ -304,6 +310,18 @@ def sleeper(doing: str = "waiting in a coroutine", instead: str = _INSTEAD) -> O
     return OnTrio() if _on_trio() else OnAsyncio()
 
 
+@contextmanager
+def turn(lock: Any) -> Iterator[bool]:
+    """Whether this thread has ``lock`` in the block: nobody waits for it."""
+    mine: list[bool] = []
+    try:
+        mine.extend(map(lock.acquire, (False,)))  # one step: no signal handler raises between the lock and its note
+        yield mine[0]
+    finally:
+        if mine and mine[0]:  # no call here
+            lock.release()
+
+
 Q = TypeVar("Q")
 
 _GONE: Any = object()
@@ -317,12 +335,13 @@ class Line(Generic[Q, T]):
     """Those who wait for what a source gives, oldest first.
 
     Nobody ever waits for the line itself: who finds it busy leaves a note, and whoever is busy with it looks again. So
-    the garbage collector and signal handlers may give something back at any point.
+    the garbage collector and signal handlers may give something back at any point. And what a handler raises loses
+    nothing, since what is given returns by itself when nobody refers to it any more.
 
     Args:
         take: Gives what fits a request, or None: then its caller waits. What it raises is for that caller. It may be
             interrupted by itself, in the same thread.
-        give_back: Takes back what was given to a caller that has gone meanwhile.
+        give_back: Takes back at once what was given to a caller that has gone meanwhile.
     """
 
     def __init__(self, take: Callable[[Q], T | None], give_back: Callable[[T], object]) -> None:
@@ -342,29 +361,44 @@ class Line(Generic[Q, T]):
 
     def serve(self) -> None:
         """Give those who wait what there is."""
-        self._again = True
-        while self._again and self._turn.acquire(blocking=False):
-            try:
-                self._again = False
-                for future, request in self._waiting.copy().items():
+        try:
+            self._serve()
+        except BaseException:  # of a signal handler
+            self._serve()
+            raise
+
+    def _serve(self) -> None:
+        self._again, mine = True, True
+        while self._again and self._waiting and mine:
+            with turn(self._turn) as mine:
+                self._again = self._again and not mine
+                for future, request in self._waiting.copy().items() if mine else ():
                     self._offer(future, request)
-            finally:
-                self._turn.release()
 
     def _offer(self, future: Future[T], request: Q) -> None:
         if future not in self._waiting:
             return
         try:
             given = self._take(request)
-        except Exception as error:  # noqa: BLE001 - it is the caller's
+        except Exception as error:
+            if of_a_signal(error):
+                raise
             if self._claim(future):
                 future.set_exception(error)
             return
-        if given is not None:
+        if given is None:
+            return
+        try:
             if self._claim(future):
                 future.set_result(given)
             else:
                 self._give_back(given)
+        except BaseException:  # of a signal handler: whoever waits is told yet, or waits on
+            if future.done():
+                future._invoke_callbacks()  # type: ignore[attr-defined]  # noqa: SLF001 - they tell only once
+            else:
+                self._waiting[future] = request
+            raise
 
     def wait(
         self,
@@ -387,13 +421,13 @@ class Line(Generic[Q, T]):
             self.serve()
             if not future.done():
                 yield Wait(future, limit, look, search, every)
+            if self._claim(future):
+                raise TimeIsOver  # noqa: TRY301 - what a signal handler raises here is handled as well
+            return future.result()  # of an instant ago, or of this very moment
         except BaseException:
             if not self._claim(future):
                 future.add_done_callback(self._return_unwanted)
             raise
-        if self._claim(future):
-            raise TimeIsOver
-        return future.result()  # of an instant ago, or of this very moment
 
     def _claim(self, future: Future[T]) -> bool:
         """Take it out of the line, in one step; false if somebody else has, who answers it."""

@@ -258,6 +258,7 @@ def test_bad_input(options: dict[str, Any]) -> None:
         ({"target": len}, "MODULE:FUNCTION=.*must be text, not a builtin"),
         ({"target": "app:f", "seconds": "soon"}, "--time='soon'.*not a valid duration"),
         ({"target": "app:f", "trial_seconds": "2 days"}, "--try='2 days'"),
+        ({"target": "app:f", "bucketed": "x"}, r"bucketed='x'.*is text and no list of names.*Write \['x'\]"),
         ({"target": "app:f", "inputs": ["a text"]}, "--inputs=.*cannot be read .*one input in JSON per line"),
     ],
 )

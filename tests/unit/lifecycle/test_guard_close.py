@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -193,6 +194,24 @@ def test_a_reload_that_succeeds_at_last_is_one(world: World, swap: str) -> None:
     world.tick(60.0)
     guard.reload()
     assert (2, 1) == (guard.status().generation, guard.status().reloads)
+
+
+@pytest.mark.parametrize(
+    "unload", [lambda guard: guard.unload(), lambda guard: asyncio.run(guard.aunload())], ids=["plain", "async"]
+)
+def test_an_unload_ends_the_attempts_of_a_reload_that_has_left_no_model(world: World, unload: Any) -> None:
+    """Nothing is loaded until the next use, which does not wait for the time of the next attempt."""
+    guard = world.guard(swap="drain_first")
+    guard.load()
+    world.loader.fails = True
+    with pytest.raises(LoadFailed):
+        guard.reload()
+    unload(guard)
+    world.loader.fails = False
+    status = guard.status()
+    assert ("idle", 0) == (status.state, status.failures)
+    with guard.lease() as model:
+        assert model.words("fine")
 
 
 def test_a_load_that_fails_after_it_announces_no_other(world: World) -> None:

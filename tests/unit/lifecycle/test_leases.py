@@ -6,13 +6,14 @@ import asyncio
 import contextvars
 import gc
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+from tests.unit.interrupts import interrupted_everywhere, traces_instructions
 from tests.unit.lifecycle.world import World, outcome
 
-from modelguard import ModelGuard, Uses
+from modelguard import ModelGuard, Uses, guard
 from modelguard.lifecycle._lease import Lease
 from modelguard.telemetry import ReloadDue
 
@@ -155,6 +156,26 @@ def test_a_lease_inside_itself_is_refused(world: World) -> None:
             lease.__enter__()
         assert ["fine"] == model.words("fine")
     assert (0, 1) == counts(guard)
+
+
+@traces_instructions
+def test_a_lease_may_be_entered_again_after_an_exception_of_a_signal_handler() -> None:
+    """Wherever in its entry or its end that came: it counts once, or not at all."""
+
+    def made() -> tuple[ModelGuard[Any], Any]:
+        nlp = guard(dict, reload_on=None, name="nlp")
+        nlp.load()
+        return nlp, nlp.lease()
+
+    def use(made: tuple[ModelGuard[Any], Any]) -> None:
+        with made[1]:
+            pass
+
+    for (nlp, lease), where in interrupted_everywhere(made, use):
+        with suppress(RuntimeError), lease:  # it was used up
+            assert 1 == nlp.status().in_flight, where
+        assert 0 == nlp.status().in_flight or lease.generation is not None, where
+        del lease
 
 
 class TestALeaseThatIsTaken:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.unit.interrupts import interrupted_everywhere, traces_instructions
 from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
 from tests.unit.lifecycle.world import MB, TIMEOUT, World, outcome, until
 from tests.unit.serving.gated import Incomparable, OnlyWithItself
 
-from modelguard import TTL
+from modelguard import TTL, ModelPool, pool
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Overloaded, UnhashableKey, WouldDeadlock
 from modelguard.lifecycle._pool_models import PooledModel
 
@@ -235,3 +236,21 @@ class TestInAForkedChild:
         pool._engine.after_fork_in_child()
         assert ({"a": 10}, 10 * MB, ["a", "b"]) == (loaded(pool), pool.status().used, use(pool, "a", "b"))
         assert pool._engine._models["a"].unused
+
+
+@traces_instructions
+def test_an_exception_of_a_signal_handler_costs_no_key_its_model() -> None:
+    """Wherever in the call that loads it that comes: the next call loads or uses it, and it is in use no longer."""
+
+    def made() -> ModelPool[str, Any]:
+        return pool(dict.fromkeys, max_memory="100 MB", wait_timeout=TIMEOUT, name="voices")
+
+    def call(voices: ModelPool[str, Any]) -> None:
+        with voices.lease("ja"):
+            pass
+
+    for voices, where in interrupted_everywhere(made, call, step=7):  # of 550, in some seconds
+        call(voices)
+        assert 0 == voices.status().in_flight, where
+        voices.unload("ja", timeout=TIMEOUT)
+        assert {} == loaded(voices), where

@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
+from tests.unit.interrupts import interrupted_everywhere, traces_instructions
 from tests.unit.lifecycle.world import until
 
 from modelguard import TTL, Idle, MemoryGrowth, MemoryLimit, Swap, Uses, batched, guard
@@ -207,6 +208,26 @@ def test_errors_give_the_replica_back(pair: ModelReplicas[Any]) -> None:
         with pytest.raises(LoadFailed), broken.lease():
             pass
     assert (0, 0) == (in_use(pair), in_use(broken))
+
+
+@traces_instructions
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "first call"])
+def test_an_exception_of_a_signal_handler_leaves_no_replica_in_use(*, loaded: bool) -> None:
+    """Wherever in a call it comes: the next calls find all of them free."""
+
+    def made() -> ModelReplicas[Any]:
+        pair = replicas(guard(dict, reload_on=None, name="nlp", wait_timeout=TIMEOUT), 2)
+        if loaded:
+            pair.load()
+        return pair
+
+    def call(pair: ModelReplicas[Any]) -> None:
+        pair(lambda _: None)()
+
+    for pair, where in interrupted_everywhere(made, call):
+        assert 0 == in_use(pair), where
+        with pair.lease(timeout=TIMEOUT), pair.lease(timeout=TIMEOUT):
+            assert 2 == in_use(pair), where
 
 
 def test_a_cancelled_wait_takes_no_replica(pair: ModelReplicas[Any]) -> None:
