@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -710,14 +710,20 @@ class Batcher(fork.Forkable):
         except Exception:  # noqa: BLE001 - the answers are there, whatever becomes of the figures
             logger.exception("modelguard: %s() has not learned from a batch", self.name)
 
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Neither an observer nor a closed guard may end a thread."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001 - as above
+            logger.exception("modelguard: %s() goes on", self.name)
+
     def _report(self, batch: Batch, computed: Computed, seconds: float, change: CircuitChange) -> None:
         queue, now = self._queue, clock.now()
-        try:
+        with self._going_on():
             self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
             self._events.refused(queue, now)
             self._report_refusals()
-        except Exception:  # noqa: BLE001 - an observer may not end this thread
-            logger.exception("modelguard: %s() goes on", self.name)
 
     def _answer(self, requests: list[Request], outcomes: list[Any]) -> None:
         with self._lock:
@@ -737,23 +743,19 @@ class Batcher(fork.Forkable):
     def _after_check(self, now: float) -> None:
         self._settle(callbacks_elsewhere=True)
         hung, self._hung = self._hung, False
-        try:
+        with self._going_on():
             self._events.refused(self._queue, now)
             if hung:
                 self._events.hung(self._queue, self.limits.hang_after)
-        except Exception:  # noqa: BLE001 - an observer may not end this thread
-            logger.exception("modelguard: %s() goes on", self.name)
         if hung:
             self._ask_for_model()
 
     def _ask_for_model(self) -> None:
         """Ask the guard of the breaker for a fresh model."""
         source = None if self._breaker is None else self._breaker.reload
-        try:
+        with self._going_on():
             if source is not None:
                 source.reload(wait=False)
-        except Exception:  # noqa: BLE001 - a closed guard may not end this thread
-            logger.exception("modelguard: %s() goes on", self.name)
 
     def check_time(self) -> None:
         """Do what has become due because a test has moved the clock."""

@@ -198,10 +198,6 @@ _LOOKED_AT = 64
 #: the estimate: items differ, and whoever waits until then gains little from the last of it.
 _EARLY_SHARE = 1.0
 _EARLY_SECONDS = 0.02
-#: A batch that has overrun its time is expected to take so much of that time more: stalls last. Of a model that stalls
-#: for half a second every five, 0.90 is answered with 1, 0.91 with 0.5; but with 0.5 bad items cost 5 % (with 0.75, 2 %
-#: at most), since what is admitted while parts of a batch are run again is late in the end (benchmarks/goodput.py).
-_STALL = 0.75
 #: A run that took as long as expected shows what cannot be in time for so many times as long, and so many seconds at
 #: most; then it is tried anew. A second after any run would refuse hundreds of requests to a fast model that is idle.
 _CONFIRMED = 2.0
@@ -218,8 +214,8 @@ _UNSURE = 0.04
 _QUICK = 5e-3
 #: Sizes that are compared are apart by this factor, so many to a doubling.
 _APART, _STEPS = 1.15, 5
-#: After so many batches a size next to it is tried, and after twice as many when both of them have changed nothing.
-_SOON, _SELDOM = 8, 64
+#: After so many batches a size next to it is tried.
+_SOON = 8
 #: More bad items than these, on average, are hard to tell from the others of their batch.
 _BAD_IN_BATCH = 1.6
 
@@ -232,25 +228,18 @@ class BestSize:
 
     def __init__(self, most: int) -> None:
         self._sizes = sorted({max(int(most / _APART**step), 1) for step in range(most.bit_length() * _STEPS)})
-        self._most = self._best = most
-        self._batches, self._pause, self._next, self._larger = 0, _SOON, _SOON, False
+        self._most = most
+        self._batches, self._larger = 0, False
 
     def next(self, curve: Curve | None, mean: float) -> int:
         """How large the next batch may be."""
         if curve is not None and curve.at_best(self._most, self._most * mean) <= _QUICK:
-            self._best = self._most
             return self._most
         best = self._most if curve is None or curve.most != math.inf else self._find(curve, mean)
         self._batches += 1
-        if not best / 2 < self._best < best * 2:
-            self._pause, self._next = _SOON, self._batches + _SOON
-        self._best = best
-        if self._batches < self._next:
+        if self._batches % _SOON:
             return best
         self._larger = not self._larger
-        if not self._larger:
-            self._pause = min(2 * self._pause, _SELDOM)
-        self._next = self._batches + self._pause
         return min(best * 2, self._most) if self._larger else max(best // 2, 1)
 
     def _find(self, curve: Curve, mean: float) -> int:
@@ -440,7 +429,6 @@ class Planner:
         ahead += batches * curve.seconds(crowd, crowd * mean)
         start = (busy + ahead) / threads
         joining = self._arrivals.rate * start / max(len(lines), 1)
-        joining = max(joining - math.sqrt(joining) / 2, 0.0)  # arrivals are random: so many are likely
         mine = max(place - batches * crowd, 1)
         own = max(mine, min(crowd, mine + joining))
         return start + curve.seconds(own, max(own * mean, request.weight if mean else 0.0))
@@ -463,8 +451,7 @@ class Planner:
         for batch in running:
             curve = self._times.curve(batch.group)
             seconds = 0.0 if curve is None else curve.seconds(batch.count, batch.weight)
-            left = batch.started + seconds - now
-            total += left if left >= 0 else -left * _STALL
+            total += max(batch.started + seconds - now, 0.0)
         return total
 
     def _seconds_in_front(self, request: Request, line: Line | None, lines: Lines) -> float:

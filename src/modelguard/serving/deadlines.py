@@ -275,10 +275,8 @@ def check_priority(priority: int) -> int:
     Raises:
         InvalidOption: It is not a whole number from 0 to 1,000.
     """
-    if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= _HIGHEST:
-        why = f"must be a whole number from 0, which is the default, to {_HIGHEST:,}; higher ones go first"
-        raise InvalidOption("priority", priority, why=why, fix="Write for example priority=1.")
-    return priority
+    fix = f"Write for example priority=1: from 0, the default, to {_HIGHEST:,}; higher ones go first."
+    return _units.whole_number(priority, "priority", at_least=0, most=_HIGHEST, fix=fix)
 
 
 def left() -> float | None:
