@@ -13,7 +13,7 @@ from modelguard.facts._memory import MemoryUsage, PrivateMeter, private, usage
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._readings import pause_after
 from modelguard.lifecycle.runtime import Runtime
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 from modelguard.runtime.background import TICKER
 
 __all__ = ["MemoryUsage", "PrivateMeter", "Trimming", "private", "trim_every", "usage"]
@@ -51,10 +51,10 @@ class TrimSchedule:
             raise InvalidOption("trim_every", value, why=why, fix=fix) from None
 
 
-class Trimming(fork.Forkable):
+class Trimming(fork_hooks.Forkable):
     """What :func:`trim_every` has started, until :meth:`stop` or the end of a ``with`` block."""
 
-    fork_rank = fork.Rank.POOL
+    fork_rank = fork_hooks.Rank.POOL
 
     def __init__(self, schedule: TrimSchedule, world: Runtime) -> None:
         self.schedule = schedule
@@ -179,7 +179,7 @@ def trim_every(every: _units.Duration) -> Trimming:
         fix = "Call it once in a process, or stop() what the first call returned."
         raise InvalidOption("trim_every", every, why=f"this process is trimmed every {found.schedule} already", fix=fix)
     if found is made and world.ticks:
-        fork.register(made)
+        fork_hooks.register(made)
         try:
             TICKER.add(made)
         except RuntimeError:  # the system gives no thread

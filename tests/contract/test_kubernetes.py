@@ -18,7 +18,7 @@ import yaml
 
 from modelguard import presets
 from modelguard.lifecycle.runtime import Runtime, use
-from modelguard.runtime.fork import GRACE
+from modelguard.runtime.fork_hooks import GRACE
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = ROOT / "examples" / "kubernetes" / "deployment.yaml"

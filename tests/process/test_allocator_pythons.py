@@ -20,7 +20,7 @@ import pytest
 
 from modelguard import allocator
 from modelguard.allocator import Kind
-from modelguard.environment import _malloc_file
+from modelguard.environment import _loaded_files
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -179,7 +179,7 @@ def test_the_library_that_serves_malloc_is_found(python: list[str], kind: Kind) 
 @pytest.mark.parametrize("kind", ["glibc", "jemalloc", "mimalloc", "tcmalloc"])
 def test_the_doctors_probe_finds_it_too(python: list[str], kind: Kind) -> None:
     """It works without modelguard, and names the same file."""
-    probe, library = answer(python, PROBE.format(file=str(_malloc_file.__file__)), kind)
+    probe, library = answer(python, PROBE.format(file=str(_loaded_files.__file__)), kind)
     assert os.path.realpath(library) == os.path.realpath(probe)
 
 

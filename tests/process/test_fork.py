@@ -16,7 +16,7 @@ from tests.process.harness import in_child, run_python, wait_until
 from modelguard import TTL, Changed, Swap, Uses, batched, guard, pool, replicas, telemetry
 from modelguard.lifecycle.guard import guards
 from modelguard.lifecycle.runtime import Runtime, use
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 from modelguard.telemetry import Event, Reason, RecycleAsked
 
 pytestmark = [
@@ -90,15 +90,15 @@ def test_the_childs_policies_go_on() -> None:
 def test_a_child_that_gets_no_thread_does_all_else_that_a_fork_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ticker cannot start, and what servers do in a new worker is done all the same."""
 
-    class Server(fork.Forkable):
-        fork_rank = fork.Rank.SERVER
+    class Server(fork_hooks.Forkable):
+        fork_rank = fork_hooks.Rank.SERVER
         told = False
 
         def after_fork_in_child(self) -> None:
             self.told = True
 
     server = Server()
-    fork.register(server)
+    fork_hooks.register(server)
     guarded = guard(Model, reload_on=TTL("1h"))
     guarded.load()
 

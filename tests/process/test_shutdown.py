@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -127,7 +127,7 @@ def ended(program: str) -> str:
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=60 + fork.GRACE,
+        timeout=60 + fork_hooks.GRACE,
         check=False,
     )
     assert (0, "") == (done.returncode, done.stderr)

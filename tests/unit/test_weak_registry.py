@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime.fork_hooks import WeakRegistry
 
 
 class Thing:

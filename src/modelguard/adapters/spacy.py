@@ -29,7 +29,7 @@ from modelguard.lifecycle._wrappers import Guarded, is_lazy
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.handle import Decorator
 from modelguard.lifecycle.policies import Snapshot, Value
-from modelguard.runtime import fork, waiting
+from modelguard.runtime import fork_hooks, waiting
 from modelguard.runtime.waiting import Line, Steps, TimeIsOver, Timeout
 
 if TYPE_CHECKING:
@@ -357,7 +357,7 @@ def _after_fork_in_child() -> None:
         zone.after_fork_in_child()
 
 
-fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_after_fork_in_child)
 
 
 L = TypeVar("L", bound=Language)

@@ -27,7 +27,7 @@ from modelguard.isolation import status
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle.guard import ModelGuard, guards
 from modelguard.lifecycle.pool import ModelPool, pools
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import logger
@@ -245,7 +245,7 @@ def _after_in_child() -> None:
     _lock.release()
 
 
-fork.at_fork(fork.Rank.CONTROL, before=_lock.acquire, in_parent=_lock.release, in_child=_after_in_child)
+fork_hooks.at_fork(fork_hooks.Rank.CONTROL, before=_lock.acquire, in_parent=_lock.release, in_child=_after_in_child)
 
 
 class _Listener:

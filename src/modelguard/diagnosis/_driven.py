@@ -179,7 +179,7 @@ def _named(before: _census.Moment | None, calls: int) -> dict[str, Any]:
     """What holds what has grown, and what the memory of libraries belongs to."""
     found: dict[str, Any] = {"held": [], "owners": {}}
     with suppress(Exception):  # foreign objects can raise anything; what holds them is an extra
-        found["held"] = [each._asdict() for each in _holders.named(_census.grown(before, calls))]
+        found["held"] = [each._asdict() for each in _holders.of_growth(_census.grown(before, calls))]
     with suppress(Exception):
         owners = _census.owners()
         found["owners"] = {

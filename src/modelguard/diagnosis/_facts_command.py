@@ -23,7 +23,7 @@ from modelguard.diagnosis import _inside, _redact
 from modelguard.diagnosis._facts import KNOWN, Facts
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree, require_proc
 from modelguard.diagnosis._target import in_session
-from modelguard.environment import _malloc_file
+from modelguard.environment import _loaded_files
 from modelguard.environment._launcher import locate
 from modelguard.errors import InvalidOption
 from modelguard.facts import _memory, _proc
@@ -179,7 +179,7 @@ def _folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="modelguard-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         shutil.copyfile(_inside.__file__, folder / "sitecustomize.py")
-        shutil.copyfile(_malloc_file.__file__, folder / "malloc")
+        shutil.copyfile(_loaded_files.__file__, folder / "malloc")
         (folder / "names").write_text("\n".join([str(int(_signal())), *sorted(KNOWN)]), encoding="ascii")
         yield folder
 

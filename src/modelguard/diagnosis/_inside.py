@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SCRIPTS = {
     "_census": "diagnosis/_census.py",
     "_holders": "facts/_holders.py",
-    "_malloc_file": "environment/_malloc_file.py",
+    "_loaded_files": "environment/_loaded_files.py",
 }
 
 
@@ -84,15 +84,15 @@ def _held(scripts: dict[str, dict[str, Any]], calls: str) -> dict[str, Any]:
     """The containers that have grown since the first look, with what holds them."""
     census, holders = scripts["_census"], scripts["_holders"]
     grown = census["grown"](census["moment so far"], int(calls))
-    return {"held": [each._asdict() for each in holders["named"](grown)]}
+    return {"held": [each._asdict() for each in holders["of_growth"](grown)]}
 
 
 _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "describe": lambda scripts: describe(scripts["_malloc_file"]),
+    "describe": lambda scripts: describe(scripts["_loaded_files"]),
     "look": _look,
     "held": _held,
     "uses": lambda scripts: {"uses": scripts["_census"]["guard_uses"]()},
-    "trim": lambda scripts: _trim(scripts["_malloc_file"]),
+    "trim": lambda scripts: _trim(scripts["_loaded_files"]),
 }
 
 
@@ -307,7 +307,7 @@ class _Probe:
 
         path = os.path.join(self._folder, f"{os.getpid()}.json")  # noqa: PTH118
         with open(os.path.join(self._folder, "malloc"), encoding="utf-8") as stream:  # noqa: PTH118, PTH123
-            script = _run("_malloc_file", stream.read())
+            script = _run("_loaded_files", stream.read())
         answer = {"variables": self._set, **describe(script)}
         new = f"{path}.{_thread.get_ident()}"  # it may be asked again meanwhile
         with open(new, "w", encoding="utf-8") as stream:  # noqa: PTH123

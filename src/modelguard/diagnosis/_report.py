@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from modelguard.diagnosis import _checks
+from modelguard.diagnosis import _doctor_checks
 from modelguard.diagnosis._facts import Check, Facts, Finding, Remedy
 from modelguard.diagnosis._redact import HIDDEN
 from modelguard.errors import InvalidOption, printable
@@ -72,7 +72,7 @@ def _without(words: Sequence[str], names: set[str], drop: set[str]) -> list[str]
 # All checks, by number: MG1xx the allocator, 2xx presets, 3xx memory, 4xx servers, 5xx the interpreter.
 
 CHECKS: tuple[Check, ...] = tuple(
-    sorted((each for each in vars(_checks).values() if isinstance(each, Check)), key=lambda each: each.number)
+    sorted((each for each in vars(_doctor_checks).values() if isinstance(each, Check)), key=lambda each: each.number)
 )
 
 #: The column at which the text of a detail begins.

@@ -31,7 +31,7 @@ from modelguard.facts._growth_judge import FEWEST, Verdict, judge
 from modelguard.facts._holders import Held
 from modelguard.isolation import _processes
 from modelguard.lifecycle import runtime
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 from modelguard.runtime.background import start_thread
 from modelguard.telemetry import GrowthFound
 
@@ -155,7 +155,7 @@ def _look() -> Look:
 
 def _held(first: Look, calls: int) -> tuple[Held, ...]:
     """What holds what has become more. Nothing is collected here, so what has no way from a root may be garbage."""
-    return tuple(one for one in _holders.named(_census.grown(first.moment, calls)) if one.path)
+    return tuple(one for one in _holders.of_growth(_census.grown(first.moment, calls)) if one.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,4 +455,4 @@ class Watched:
         return max(0, before - self.private(self.pid))
 
 
-fork.at_fork(fork.Rank.THREADS, in_child=_after_fork_in_child)
+fork_hooks.at_fork(fork_hooks.Rank.THREADS, in_child=_after_fork_in_child)

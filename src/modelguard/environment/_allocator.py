@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from modelguard.errors import NotSupported
 from modelguard.facts import _memory, _proc
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 
 if TYPE_CHECKING:  # a service that only guards a model needs none of them
     from modelguard.environment._allocator_files import Figures, How, Kind, Library, Problem, SmallObjects
@@ -247,7 +247,7 @@ class Thresholds:
 
 
 _thresholds = Thresholds(lambda: _serving().library if sys.platform.startswith("linux") else None)
-fork.at_fork(fork.Rank.LOCKS, in_child=_thresholds.after_fork_in_child)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_thresholds.after_fork_in_child)
 
 #: A block in which what is freed goes back to the system: see :class:`Thresholds`.
 returning = _thresholds.low

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from modelguard.environment import _malloc_file
+from modelguard.environment import _loaded_files
 from modelguard.environment._allocator_files import Figures, Kind, Library, NotElf, opened
 from modelguard.errors import NotSupported
 
@@ -31,11 +31,11 @@ class MallocLibrary:
         self._program = ctypes.CDLL(None)
         self._functions: dict[tuple[str, Any], Any] = {}
         self._exports: dict[str, bool] = {}
-        self.base, self.path = _malloc_file.file_of("malloc")
+        self.base, self.path = _loaded_files.file_of("malloc")
 
     def exports(self, name: str) -> bool:
         if name not in self._exports:
-            self._exports[name] = hasattr(self._program, name) and _malloc_file.file_of(name)[0] == self.base
+            self._exports[name] = hasattr(self._program, name) and _loaded_files.file_of(name)[0] == self.base
         return self._exports[name]
 
     def call(self, name: str, *arguments: Any, returns: Any = ctypes.c_int) -> Any:
@@ -83,7 +83,7 @@ class LoadedFile(NamedTuple):
 
 def loaded_files() -> list[LoadedFile]:
     """List the files that the dynamic linker has loaded, as the calling thread sees them, in the order of loading."""
-    return [LoadedFile(*each) for each in _malloc_file.listed()]
+    return [LoadedFile(*each) for each in _loaded_files.listed()]
 
 
 @cache

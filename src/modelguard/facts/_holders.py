@@ -81,7 +81,7 @@ class Held(NamedTuple):
         return f"{where} ({self.kind}, +{self.more:,} {self.unit}) -> {self.of}" + (self.state and f", {self.state}")
 
 
-def named(grown: Any) -> list[Held]:
+def of_growth(grown: Any) -> list[Held]:
     """What holds what has grown; what weighs most comes first, and then what leaks something else than memory."""
     end = time.thread_time() + _PATIENCE
     weighed = []
@@ -172,7 +172,7 @@ _SUSPENDED = (
 )
 
 
-def of(watch: weakref.ref[Any]) -> tuple[str, ...]:
+def of_object(watch: weakref.ref[Any]) -> tuple[str, ...]:
     """Who refers to an object: the way to each from a root, and its type; five of them at most."""
     target, end = watch(), time.thread_time() + _BRIEFLY
     if target is None:

@@ -18,7 +18,7 @@ from typing import Any
 from modelguard import _units
 from modelguard.errors import NotSupported
 from modelguard.facts import _proc
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 
 # The cgroups of a process, from its own up to the highest that can be seen.
 #
@@ -390,7 +390,7 @@ def _read_private() -> int:
 
 
 _meter = PrivateMeter(_read_private)
-fork.at_fork(fork.Rank.LOCKS, in_child=_meter.forget)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_meter.forget)
 
 
 def private(*, fresh: bool = False) -> int:

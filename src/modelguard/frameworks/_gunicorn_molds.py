@@ -35,7 +35,7 @@ from modelguard.lifecycle.guard import ModelGuard
 from modelguard.runtime import child_processes
 from modelguard.runtime.background import TICKER
 from modelguard.runtime.child_processes import flush_output, leave
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.sharing import _immortal, _prefork
 from modelguard.telemetry import _hooks
 

@@ -27,7 +27,7 @@ from modelguard.isolation import status as _isolated
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.lifecycle.pool import pools as all_pools
-from modelguard.runtime import background, fork
+from modelguard.runtime import background, fork_hooks
 from modelguard.runtime.background import start_thread
 from modelguard.serving import _batcher
 from modelguard.sharing import _prefork
@@ -188,7 +188,7 @@ class Workers:
         self._weights_version = self._shared.weights_version
         if any(guard.engine.renews_weights for guard in self._guards):
             release = self._forking.release
-            fork.at_fork(fork.Rank.RENEWAL, before=self._before_fork, in_parent=release, in_child=release)
+            fork_hooks.at_fork(fork_hooks.Rank.RENEWAL, before=self._before_fork, in_parent=release, in_child=release)
             start_thread(self._renew_repeatedly, "modelguard-renewal")
         return report
 

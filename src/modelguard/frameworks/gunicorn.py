@@ -56,7 +56,7 @@ from modelguard.frameworks._workers import (
     guards_to_share,
     log_report,
 )
-from modelguard.runtime import background, child_processes, fork
+from modelguard.runtime import background, child_processes, fork_hooks
 from modelguard.sharing import _prefork
 from modelguard.telemetry.reasons import Reason
 
@@ -156,7 +156,7 @@ class _Master:
         """Prepare the models, and hook into gunicorn's main loop."""
         for end in (self._requests, self._send_requests):
             os.set_blocking(end, False)
-        fork.at_fork(fork.Rank.SERVER, in_child=self._after_fork)
+        fork_hooks.at_fork(fork_hooks.Rank.SERVER, in_child=self._after_fork)
         background.TICKER.stop()
         _import_what_workers_import(self._server.cfg)
         telemetry.add_hook(self._log)

@@ -70,7 +70,7 @@ class ClientConnection:
             "call": self._call,
             "take": self._take,
             "release": self._release,
-            "lose": self._lose,
+            "end": self._end_worker,
             "load": lambda: self._do_aside(lambda: broker.scope.load(None)),
             "reload": self._reload,
             "unload": lambda: self._do_aside(lambda: broker.scope.unload(None)),
@@ -118,7 +118,7 @@ class ClientConnection:
         if taken is not None and self._unread:
             taken.put_back()
         elif taken is not None:
-            taken.lose("cancelled", blame=False)
+            taken.end_worker("cancelled", blame=False)
         if not was_closed:
             self._broker.supervisor.forget(self.channel.fileno())
             self.channel.close()
@@ -181,7 +181,7 @@ class ClientConnection:
         taken.mold.replay_news()  # of this call, before the worker's reports are those of the next one's client
         taken.release(worn=worn, counts=counts)
 
-    def _lose(self, cause: WorkerEndCause, blame: bool) -> None:  # noqa: FBT001 - as they come
+    def _end_worker(self, cause: WorkerEndCause, blame: bool) -> None:  # noqa: FBT001 - as they come
         if self._taken is None:
             raise EOFError
         if cause != "crashed" or self._taken.worker.exit is not None:
@@ -191,7 +191,7 @@ class ClientConnection:
 
     def _lost(self, cause: WorkerEndCause, blame: bool) -> None:  # noqa: FBT001 - as they come
         taken = self._take_back()
-        self.answer("ended", *("unknown", 0) if taken is None else (taken.lose(cause, blame=blame), taken.pid))
+        self.answer("ended", *("unknown", 0) if taken is None else (taken.end_worker(cause, blame=blame), taken.pid))
 
     def _take_back(self) -> TakenWorker | None:
         with self._ending_call:  # two threads may find at once that the call is over

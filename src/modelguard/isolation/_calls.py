@@ -71,7 +71,7 @@ class Taken(Protocol):
         """Give the worker back without a call."""
         ...
 
-    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
+    def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         """Record that the worker has ended in its call, or end it; returns how it ended, for people."""
         ...
 
@@ -240,7 +240,7 @@ def aside(work: Callable[[], object]) -> None:
         work()
 
 
-class Source:
+class WorkerScope:
     """Where the workers of a function come from: this process's molds, those of a pool's keys, or a broker.
 
     For its handle it is a source of models, too: see :mod:`modelguard.lifecycle.handle`.
@@ -414,7 +414,7 @@ Finish = Callable[[_Call, Taken, int, Any], Any]
 class Caller:
     """Makes the calls of one isolated function. Thread-safe."""
 
-    def __init__(self, options: IsolationOptions, scope: Source, key_of: KeyOf | None = None) -> None:
+    def __init__(self, options: IsolationOptions, scope: WorkerScope, key_of: KeyOf | None = None) -> None:
         self._name = options.name
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._max_bytes = options.bounds.transfer
@@ -636,23 +636,23 @@ class Caller:
             channel.send_pickled(*content)
             kind, value, worn = channel.receive(self._loads)
         except ConnectionError:  # at its end the message, or a part of it, was still in its socket
-            raise _NeverRead(taken.lose("crashed", blame=False)) from None
+            raise _NeverRead(taken.end_worker("crashed", blame=False)) from None
         except BlockingIOError:  # nothing else ends a call that computes, and nobody knows for how long it would
-            taken.lose("timeout")
+            taken.end_worker("timeout")
             raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from None
         except EOFError:
-            cause = taken.lose("crashed")
+            cause = taken.end_worker("crashed")
             raise WorkerCrashed(self._name, pid=taken.pid, cause=cause) from None
         except Unreadable as error:
             # Of a stream, the worker holds an open generator: it cannot be used for anything else.
             if content[0] == _channel.dumps(StreamStep.NEXT)[0]:
-                taken.lose("cancelled")
+                taken.end_worker("cancelled")
             else:
                 taken.release(worn=())
             raise TransferRefused(self._name, what="result", why=f"it cannot be rebuilt here: {error}") from error
         except BaseException:  # Ctrl-C, or an error of ours: nobody knows what the worker does
             if channel.fileno() >= 0:
-                taken.lose("cancelled")
+                taken.end_worker("cancelled")
             raise
         return kind, value if kind == _ITEM else self._answered(taken, kind, value, worn)
 

@@ -30,7 +30,7 @@ from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import Files, Origin, start_interpreter, supervisor
 from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle.policies import subset
-from modelguard.runtime import child_processes, fork
+from modelguard.runtime import child_processes, fork_hooks
 from modelguard.runtime.host_lock import private_folder
 from modelguard.telemetry import logger
 
@@ -41,17 +41,17 @@ from modelguard.telemetry import logger
 #:
 #: * ``join`` (token, code; with a socket for reports): become a client. The connection stands for the process.
 #: * ``call`` (token): this connection is for calls of that client.
-#: * ``take`` (), ``release`` (worn), ``lose`` (cause, blame): one worker. Who no longer wants one hangs up.
+#: * ``take`` (), ``release`` (worn), ``end`` (cause, blame): one worker. Who no longer wants one hangs up.
 #: * ``load`` (), ``reload`` (wait), ``unload`` (), ``pause`` (whether to pause or to resume), ``status`` ().
 #: * ``leave`` (): be a client no more.
-Request = Literal["join", "call", "take", "release", "lose", "load", "reload", "unload", "pause", "status", "leave"]
+Request = Literal["join", "call", "take", "release", "end", "load", "reload", "unload", "pause", "status", "leave"]
 
 #: What the broker answers:
 #:
 #: * ``welcome`` (its pid) and ``unwelcome`` (path) to ``join``: that file is not as it was for the process that has
 #:   started it, or for its mold.
 #: * ``loading`` (), ``waiting`` (), ``granted`` (worker's pid; with its socket) to ``take``.
-#: * ``ended`` (how) to ``lose``, ``done`` (value) to the others, ``failed`` (error, cause, text) to all of them.
+#: * ``ended`` (how) to ``end``, ``done`` (value) to the others, ``failed`` (error, cause, text) to all of them.
 Answer = Literal["welcome", "unwelcome", "loading", "waiting", "granted", "ended", "done", "failed"]
 
 #: How a message on a client's socket for reports starts: with what follows.
@@ -560,4 +560,4 @@ def _after_fork_in_child() -> None:
     _remains.clear()
 
 
-fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_after_fork_in_child)

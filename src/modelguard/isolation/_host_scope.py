@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from modelguard import telemetry
 from modelguard.errors import GuardClosed, LoadFailed, ModelGuardError, NotSupported, Reloading
 from modelguard.isolation import _host, _processes, _supervisor, status
-from modelguard.isolation._calls import Claim, Source, Taken
+from modelguard.isolation._calls import Claim, Taken, WorkerScope
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import ANSWER_SOON, Election, Joined, Request
 from modelguard.isolation._isolation_options import IsolationOptions
@@ -32,7 +32,7 @@ from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import State
 from modelguard.runtime import child_processes, waiting
 from modelguard.runtime.background import start_thread
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.runtime.waiting import Steps, Timeout, Wait
 from modelguard.telemetry import Reason, WorkerEndCause, logger
 
@@ -253,12 +253,12 @@ class GrantedWorker:
     def put_back(self) -> None:
         self.release(worn=(), counts=False)
 
-    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
+    def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         connection = self._end()
         if connection is None:
             return "unknown"
         try:
-            _, how, pid = connection.ask("lose", cause, blame, limit=2 * ANSWER)
+            _, how, pid = connection.ask("end", cause, blame, limit=2 * ANSWER)
         except (BrokerGone, BlockingIOError):
             return "its broker has ended, or has taken the worker back"
         self.pid = self.pid or pid
@@ -312,7 +312,7 @@ _ORDER = 5.0
 _END = 15.0
 
 
-class HostScope(Source):
+class HostScope(WorkerScope):
     keeps_none = "molds that processes share are not kept"
 
     def __init__(self, options: IsolationOptions, source: GuardOptions[Any], *, paused: bool = False) -> None:

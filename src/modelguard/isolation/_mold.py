@@ -30,7 +30,7 @@ from modelguard.isolation._isolation_options import Source, source_of_stub
 from modelguard.isolation._supervisor import Instructions
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.runtime import Runtime
-from modelguard.runtime import child_processes, fork
+from modelguard.runtime import child_processes, fork_hooks
 from modelguard.runtime.background import THREADS
 from modelguard.runtime.child_processes import flush_output, leave
 from modelguard.telemetry import Reason
@@ -38,7 +38,9 @@ from modelguard.telemetry import Reason
 
 def main(control: int, news: int) -> NoReturn:
     """Load, report, fork on request, end with the owner."""
-    fork.at_fork(fork.Rank.SERVER, in_child=lambda: child_processes.end_with_parent(os.getppid(), signal.SIGKILL))
+    fork_hooks.at_fork(
+        fork_hooks.Rank.SERVER, in_child=lambda: child_processes.end_with_parent(os.getppid(), signal.SIGKILL)
+    )
     for fd in (control, news):  # the owner waits for their end, so no program that the model starts may have them
         os.set_inheritable(fd, False)  # noqa: FBT003 - it takes no keywords
     channel = Channel(socket.socket(fileno=control))

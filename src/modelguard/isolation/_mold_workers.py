@@ -298,7 +298,7 @@ class Workers:
         if self._events or self._answers:
             self._emit_all()
 
-    def lose(self, worker: Worker, cause: WorkerEndCause, *, blame: bool = True) -> str:
+    def end_worker(self, worker: Worker, cause: WorkerEndCause, *, blame: bool = True) -> str:
         """Record that a worker has ended in its call, or end it; returns how it ended, for people.
 
         Args:

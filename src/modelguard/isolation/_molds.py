@@ -34,8 +34,8 @@ from modelguard.lifecycle._state import Generation
 from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.status import Postponed
-from modelguard.runtime import child_processes, fork
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime import child_processes, fork_hooks
+from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
@@ -370,7 +370,7 @@ def _after_fork_in_child() -> None:
         mold.abandon()
 
 
-fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_after_fork_in_child)
 
 
 def molds() -> list[Mold]:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from modelguard import _units
 from modelguard.errors import GuardClosed, ModelGuardError, Overloaded
 from modelguard.isolation import _processes
-from modelguard.isolation._calls import Claim, Limits, Source, Taken
+from modelguard.isolation._calls import Claim, Limits, Taken, WorkerScope
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
 from modelguard.isolation._mold_workers import Presence, Waiter, Worker
@@ -30,7 +30,7 @@ from modelguard.lifecycle._state import Enclosing, Generation
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.lifecycle.status import Postponed, State
 from modelguard.runtime import waiting
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.runtime.waiting import Steps, Timeout
 from modelguard.telemetry import Reason, WorkerEndCause
 
@@ -84,7 +84,7 @@ class TakenWorker:
     def __del__(self) -> None:
         # An exception of a signal handler has come between two steps of its call. In a forked child it is the parent's.
         if getattr(self, "held", False) and os.getpid() == self._process:
-            supervisor().call(partial(_lose, self._loan, self.worker))
+            supervisor().call(partial(_end_worker, self._loan, self.worker))
 
     @property
     def channel(self) -> Channel:
@@ -105,8 +105,8 @@ class TakenWorker:
     def put_back(self) -> None:
         self.release(worn=(), counts=False)
 
-    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        how = self._loan.model.workers.lose(self.worker, cause, blame=blame)
+    def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
+        how = self._loan.model.workers.end_worker(self.worker, cause, blame=blame)
         self._end()
         return how
 
@@ -115,12 +115,12 @@ class TakenWorker:
         self._loan.end(failed=False)
 
 
-def _lose(loan: Loan, worker: Worker) -> None:
-    loan.model.workers.lose(worker, "cancelled")
+def _end_worker(loan: Loan, worker: Worker) -> None:
+    loan.model.workers.end_worker(worker, "cancelled")
     loan.end(failed=False)
 
 
-class MoldScope(Source):
+class MoldScope(WorkerScope):
     # Where the molds come from
 
     def _lend(self, key: Any) -> Loan | None:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from modelguard import telemetry
 from modelguard.isolation._channel import Channel, dumps, pair, send
 from modelguard.isolation._isolation_options import IsolationOptions
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 from modelguard.runtime.background import start_thread
 from modelguard.telemetry import Event, logger
 
@@ -159,7 +159,7 @@ def _after_fork_in_child() -> None:
     _supervisor = None
 
 
-fork.at_fork(fork.Rank.LOCKS, in_child=_after_fork_in_child)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_after_fork_in_child)
 
 
 # Log records and events of the mold and its workers reach the owner, beside the calls.

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from modelguard import _public, _units
 from modelguard.lifecycle.handle import LoadingHandle
 from modelguard.lifecycle.status import PoolStatus, Postponed, State
-from modelguard.runtime import fork
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime import fork_hooks
+from modelguard.runtime.fork_hooks import WeakRegistry
 
 __all__ = ["IsolationStatus", "WorkerStatus"]
 
@@ -148,7 +148,7 @@ def _renew() -> None:
         function.renew_in_child()
 
 
-fork.at_fork(fork.Rank.ISOLATION, in_child=_renew)
+fork_hooks.at_fork(fork_hooks.Rank.ISOLATION, in_child=_renew)
 
 
 _public.set_module(globals())

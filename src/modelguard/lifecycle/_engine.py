@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from modelguard import _units, telemetry
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, NoPreviousModel, Reloading, WouldDeadlock
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle._checks import Checks
+from modelguard.lifecycle._policy_checks import PolicyChecks
 from modelguard.lifecycle._release import drain_and_release, release_and_report, unload
 from modelguard.lifecycle._reload import Inline, Reload, free, named
 from modelguard.lifecycle._state import Enclosing, Generation, GuardContext, GuardState, LoadJob, Outcome
 from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.runtime import Fingerprint
-from modelguard.runtime import fork, own_thread, waiting
+from modelguard.runtime import call_context, fork_hooks, waiting
 from modelguard.runtime.background import TICKER
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.runtime.waiting import Steps, Timeout, Wait, resolve
 from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
@@ -55,7 +55,7 @@ EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray,
 EAGER |= {io.BytesIO, io.StringIO}
 
 _engines: WeakRegistry[Engine[Any]] = WeakRegistry()
-fork.at_fork(fork.Rank.IMPORTS, before=fork.finish_imports)
+fork_hooks.at_fork(fork_hooks.Rank.IMPORTS, before=fork_hooks.finish_imports)
 
 
 def engines() -> tuple[Engine[Any], ...]:
@@ -69,7 +69,7 @@ def _unload_all(seconds: float) -> None:
         engine.unload_at_exit(max(0.0, until - time.monotonic()))
 
 
-class Engine(GuardContext[M], fork.Forkable):
+class Engine(GuardContext[M], fork_hooks.Forkable):
     """Runs one guard. Its loads run one at a time, and all who need the model join them.
 
     Attributes:
@@ -78,18 +78,18 @@ class Engine(GuardContext[M], fork.Forkable):
         end_load: Called when it is closed or rolled back: ends a load, where one can be ended. Does not block.
     """
 
-    fork_rank = fork.Rank.GUARD
+    fork_rank = fork_hooks.Rank.GUARD
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
         super().__init__(options, runtime)
-        self.checks = Checks(self, self._start)
+        self.checks = PolicyChecks(self, self._start)
         self.changed: Callable[[], object] = lambda: None
         self.end_load: Callable[[], object] = lambda: None
         _hooks.import_events()
         _engines.add(self)
         if options.unload is not None:
-            fork.before_exit("models", _unload_all)
-        fork.register(self)
+            fork_hooks.before_exit("models", _unload_all)
+        fork_hooks.register(self)
 
     def __repr__(self) -> str:
         return f"<Engine of guard {self.name!r}>"
@@ -166,7 +166,7 @@ class Engine(GuardContext[M], fork.Forkable):
         return self.options.wait_timeout if self.state.generations else None
 
     def _until_loaded(self, limit: Timeout) -> Steps[None]:
-        if own_thread.is_inline():
+        if call_context.is_inline():
             yield Inline(self)
         elif (future := self.join_load()) is not None:
             yield from until_loaded(self.state, future, limit)
@@ -188,7 +188,7 @@ class Engine(GuardContext[M], fork.Forkable):
         Raises:
             GuardClosed, LoadFailed: None begins.
         """
-        if own_thread.is_inline():
+        if call_context.is_inline():
             Inline(self).block()
             return None
         state = self.state
@@ -256,7 +256,7 @@ class Engine(GuardContext[M], fork.Forkable):
         if state.leave(generation, False) and (generation.retired or state.watched):  # noqa: FBT003 - by position, it is the hot path
             self._in_background(partial(self.after_call, generation))
 
-    def wrapper(  # noqa: C901, PLR0915 - the hot path is written out
+    def leased_call(  # noqa: C901, PLR0915 - the hot path is written out
         self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]
     ) -> Wrapper:
         """Make the body of a decorated plain function.
@@ -416,7 +416,7 @@ class Engine(GuardContext[M], fork.Forkable):
     def _until_unloaded(self, limit: Timeout) -> Steps[None]:
         self.raise_inside_call("unload")
         self.state.raise_if_closed()
-        if own_thread.is_inline():
+        if call_context.is_inline():
             self.state.retire_until_next_use(if_unused=False)
             return
         with waiting_for(self.state), self.state.about_to_unload():
@@ -463,7 +463,7 @@ class Engine(GuardContext[M], fork.Forkable):
     def warm_up(self) -> None:
         warmup, generation = self.options.warmup, self.state.current
         if warmup is not None and generation is not None:
-            with self.state.running_on(generation), own_thread.stay():
+            with self.state.running_on(generation), call_context.stay():
                 resolve(warmup(generation.model))
             generation.uses = generation.errors = 0  # as after a load: a warm-up is not a request
 
@@ -585,7 +585,7 @@ class Engine(GuardContext[M], fork.Forkable):
 
 #: For each thread that waits for loads: whose loads. The tasks of one event loop may wait for several.
 _waiting: dict[int, list[GuardState[Any]]] = {}
-fork.at_fork(fork.Rank.LOCKS, in_child=_waiting.clear)  # the parent's threads do not exist there
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_waiting.clear)  # the parent's threads do not exist there
 
 
 @contextmanager

@@ -26,11 +26,11 @@ from modelguard.lifecycle import _engine
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._guard_options import PoolOptions
 from modelguard.lifecycle._lease import Lease
-from modelguard.lifecycle._pool_models import OVERDUE, Known, Pin, PooledModel, Want
+from modelguard.lifecycle._pool_models import OVERDUE, KeyRecord, Pin, PooledModel, Want
 from modelguard.lifecycle._readings import UNKNOWN
-from modelguard.runtime import fork, waiting
+from modelguard.runtime import fork_hooks, waiting
 from modelguard.runtime.background import TICKER
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.runtime.waiting import PATIENCE, Line, Steps, TimeIsOver, Timeout, Work
 from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
@@ -67,7 +67,7 @@ def _check_keys(keys: tuple[object, ...]) -> None:
         _units.check_pool_key(key)
 
 
-class PoolEngine(fork.Forkable, Generic[K, M]):
+class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
     """Runs one pool.
 
     All models leave the pool first, under its lock, and are released afterwards. That takes the pool's one turn to
@@ -83,7 +83,7 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         closed: Whether leases are refused.
     """
 
-    fork_rank = fork.Rank.POOL
+    fork_rank = fork_hooks.Rank.POOL
 
     def __init__(self, make: Callable[[Any, Runtime], Engine[M]], options: PoolOptions, runtime: Runtime) -> None:
         self.options = options
@@ -94,13 +94,13 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
         self._models: OrderedDict[K, PooledModel[M]] = OrderedDict()  # the latest one last
         self._evicted: list[PooledModel[M]] = []  # they have left the pool, and are to be released
         self._outlasting: list[Engine[M]] = []  # of models on which calls may run that outlast the pool's end
-        self._known: OrderedDict[K, Known[M]] = OrderedDict()  # in the same order
+        self._known: OrderedDict[K, KeyRecord[M]] = OrderedDict()  # in the same order
         self.closed = False
         self._loads = self._evictions = self._unloads = 0
         _hooks.import_events()
         self._renew_locks()
         _pool_engines.add(self)
-        fork.register(self)
+        fork_hooks.register(self)
 
     def _renew_locks(self) -> None:
         self._lock = threading.RLock()
@@ -124,8 +124,8 @@ class PoolEngine(fork.Forkable, Generic[K, M]):
     def _engines(self) -> list[Engine[M]]:
         return [model.engine for model in self._models.values() if model.engine is not None]
 
-    def _known_of(self, key: K) -> Known[M]:
-        known = self._known.pop(key, None) or Known(self.name, key, self.options.source)
+    def _known_of(self, key: K) -> KeyRecord[M]:
+        known = self._known.pop(key, None) or KeyRecord(self.name, key, self.options.source)
         self._known[key] = known
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)

@@ -154,7 +154,7 @@ class Want(Generic[K, M]):
             raise afresh(failure)
 
 
-class Known(Generic[M]):
+class KeyRecord(Generic[M]):
     """What a pool knows of a key, also while it has no model.
 
     Attributes:

@@ -158,7 +158,7 @@ def _collections() -> int:
 def _holders_of(watch: weakref.ref[Any]) -> tuple[str, ...]:
     from modelguard.facts import _holders  # here: few models live on
 
-    return _holders.of(watch)
+    return _holders.of_object(watch)
 
 
 def _why_kept(

@@ -25,7 +25,7 @@ from modelguard.lifecycle._models import is_plain_value
 from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release, release_and_report
 from modelguard.lifecycle._state import Generation, GuardContext, LoadJob, Outcome
-from modelguard.runtime import own_thread, waiting
+from modelguard.runtime import call_context, waiting
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import resolve
 from modelguard.telemetry import logger
@@ -100,7 +100,7 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
 
 def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
     """Validate and warm up. Guarded functions that this calls run on the new generation."""
-    with guard.state.running_on(generation), own_thread.stay():
+    with guard.state.running_on(generation), call_context.stay():
         if guard.options.validate is not None:
             _validate(guard, generation)
         if guard.options.warmup is not None:
@@ -280,7 +280,7 @@ class Inline(NamedTuple):
         state, number = self.guard.state, self.guard.state.generations
         installed = state.install(LoadJob((), urgent=True), self.guard.made(loaded, 0.0), discardable=False)
         _tell([] if installed is None else installed[1])
-        own_thread.after_inline(partial(state.forget_current, number))  # the next use loads in the normal way
+        call_context.after_inline(partial(state.forget_current, number))  # the next use loads in the normal way
 
 
 def _tell(waiting: Iterable[Future[Outcome]]) -> None:

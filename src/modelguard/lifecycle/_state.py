@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.facts._proc import ShownPause, ShownVersion
 from modelguard.lifecycle._models import KnownModels, unpacked
-from modelguard.runtime import own_thread
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime import call_context
+from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.runtime.waiting import promise
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ class GuardState(Generic[M]):
     def enter(self, mine: Enclosing) -> Generation[M] | None:
         """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
 
-        :meth:`Engine.wrapper` writes out the common case of this.
+        :meth:`Engine.leased_call` writes out the common case of this.
 
         Args:
             mine: The lease, to be filled.
@@ -350,7 +350,7 @@ class GuardState(Generic[M]):
         if failed:
             if generation.errors == 0 and uses > 1:
                 generation.served = True
-            if not own_thread.is_rerun():
+            if not call_context.is_rerun():
                 generation.errors += 1
             return True
         generation.errors = 0

@@ -14,7 +14,7 @@ from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._wrappers import decorate, owner_of
 from modelguard.lifecycle.handle import ModelHandle, check_wait
 from modelguard.lifecycle.policies import Policy
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime.fork_hooks import WeakRegistry
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import GuardOptions, Loading, Swap, SwapMode

@@ -20,7 +20,7 @@ from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._wrappers import check_function, wrap
 from modelguard.lifecycle.handle import Decorator, Handle
 from modelguard.lifecycle.policies import Policy
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.runtime.waiting import Timeout
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.handle import ModelHandle, check_wait
 from modelguard.lifecycle.policies import Snapshot
 from modelguard.lifecycle.pool import PoolLease
-from modelguard.runtime import fork, waiting
+from modelguard.runtime import fork_hooks, waiting
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import Line, Steps, TimeIsOver, Timeout, Wait
 from modelguard.telemetry import logger
@@ -41,7 +41,7 @@ M = TypeVar("M")
 _MOST = 1_000
 
 
-class FreeReplicas(fork.Forkable, Generic[M]):
+class FreeReplicas(fork_hooks.Forkable, Generic[M]):
     """Hands replicas out, each to one call at a time, and has them replaced one at a time.
 
     Args:
@@ -52,7 +52,7 @@ class FreeReplicas(fork.Forkable, Generic[M]):
         rolling: Held while all are replaced, one after another.
     """
 
-    fork_rank = fork.Rank.REPLICAS
+    fork_rank = fork_hooks.Rank.REPLICAS
 
     def __init__(self, name: str, wait: float) -> None:
         self._name = name
@@ -60,7 +60,7 @@ class FreeReplicas(fork.Forkable, Generic[M]):
         self._wait = wait
         self.line: Line[int | None, _ExclusiveLease[M]] = Line(self._take, Lease.drop)
         self.after_fork_in_child()
-        fork.register(self)
+        fork_hooks.register(self)
 
     def options_of(self, at: int, options: GuardOptions[M]) -> GuardOptions[M]:
         """Those of one replica, by the options of all."""

@@ -11,8 +11,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
-from modelguard.runtime import fork
-from modelguard.runtime.fork import Wakeup, WeakRegistry
+from modelguard.runtime import fork_hooks
+from modelguard.runtime.fork_hooks import Wakeup, WeakRegistry
 
 Work = Callable[[], object]
 _Inbox: TypeAlias = "SimpleQueue[tuple[Work, str] | None]"
@@ -140,9 +140,9 @@ class KeptThreads:
 THREADS = KeptThreads()
 #: For short work.
 SHARED = KeptThreads(shared=True)
-fork.before_exit("loads", THREADS.finish)
-fork.at_fork(fork.Rank.LOCKS, in_child=THREADS.after_fork_in_child)
-fork.at_fork(fork.Rank.LOCKS, in_child=SHARED.after_fork_in_child)
+fork_hooks.before_exit("loads", THREADS.finish)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=THREADS.after_fork_in_child)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=SHARED.after_fork_in_child)
 
 
 _SHORTEST, _LONGEST = 0.05, 1.0
@@ -156,7 +156,7 @@ class Ticked(Protocol):
     def check_interval(self) -> float: ...
 
 
-class Ticker(fork.Forkable):
+class Ticker(fork_hooks.Forkable):
     """Checks its guards at the interval that they ask for, one to twenty times a second; ends when none is left."""
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class Ticker(fork.Forkable):
 
     # Fork
 
-    fork_rank = fork.Rank.TICKER
+    fork_rank = fork_hooks.Rank.TICKER
 
     def before_fork(self) -> None:
         self._lock.acquire()
@@ -242,5 +242,5 @@ class Ticker(fork.Forkable):
 
 
 TICKER = Ticker()
-fork.register(TICKER)
-fork.at_fork(fork.Rank.THREADS, in_child=TICKER.start_again)
+fork_hooks.register(TICKER)
+fork_hooks.at_fork(fork_hooks.Rank.THREADS, in_child=TICKER.start_again)

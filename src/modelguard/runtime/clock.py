@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 from modelguard.runtime.background import LINGER, SHARED, start_thread
-from modelguard.runtime.fork import Wakeup
+from modelguard.runtime.fork_hooks import Wakeup
 
 #: The time; in tests, :func:`advance` replaces it.
 now: Callable[[], float] = time.monotonic
@@ -150,4 +150,4 @@ def _renew_in_child() -> None:
     _timer = _Timer()
 
 
-fork.at_fork(fork.Rank.LOCKS, in_child=_renew_in_child)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_renew_in_child)

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from modelguard.runtime import fork, waiting
+from modelguard.runtime import fork_hooks, waiting
 from modelguard.runtime.background import start_thread
-from modelguard.runtime.fork import Wakeup
+from modelguard.runtime.fork_hooks import Wakeup
 
 Loop: TypeAlias = asyncio.AbstractEventLoop
 #: Awaits what a function gives, on an event loop, and returns its result to this thread.
@@ -50,7 +50,7 @@ class Waiting(Protocol):
     def all_left(self) -> bool: ...
 
 
-class OwnLoop(fork.Forkable):
+class OwnLoop(fork_hooks.Forkable):
     """An event loop in a thread of its own. The thread starts with the first use, and ends when the object is dropped.
 
     It stays while nothing runs on it: what a function keeps between its calls, such as a client with open connections,
@@ -60,14 +60,14 @@ class OwnLoop(fork.Forkable):
         name: Of the batched function.
     """
 
-    fork_rank = fork.Rank.LOCKS
+    fork_rank = fork_hooks.Rank.LOCKS
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
         self._loop: Loop | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        fork.register(self)
+        fork_hooks.register(self)
 
     def get(self) -> Loop:
         """The running event loop.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 
 if sys.platform != "win32":
     import fcntl
@@ -130,4 +130,4 @@ def _temporary() -> str:
 
 
 HOST_LOCK = HostLock(private_folder)
-fork.at_fork(fork.Rank.LOCKS, in_child=HOST_LOCK.after_fork_in_child)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=HOST_LOCK.after_fork_in_child)

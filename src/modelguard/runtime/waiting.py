@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard import _units
 from modelguard.errors import NotSupported, WouldDeadlock, of_a_signal
-from modelguard.runtime.fork import Wakeup
+from modelguard.runtime.fork_hooks import Wakeup
 
 
 class Timeout:

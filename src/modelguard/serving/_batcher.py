@@ -18,11 +18,11 @@ from typing import Any
 
 from modelguard import _units, telemetry
 from modelguard.errors import CallerGone, GuardClosed, ItemRefused, ModelGuardError, Overloaded, WouldDeadlock, told
-from modelguard.runtime import clock, fork, own_thread
+from modelguard.runtime import call_context, clock, fork_hooks
 from modelguard.runtime.background import LINGER, start_thread
 from modelguard.runtime.clock import Watch
 from modelguard.runtime.event_loops import PrivateLoop, RunOnLoop, run_on
-from modelguard.runtime.fork import Wakeup, WeakRegistry
+from modelguard.runtime.fork_hooks import Wakeup, WeakRegistry
 from modelguard.serving._batch_options import BatchOptions, Buffer, Changes
 from modelguard.serving._execution import Answer, BatchFunction, Computed, compute, compute_one, one_line
 from modelguard.serving._planner import GoalSize
@@ -237,7 +237,7 @@ class Runner:
         return AsyncSteps(steps, on_loop, end) if self._is_async and on_loop and end else steps
 
 
-class Batcher(fork.Forkable):
+class Batcher(fork_hooks.Forkable):
     """Runs a batch function for many callers; see :func:`~modelguard.batched` for what it promises.
 
     Args:
@@ -248,7 +248,7 @@ class Batcher(fork.Forkable):
         limits: The bounds in force.
     """
 
-    fork_rank = fork.Rank.BATCHERS
+    fork_rank = fork_hooks.Rank.BATCHERS
 
     def __init__(self, run: Callable[..., Any], options: BatchOptions) -> None:
         self._options = options
@@ -266,7 +266,7 @@ class Batcher(fork.Forkable):
         self.limits = options.limits
         self._reset()
         _list(self)
-        fork.register(self)
+        fork_hooks.register(self)
 
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
@@ -365,7 +365,7 @@ class Batcher(fork.Forkable):
         Raises:
             Overloaded, DeadlineExceeded, GuardClosed: They were not queued.
         """
-        if own_thread.open_blocks and own_thread.required():
+        if call_context.open_blocks and call_context.required():
             for request in requests:
                 self._compute_inline(request)
             return
@@ -405,7 +405,7 @@ class Batcher(fork.Forkable):
         if (
             len(queue.inbox) + queue.waiting >= queue.sure
             or now > queue.overdue
-            or own_thread.open_blocks
+            or call_context.open_blocks
             or current_scope.get() is not None
         ):
             self.bound(request, None)
@@ -862,7 +862,7 @@ batchers: WeakRegistry[Batcher] = WeakRegistry()
 
 def _list(batcher: Batcher) -> None:
     batchers.add(batcher)
-    fork.before_exit("batches", _close_all)
+    fork_hooks.before_exit("batches", _close_all)
 
 
 def _close_all(seconds: float) -> None:

@@ -30,7 +30,7 @@ from modelguard.errors import (
     told,
 )
 from modelguard.facts._gpu import TORCH_CUDA, free_after
-from modelguard.runtime import own_thread
+from modelguard.runtime import call_context
 from modelguard.runtime.event_loops import AllLeft, LoopEnded
 from modelguard.serving._requests import Batch, Failure, Request, count_failures
 from modelguard.serving.status import Verdict
@@ -55,7 +55,7 @@ _TRUSTED = 0.4
 
 
 @dataclass(slots=True)
-class Known:
+class BadItem:
     """What is known of a bad item.
 
     Attributes:
@@ -79,13 +79,13 @@ class Suspects:
     """What one batch function has learned about bad items. Thread-safe."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Known] = {}  # changed in single steps, so it needs no lock
+        self._known: dict[Hashable, BadItem] = {}  # changed in single steps, so it needs no lock
         self._trust = 1.0
 
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def find(self, item: Any, group: Hashable) -> Known | None:
+    def find(self, item: Any, group: Hashable) -> BadItem | None:
         try:
             return self._known.get(_key(item, group))
         except Exception:  # noqa: BLE001 - items need not be hashable, nor comparable
@@ -97,7 +97,7 @@ class Suspects:
             before = self._known.pop(key, None)
             times = 1 if before is None else before.times + 1
             pause = min(_SECONDS * 2.0 ** max(times - _CERTAIN, 0), _LONGEST)
-            self._known[key] = Known(_copied(error), text, times, now + pause)
+            self._known[key] = BadItem(_copied(error), text, times, now + pause)
             if len(self._known) > _REMEMBERED:
                 self._known.pop(next(iter(self._known)), None)
         except Exception:  # noqa: BLE001 - as above
@@ -220,7 +220,7 @@ def error_for_caller(error: BaseException, name: str, count: int) -> Exception:
     return batch_failed(error, name, count)
 
 
-def failed_again(name: str, known: Known) -> Exception:
+def failed_again(name: str, known: BadItem) -> Exception:
     """The error for an item that has just failed by itself, and is not computed again."""
     why = "This item has failed before. It was not computed again."
     if known.error is not None:
@@ -372,7 +372,7 @@ def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Co
     return Computed(results)
 
 
-def _compute_suspicious(function: BatchFunction, batch: _Parts, known: list[Known | None]) -> Computed:
+def _compute_suspicious(function: BatchFunction, batch: _Parts, known: list[BadItem | None]) -> Computed:
     """Run a batch; items that failed before run alone and last, or not at all if they have failed repeatedly."""
     now = function.clock()
     healthy: list[int] = []
@@ -388,7 +388,7 @@ def _compute_suspicious(function: BatchFunction, batch: _Parts, known: list[Know
     if error is not None:
         batch.isolate(healthy, error)
     for at in alone:
-        with own_thread.reruns():
+        with call_context.reruns():
             failed = batch.run([at]) if batch.live(at) else None
         if failed is not None:
             batch.blame(at, failed)
@@ -474,7 +474,7 @@ class _Parts:
         if not self._function.isolate or len(part) == 1 or isinstance(first, _WHOLE_BATCH):
             self._fail(part, first)
             return
-        with own_thread.reruns():
+        with call_context.reruns():
             if no_memory:
                 self._halve(part)
             else:

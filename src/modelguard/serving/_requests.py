@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from modelguard.errors import CallerGone
 from modelguard.runtime.event_loops import LoopEnded
-from modelguard.runtime.fork import Wakeup
+from modelguard.runtime.fork_hooks import Wakeup
 from modelguard.telemetry import logger
 
 #: ``"done"``: it has its answer, or its caller does not wait any more.

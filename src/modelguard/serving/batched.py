@@ -43,7 +43,7 @@ from modelguard.errors import (
     Overloaded,
     WouldDeadlock,
 )
-from modelguard.runtime import fork, waiting
+from modelguard.runtime import fork_hooks, waiting
 from modelguard.runtime.background import SHARED
 from modelguard.serving._batch_options import (
     Arguments,
@@ -167,7 +167,7 @@ def _renew_lock() -> None:
     _lock = threading.RLock()
 
 
-fork.at_fork(fork.Rank.LOCKS, in_child=_renew_lock)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_renew_lock)
 
 _CLOSE_TIMEOUT = 30.0
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
 
 from modelguard.errors import BatchFailed, ConsumerTooSlow, GuardClosed, WouldDeadlock, WrongResults
 from modelguard.runtime.event_loops import AllLeft, RunOnLoop
-from modelguard.runtime.fork import Wakeup
+from modelguard.runtime.fork_hooks import Wakeup
 from modelguard.runtime.waiting import OnAsyncio, OnTrio, sleeper
 from modelguard.serving._execution import (
     Answer,

@@ -27,7 +27,7 @@ from modelguard.lifecycle import _models
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
-from modelguard.runtime import child_processes, fork
+from modelguard.runtime import child_processes, fork_hooks
 from modelguard.runtime.background import THREADS
 from modelguard.sharing import _graph, _hazards, _immortal
 from modelguard.sharing._hazards import Hazard
@@ -91,7 +91,9 @@ def install(prepared: Prepared | None) -> None:
     global _current
     _current = prepared
     if _first.acquire(blocking=False):  # twice, and a fork would leave the signals blocked
-        fork.at_fork(fork.Rank.REPAIR, before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork)
+        fork_hooks.at_fork(
+            fork_hooks.Rank.REPAIR, before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork
+        )
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from typing import IO, Any, NoReturn, TypeVar
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported, PublishFailed, WeightsMissing, WeightsRefused
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 from modelguard.runtime.host_lock import HostLock
 from modelguard.sharing import _weights_formats
 
@@ -217,7 +217,7 @@ def _refuse(path: Path, error: OSError) -> NoReturn:
 
 # Record locks belong to the process, so its threads must share one lock object, however they write the path.
 _locks: dict[str, HostLock] = {}
-fork.at_fork(fork.Rank.LOCKS, in_child=_locks.clear)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_locks.clear)
 
 
 class WeightsStore:

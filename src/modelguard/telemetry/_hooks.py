@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 
 if TYPE_CHECKING:
     from modelguard.telemetry._events import Event
@@ -91,7 +91,7 @@ _FACTORIES = ("modelguard.telemetry.prometheus", "modelguard.telemetry.opentelem
 
 _lock = threading.Lock()
 # Held during a fork, so that no thread has it that does not exist in the child.
-fork.at_fork(fork.Rank.LOCKS, before=_lock.acquire, in_parent=_lock.release, in_child=_lock.release)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, before=_lock.acquire, in_parent=_lock.release, in_child=_lock.release)
 
 #: A hook, and the lowest level of the events that it gets.
 _Added = tuple[Hook, int]

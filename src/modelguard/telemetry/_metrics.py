@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 from modelguard import _units
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 from modelguard.telemetry import _events as events
 from modelguard.telemetry.reasons import ReasonKind
 
@@ -280,7 +280,9 @@ def _zeros(subject: Subject) -> Iterator[Measure]:
 #: Held while a metric is written, and during a fork: if another thread held the lock of a metrics library during a
 #: fork, the child would wait for it forever.
 WRITE_LOCK = threading.RLock()
-fork.at_fork(fork.Rank.METRICS, before=WRITE_LOCK.acquire, in_parent=WRITE_LOCK.release, in_child=WRITE_LOCK.release)
+fork_hooks.at_fork(
+    fork_hooks.Rank.METRICS, before=WRITE_LOCK.acquire, in_parent=WRITE_LOCK.release, in_child=WRITE_LOCK.release
+)
 
 
 #: Gauges that say something of one model. The models of a pool are counted together, and have none of these.

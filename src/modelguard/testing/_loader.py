@@ -11,7 +11,7 @@ from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
-from modelguard.runtime.fork import WeakRegistry
+from modelguard.runtime.fork_hooks import WeakRegistry
 
 #: Real seconds to wait for a load.
 _TIMEOUT = 10.0

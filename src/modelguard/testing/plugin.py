@@ -56,9 +56,9 @@ def modelguard_off(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(
             "modelguard_off switches off the policies that modelguard_clock drives: use only one of them", pytrace=False
         )
-    from modelguard.runtime import own_thread
+    from modelguard.runtime import call_context
 
-    with own_thread.inline():
+    with call_context.inline():
         yield
 
 

@@ -211,7 +211,7 @@ def keep_error(given):
 
 
 def grown(before: _census.Moment, calls: int) -> list[_holders.Held]:
-    return _holders.named(_census.grown(before, calls))
+    return _holders.of_growth(_census.grown(before, calls))
 
 
 @pytest.fixture

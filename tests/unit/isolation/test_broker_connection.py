@@ -197,7 +197,7 @@ class Connections(RuleBasedStateMachine):
     def lose(self, number: int, cause: str) -> None:
         """A call that took too long."""
         if (client := self.holder(number, "holding")) is not None:
-            client.say("lose", cause, True)  # noqa: FBT003 - as it is sent
+            client.say("end", cause, True)  # noqa: FBT003 - as it is sent
 
     @rule(number=st.integers(0, CLIENTS - 1))
     def die(self, number: int) -> None:

@@ -33,7 +33,7 @@ class Taken:
         else:
             self._theirs.send((int(AnswerKind.RESULT), "answer", ()))
 
-    def lose(self, cause: str, *, blame: bool = True) -> str:
+    def end_worker(self, cause: str, *, blame: bool = True) -> str:
         """It has ended; nobody is to blame for a worker that was idle."""
         assert (cause, blame) == ("crashed", False)
         self._scope.lost += 1

@@ -172,7 +172,7 @@ class WorkersMachine(RuleBasedStateMachine):
             mold.workers.release(worker, worn=(WORN,) if outcome == "worn" else ())
         else:
             worker.has_exited("SIGSEGV")
-            mold.workers.lose(worker, outcome)  # type: ignore[arg-type]
+            mold.workers.end_worker(worker, outcome)  # type: ignore[arg-type]
             mold.workers.exited(worker, "SIGSEGV")  # the mold reports it too
             assert worker not in mold.alive()
 
@@ -222,7 +222,7 @@ class WorkersMachine(RuleBasedStateMachine):
             lost, self.calls = [one for one in self.calls if one[0] is old], [c for c in self.calls if c[0] is not old]
             for mold, worker in lost:
                 assert worker.exit is not None
-                mold.workers.lose(worker, "crashed")
+                mold.workers.end_worker(worker, "crashed")
         else:
             old.workers.close()
         self.molds.append(FakeMold(len(self.molds) + 1))

@@ -126,7 +126,7 @@ class Plan:
         with self._at(now, draw):
             if worker.state in {"busy", "retiring"}:
                 worker.has_exited("SIGKILL")
-                self.workers.lose(worker, "crashed" if blame else "cancelled")
+                self.workers.end_worker(worker, "crashed" if blame else "cancelled")
             else:
                 self.workers.exited(worker, "SIGKILL")
         self._orders[before:] = [one for one in self._orders[before:] if one != End(worker)]  # nobody ordered that

@@ -15,7 +15,7 @@ from modelguard import Loaded, telemetry
 from modelguard.errors import InvalidOption, ModelRejected
 from modelguard.facts._proc import ShownVersion, maps, versions_in
 from modelguard.frameworks._web import Web
-from modelguard.runtime import own_thread
+from modelguard.runtime import call_context
 
 linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no /proc")
 
@@ -177,7 +177,7 @@ def test_inline_guards_have_it_too(world: World) -> None:
     def words(model: Any, text: str) -> list[str]:
         return list(model.words(text))
 
-    with own_thread.inline():
+    with call_context.inline():
         assert ["a"] == run(words("a"))
         assert "v1" == guard.version
 

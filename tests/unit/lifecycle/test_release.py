@@ -477,7 +477,7 @@ class TestAModelThatLivesOn:
         watch = _release._watch(model)
         del model
         assert watch is not None
-        assert () == _holders.of(watch)
+        assert () == _holders.of_object(watch)
 
 
 class TestUnload:

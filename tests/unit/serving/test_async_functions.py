@@ -18,8 +18,8 @@ from tests.unit.serving.gated import TIMEOUT, next_turn, until
 from modelguard import Batched, Breaker, Execution, batched, guard
 from modelguard.errors import BatchFailed, DeadlineExceeded, NotSupported, WrongResults
 from modelguard.runtime import event_loops
+from modelguard.runtime.call_context import inline
 from modelguard.runtime.event_loops import OwnLoop
-from modelguard.runtime.own_thread import inline
 from modelguard.serving import BatchedStream, _batcher
 
 

@@ -12,7 +12,7 @@ from tests.unit.serving.gated import TIMEOUT
 
 from modelguard import Breaker, Weight, batched, deadline
 from modelguard.errors import BatchFailed, GuardClosed, ItemRefused, ItemTooHeavy, WouldDeadlock, WrongResults
-from modelguard.runtime.own_thread import inline
+from modelguard.runtime.call_context import inline
 from modelguard.serving import left
 
 

@@ -25,7 +25,7 @@ from modelguard.errors import (
     QueueFull,
     WouldDeadlock,
 )
-from modelguard.runtime.own_thread import inline
+from modelguard.runtime.call_context import inline
 from modelguard.serving import BatchedStream, Stream
 from modelguard.serving.deadlines import WebRequest, on_behalf_of
 

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
 from modelguard import Batched, batched
-from modelguard.runtime.fork import Wakeup
+from modelguard.runtime.fork_hooks import Wakeup
 from modelguard.serving import _batcher
 
 

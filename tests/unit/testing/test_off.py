@@ -11,7 +11,7 @@ import pytest
 
 from modelguard import Batched, Uses, batched, guard, pool
 from modelguard.errors import GuardClosed, WrongResults
-from modelguard.runtime.own_thread import inline
+from modelguard.runtime.call_context import inline
 
 made: list[str] = []
 

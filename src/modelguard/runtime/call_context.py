@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from modelguard.runtime import fork
+from modelguard.runtime import fork_hooks
 
 #: How many blocks are open in this process; one look at it saves the context look-up of :func:`required`.
 open_blocks = 0
@@ -19,7 +19,7 @@ open_blocks = 0
 _inline = 0
 _undo: list[Callable[[], object]] = []
 _lock = threading.RLock()  # reentrant: a signal handler may fork
-fork.at_fork(fork.Rank.LOCKS, before=_lock.acquire, in_parent=_lock.release, in_child=_lock.release)
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, before=_lock.acquire, in_parent=_lock.release, in_child=_lock.release)
 
 _in_own_thread: ContextVar[bool] = ContextVar("modelguard own thread", default=False)
 

@@ -18,7 +18,7 @@ from modelguard.lifecycle._readings import Readings
 from modelguard.lifecycle._state import Generation, GuardContext, LoadJob, PostponedJob
 from modelguard.lifecycle.policies import Backoff, GpuPolicy, Policy, Snapshot, alternatives, source_part, subset
 from modelguard.lifecycle.runtime import Fingerprint
-from modelguard.runtime import own_thread
+from modelguard.runtime import call_context
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -82,7 +82,7 @@ _INTERVAL = 1.0
 Ask = Callable[[tuple[Reason, ...]], object]
 
 
-class Checks(Generic[M]):
+class PolicyChecks(Generic[M]):
     """The checks of one guard, in the background and at the ends of calls.
 
     Takes the readings, asks the policies, and remembers when they must be asked again.
@@ -161,7 +161,7 @@ class Checks(Generic[M]):
             sample: Whether there is time to read memory and files, which the end of a call does not have.
             insist: Whether a thread that is asking at this moment has to ask again.
         """
-        if own_thread.is_inline():
+        if call_context.is_inline():
             return False
         due = self._due(sample=sample, insist=insist)
         over = None if due is None else due.generation
