@@ -17,7 +17,7 @@ import pytest
 
 from modelguard import Bounds
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull, Reloading
-from modelguard.isolation._calls import Claim, Followed, Limits, Source, Withdrawn
+from modelguard.isolation._calls import Claim, Followed, Limits, Withdrawn, WorkerScope
 from modelguard.isolation._mold_workers import Waiter
 from modelguard.isolation._scopes import MoldScope
 from modelguard.runtime.waiting import Steps, Wait, promise
@@ -245,7 +245,7 @@ class TestWaiting:
         followed(scope, ended)
         assert [QueueFull, Withdrawn] == [type(how) for how in ended]
         admitted = Claim(UNBOUNDED, admitted=True)  # once is enough
-        Source._admit(scope, admitted)
+        WorkerScope._admit(scope, admitted)
 
     def test_so_many_may_wait_for_the_next_mold(self, scope: Scope) -> None:
         """As for a load: also while one that has died again and again is not made anew yet."""

@@ -7,7 +7,7 @@ import contextvars
 import functools
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -215,16 +215,13 @@ def test_errors_give_the_replica_back(pair: ModelReplicas[Any]) -> None:
 def test_an_exception_of_a_signal_handler_leaves_no_replica_in_use(*, loaded: bool) -> None:
     """Wherever in a call it comes: the next calls find all of them free."""
 
-    def made() -> ModelReplicas[Any]:
+    def made() -> tuple[ModelReplicas[Any], Callable[[], None]]:
         pair = replicas(guard(dict, reload_on=None, name="nlp", wait_timeout=TIMEOUT), 2)
         if loaded:
             pair.load()
-        return pair
+        return pair, pair(lambda _: None)
 
-    def call(pair: ModelReplicas[Any]) -> None:
-        pair(lambda _: None)()
-
-    for pair, where in interrupted_everywhere(made, call):
+    for (pair, _), where in interrupted_everywhere(made, lambda made: made[1]()):
         assert 0 == in_use(pair), where
         with pair.lease(timeout=TIMEOUT), pair.lease(timeout=TIMEOUT):
             assert 2 == in_use(pair), where
