@@ -434,6 +434,26 @@ def test_children_of_children_and_other_forks_are_left_alone() -> None:
     )
 
 
+@pytest.mark.parametrize("scope", ["process", "host"])
+@pytest.mark.timeout(90)
+def test_what_isolated_functions_have_open_is_no_hazard(tmp_path: Path, scope: str) -> None:
+    """Each child closes its copies by itself, and nobody is told to."""
+    (tmp_path / "app.py").write_text(
+        f"from modelguard import isolate\n@isolate(scope={scope!r}, workers=1)\ndef doubled(x): return 2 * x\n"
+    )
+    assert [2, [], 4] == told(
+        f"""
+        sys.path.insert(0, {str(tmp_path)!r})
+        import app
+        warnings.simplefilter("error")
+        with app.doubled as doubled:
+            before, nlp = doubled(1), guard(load, reload_on=None, name="nlp")
+            report = prefork.prepare(nlp)
+            print(json.dumps([before, [str(one) for one in report.hazards], doubled(2)]))
+        """
+    )
+
+
 @pytest.mark.timeout(90)
 def test_multiprocessing_children_by_fork_are_whole_too() -> None:
     """The fork context of multiprocessing goes through the same hooks."""

@@ -183,9 +183,12 @@ class ZoneLock:
                 yield from self._line.wait(request, limit)
         finally:
             if request.blocks:
-                with suppress(ValueError):  # a child that was forked in the meantime has its own list
-                    self._blocked.remove(request.thread)
+                self._unblock(request)
                 self._line.serve()
+
+    def _unblock(self, request: Request) -> None:
+        with suppress(ValueError):  # a child that was forked in the meantime has its own list
+            self._blocked.remove(request.thread)
 
     def _take(self, request: Request) -> Request | None:
         with self._lock:
@@ -202,15 +205,20 @@ class ZoneLock:
 
     def release(self, request: Request) -> None:
         """Let the next one open the zone, if it is this caller's turn and it has not opened it."""
+        if request.blocks:
+            self._unblock(request)  # where an exception of a signal handler has kept admission() from it
         if self._overtaken is request:
             self._overtaken = None
         if self._admitted is request:
             self._close()
 
-    def join(self, *, waits: bool) -> bool:
+    # What is entered is noted in the same step as the count: no signal handler, which may raise, runs in between.
+
+    def join(self, part: Part, *, waits: bool) -> bool:
         """Enter together with the call that is inside, if the caller is a part of that call.
 
         Args:
+            part: Notes it.
             waits: Whether the caller would block its thread. If so, it may also join on the thread of the event loop
                 whose coroutine is inside: that coroutine is suspended, and could not leave before the caller is done.
         """
@@ -218,25 +226,38 @@ class ZoneLock:
             if self._admitted is None or not self._inside:
                 return False
             on_its_loop = waits and self._admitted.thread == threading.get_ident() and waiting.on_any_loop()
-            part = on_its_loop or any(context.zone is self for context in _entered())
-            self._inside += part
-            return part
+            joins = on_its_loop or any(outer.zone is self for outer in _entered())
+            if joins:
+                self._inside += 1
+                part.inside, part.request, part.epoch = True, self._admitted, self.epoch
+            return joins
 
-    def open(self, language: Language) -> Any:
+    def open(self, language: Language, part: Part) -> Any:
         """Open the zone, for the admitted waiter; returns the pool that holds its lexemes and strings."""
         manager = language.memory_zone()
         self._opened = language, manager
         pool = manager.__enter__()
         self._inside = 1
+        part.inside, part.request, part.epoch = True, self._admitted, self.epoch
         return pool
 
-    def leave(self) -> None:
-        """Leave the zone; the last one to leave closes it."""
+    def leave(self, part: Part) -> None:
+        """Leave the zone; the last one to leave closes it. Leaving again does what an exception has interrupted."""
+        if part.epoch != self.epoch:
+            return
         with self._lock:
-            self._inside -= 1
-            if self._inside:
-                return
-        self._close()
+            self._inside -= part.inside
+            part.inside = False
+            is_last = not self._inside and self._admitted is part.request
+        if is_last:
+            self._close()
+        part.request = None
+
+    def leave_dropped(self, part: Part) -> None:
+        """Leave where an exception of a signal handler has kept a call from it."""
+        if part.request is not None:
+            self.leave(part)
+            self._line.serve()
 
     def _close(self) -> None:
         try:
@@ -252,11 +273,11 @@ class ZoneLock:
         """Keep the zone open if the forking thread is inside; close it if another thread was."""
         self._renew()
         self.epoch += 1
-        mine = [context for context in _entered() if context.zone is self]
-        for context in mine:
-            context.epoch = self.epoch
+        mine = [part for part in _entered() if part.zone is self]
         if mine:
             self._inside, self._admitted = len(mine), Request(threading.get_ident(), blocks=True)
+            for part in mine:
+                part.epoch, part.request = self.epoch, self._admitted
         elif self._opened is not None:
             language, manager = self._opened
             self._opened = None
@@ -266,33 +287,43 @@ class ZoneLock:
                 pass  # its end clears all transient entries, whoever made them
 
 
-class ZoneContext:
-    """A call's use of a pipeline's zone, for one ``with`` or ``async with``.
+class Part:
+    """A call's part in a zone, as what runs inside sees it. Who outlives the call may keep it, and nothing else.
 
     Attributes:
         zone: The lock of the zone.
-        outer: The context that it began inside of, of any zone.
+        outer: The part that it began inside of, of any zone.
         inside: Whether it has begun and not ended.
+        request: Of the call that has opened the zone, until this part has left it.
         epoch: The lock's epoch in which it began.
     """
 
+    def __init__(self, zone: ZoneLock) -> None:
+        self.zone = zone
+        self.outer: Part | None = None
+        self.inside = False
+        self.request: Request | None = None
+        self.epoch = 0
+
+
+class ZoneContext:
+    """A call's use of a pipeline's zone, for one ``with`` or ``async with``. Dropped, it ends."""
+
     def __init__(self, language: Language, *, timeout: float, guard: str) -> None:
         self.zone = _zone_of(language)
-        self.outer: ZoneContext | None = None
-        self.inside = False
-        self.epoch = 0
+        self._part = Part(self.zone)
         self._language = language
         self._timeout = timeout
         self._guard = guard
         self._pool: Any = None
 
     def __enter__(self) -> None:
-        if not self.zone.join(waits=True):
+        if not self.zone.join(self._part, waits=True):
             waiting.block(self._entry(blocks=True))
         self._begin()
 
     async def __aenter__(self) -> None:
-        if not self.zone.join(waits=False):
+        if not self.zone.join(self._part, waits=False):
             await waiting.suspend(self._entry(blocks=False))
         self._begin()
 
@@ -300,8 +331,9 @@ class ZoneContext:
         request = Request(threading.get_ident(), blocks)
         try:
             yield from self.zone.admission(request, Timeout(self._timeout))
-            self._pool = self.zone.open(self._language)
+            self._pool = self.zone.open(self._language, self._part)
         except BaseException as error:
+            self._part.inside, self._part.request = False, None
             self.zone.release(request)
             if isinstance(error, TimeIsOver):
                 raise Overloaded(
@@ -315,36 +347,39 @@ class ZoneContext:
         # such a frame lives, so does this object, and with it the memory that the documents point into.
         if error is None:
             self._pool = None
-        self.inside = False
-        with suppress(ValueError):  # it may end in another contextvars context than it began in (dependency injection)
-            _current.reset(self._token)
-        del self._token  # it refers to the context before
-        if self.epoch == self.zone.epoch:
-            self.zone.leave()
+        try:
+            with suppress(ValueError):  # it may end in another context than it began in (dependency injection)
+                _current.reset(self._token)
+            del self._token  # it refers to the part before
+        finally:
+            self.zone.leave(self._part)
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.__exit__(_kind, error, _trace)
 
+    def __del__(self) -> None:
+        if (part := getattr(self, "_part", None)) is not None:
+            part.zone.leave_dropped(part)
+
     def _begin(self) -> None:
-        del self._language  # a contextvars context that is copied inside keeps this object, but not the pipeline
-        self.outer = next(_entered(), None)  # not one that has ended: a task may start its successor inside, for ever
-        self.epoch = self.zone.epoch
-        self.inside = True
-        self._token: contextvars.Token[ZoneContext | None] = _current.set(self)
+        del self._language  # the frames of a traceback keep this object, but not the pipeline
+        # Not one that has ended: a task may start its successor inside, for ever.
+        self._part.outer = next(_entered(), None)
+        self._token: contextvars.Token[Part | None] = _current.set(self._part)
 
 
-_current: ContextVar[ZoneContext | None] = ContextVar("modelguard zone", default=None)
+_current: ContextVar[Part | None] = ContextVar("modelguard zone", default=None)
 
 _zones: WeakKeyDictionary[Language, ZoneLock] = WeakKeyDictionary()
 
 
-def _entered() -> Iterator[ZoneContext]:
-    """The contexts that the running code is inside of. A task that was started inside may have outlived some."""
-    context = _current.get()
-    while context is not None:
-        if context.inside:
-            yield context
-        context = context.outer
+def _entered() -> Iterator[Part]:
+    """The parts that the running code is inside of. A task that was started inside may have outlived some."""
+    part = _current.get()
+    while part is not None:
+        if part.inside:
+            yield part
+        part = part.outer
 
 
 def _zone_of(language: Language) -> ZoneLock:

@@ -222,6 +222,7 @@ class Folder:
     def connect(self, name: str, timeout: float) -> socket.socket | None:
         """Connect to the process that listens there; None if there is none."""
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        fork_hooks.closed_in_child.add(connected)
         try:
             _connect(connected, self._address(name), time.monotonic() + timeout)
             check_peer(connected)

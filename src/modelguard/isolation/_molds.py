@@ -326,6 +326,9 @@ class Mold(MoldOrders):
         running, self._running = list(self._running.values()), {}
         self.ended.set()
         for worker in running:
+            if self.workers.is_starting(worker):  # else its channel is its caller's
+                self._supervisor.forget(worker.channel.fileno())
+                worker.channel.close()
             worker.has_exited(how)
         self._supervisor.later(1.0, lambda: child_processes.collected(-program.process.pid))
         self._die(how)
@@ -481,7 +484,7 @@ class MoldGuard:
         self._deaths = 0
         self._ending_workers = threading.Lock()
         world = runtime.Runtime(
-            private=lambda: sum(_share(pid) for mold in self._running() for pid in mold.pids()),
+            private=self._private,
             headroom=self._headroom,
             trim=_nothing_to_trim,
             in_use=lambda: None,
@@ -657,6 +660,10 @@ class MoldGuard:
 
     def _running(self) -> list[Mold]:
         return [mold for mold in molds() if mold.owner is self]
+
+    def _private(self) -> int:
+        pids = [pid for mold in self._running() for pid in mold.pids()]  # first: a mold may be released meanwhile
+        return sum(map(_share, pids))
 
     # In the supervisor's thread
 

@@ -44,6 +44,8 @@ class Supervisor:
         self._lock = threading.RLock()  # reentrant: the garbage collector may call in, for a function that was dropped
         self._running = False
         self._selector = selectors.DefaultSelector()
+        if isinstance(self._selector, fork_hooks.Descriptor):  # gevent's is none
+            fork_hooks.closed_in_child.add(self._selector)
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)  # noqa: FBT003 - its only parameter
         self._wake.setblocking(False)  # noqa: FBT003 - its only parameter

@@ -35,6 +35,9 @@ NOISE = 16 * 2**20
 #: How often a collection is tried beside another one, and how many seconds apart: half a second in all.
 _TRIES, _PAUSE = 50, 0.01
 
+#: How often, with the same pauses, a model is looked at before it is reported as alive.
+_LOOKS = 5
+
 #: Thaws what ``assert_no_growth`` has frozen, which a model that is dropped meanwhile is part of; None while none runs.
 thaw: Callable[[], None] | None = None
 
@@ -114,7 +117,7 @@ def _release(
         collected = True
         trim, after = _return_memory(runtime)
         gpu_after = use_of(runtime.gpu)
-    alive = None if watch is None else watch() is not None
+    alive = None if watch is None else immortal or _lives_on(watch, runtime)
     return telemetry.GenerationReleased(
         guard=guard.name,
         generation=generation.number,
@@ -148,6 +151,14 @@ def _collect(runtime: Runtime) -> None:
         if _collections() > before:
             return
         runtime.sleep(_PAUSE)  # another thread collects, and may have looked at the model before it was dropped
+
+
+def _lives_on(watch: weakref.ref[Any], runtime: Runtime) -> bool:
+    for _ in range(_LOOKS):
+        if watch() is None:
+            return False
+        runtime.sleep(_PAUSE)  # another thread that takes its figures, as for a status, lets it go at once
+    return watch() is not None
 
 
 def _collections() -> int:

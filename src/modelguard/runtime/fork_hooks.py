@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import IntEnum
 from importlib import _bootstrap
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 # ``Wakeup``: how one thread waits for another.
 
@@ -82,6 +82,15 @@ class WeakRegistry(Generic[T]):
 
 
 # Forks.
+
+
+@runtime_checkable
+class Descriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+#: Queues and connections that modelguard itself closes in each forked child: they are no hazard to it.
+closed_in_child: WeakRegistry[Descriptor] = WeakRegistry()
 
 
 class Rank(IntEnum):

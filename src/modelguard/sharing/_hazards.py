@@ -13,7 +13,7 @@ import threading
 import traceback
 import types
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -23,7 +23,7 @@ from modelguard.environment import _allocator, _effect
 from modelguard.errors import NotSupported
 from modelguard.facts import _proc
 from modelguard.lifecycle import _models
-from modelguard.runtime import waiting
+from modelguard.runtime import fork_hooks, waiting
 
 # Libraries whose threads and connections users did not start themselves, and what to do about each at a fork.
 #
@@ -231,7 +231,20 @@ class ThisProcess:
         if threading.current_thread().name.startswith(OUR_THREADS):  # new weights: by now the server has its own
             return []
         files = _proc.if_readable(_proc.open_files) or {}
-        return [number for number, file in files.items() if number >= _FIRST_OWN_DESCRIPTOR and file.startswith(kind)]
+        ours = _numbers(fork_hooks.closed_in_child)
+        return [
+            number
+            for number, file in files.items()
+            if number >= _FIRST_OWN_DESCRIPTOR and number not in ours and file.startswith(kind)
+        ]
+
+
+def _numbers(descriptors: Iterable[fork_hooks.Descriptor]) -> set[int]:
+    found = set()
+    for one in descriptors:
+        with suppress(ValueError):  # a closed queue
+            found.add(one.fileno())
+    return found
 
 
 def _peer(descriptor: int) -> str | None:

@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tests.unit.interrupts import interrupted_everywhere, traces_instructions
 
 spacy = pytest.importorskip("spacy")
 
 from modelguard import ModelGuard, guard  # noqa: E402 - after the check above
-from modelguard.adapters.spacy import Request, ZoneContext, Zoned, ZoneLock, _current, _zone_of, zoned  # noqa: E402
+from modelguard.adapters.spacy import Part, Request, Zoned, ZoneLock, _current, _zone_of, zoned  # noqa: E402
 from modelguard.errors import NotSupported, Overloaded  # noqa: E402
 from modelguard.lifecycle.runtime import Runtime  # noqa: E402
 from modelguard.runtime.waiting import Timeout  # noqa: E402
@@ -80,9 +81,10 @@ def test_turns_come_in_order_of_arrival(english: Nlp) -> None:
     turns = [Turn(zone) for _ in range(3)]
     for count, _ in enumerate(turns, start=1):
         assert [True] * count + [False] * (3 - count) == [turn.has_come for turn in turns]
-        zone.open(english)
+        part = Part(zone)
+        zone.open(english, part)
         assert english.vocab.in_memory_zone
-        zone.leave()
+        zone.leave(part)
         assert not english.vocab.in_memory_zone
 
 
@@ -352,7 +354,7 @@ def test_a_call_that_schedules_the_next_leaves_nothing_behind(nlp: Guard) -> Non
 
     async def poll() -> int:
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        contexts: list[weakref.ref[ZoneContext]] = []
+        contexts: list[weakref.ref[Part]] = []
 
         @zoned(nlp)
         def call(_: Any) -> None:
@@ -370,6 +372,26 @@ def test_a_call_that_schedules_the_next_leaves_nothing_behind(nlp: Guard) -> Non
         return await done
 
     assert asyncio.run(poll()) <= 2  # its own, and that of the call that scheduled it
+
+
+@traces_instructions
+@pytest.mark.parametrize("form", ["call", "block"])
+def test_an_exception_of_a_signal_handler_leaves_no_zone_taken(nlp: Guard, form: str) -> None:
+    """Wherever it comes: once nothing refers to the call any more, the next one has a zone of its own."""
+    zone = zoned(nlp, wait_timeout=0.0)
+    call = zone(lambda _: None)
+
+    def block(_: None) -> None:
+        with zone.lease():
+            pass
+
+    nlp.load()
+    for _, where in interrupted_everywhere(lambda: None, block if form == "block" else lambda _: call()):
+        gc.collect()  # contextlib's frames and what they have raised refer to each other
+        with zone.lease() as english:
+            assert english.vocab.in_memory_zone, where
+        assert not english.vocab.in_memory_zone, where
+    assert [] == _zone_of(english)._blocked  # else coroutines of this thread would wait for ever
 
 
 def test_two_pipelines_have_their_own_zones(nlp: Guard, runtime: Runtime) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from modelguard.isolation import _supervisor
+from modelguard.isolation import _molds, _supervisor
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._mold_workers import Worker
-from modelguard.isolation._molds import Mold
+from modelguard.isolation._molds import Mold, MoldGuard
 from modelguard.isolation._supervisor import Supervisor
 from modelguard.runtime import child_processes
 
@@ -146,6 +148,49 @@ def test_a_worker_s_descriptor_is_not_closed_while_it_is_used(monkeypatch: pytes
     ended.join(PATIENCE)
     assert worker.pidfd is None
     worker.channel.close()
+
+
+def test_a_mold_that_has_ended_is_held_by_no_worker_that_has_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a program that the model has started holds that worker's connection open: it is heeded no more."""
+    monkeypatch.setattr(Mold, "_collect", lambda *_: "it was killed")
+    monkeypatch.setattr(child_processes, "collected", lambda _: None)
+    supervisor, worker = Supervisor(), Worker(1)
+    ours, theirs = socket.socketpair()
+    mold = Mold.__new__(Mold)
+    mold._supervisor, mold._running, mold._programs, mold._ending = supervisor, {}, {}, True
+    mold._loaded, mold.ended = Future(), threading.Event()
+    mold._loaded.set_result(None)
+    workers: Any = SimpleNamespace(is_starting=lambda _: True, mold_ended=lambda _: None)
+    mold.workers = workers
+    program: Any = SimpleNamespace(process=SimpleNamespace(pid=0))
+    supervisor.call(lambda mold=mold: mold._add_worker(worker, ours))  # type: ignore[misc]
+    supervisor.call(lambda mold=mold: mold._gone(program))  # type: ignore[misc]
+    supervisor.flush(PATIENCE)
+    watch = weakref.ref(mold)
+    del mold
+    assert watch() is None
+    assert -1 == ours.fileno()
+    theirs.close()
+
+
+def test_a_mold_is_not_held_while_its_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes long, and another thread may release it meanwhile."""
+    owner = MoldGuard.__new__(MoldGuard)
+    mold: Any = Mold.__new__(Mold)
+    mold.owner, mold.instructions = owner, SimpleNamespace(owner=os.getpid())
+    mold.pids = lambda: [1, 2]
+    _molds._molds.add(mold)
+    held, watch = [mold], weakref.ref(mold)
+    del mold
+    found: list[object] = []
+
+    def read(_pid: int) -> int:
+        held.clear()
+        found.append(watch())
+        return 5
+
+    monkeypatch.setattr(_molds, "_share", read)
+    assert (10, [None, None]) == (owner._private(), found)
 
 
 def test_a_report_that_cannot_be_read_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:

@@ -367,6 +367,16 @@ class TestAModelThatLivesOn:
         del held
         return event.holders
 
+    def test_is_not_reported_where_another_thread_lets_it_go_at_once(self, world: World) -> None:
+        """Who takes its figures, as for a status, has it for a moment, which is no leak."""
+        model = Model(world, 1)
+        held = [model]
+        guard = world.guard([model].pop, runtime=replace(world.runtime, sleep=lambda _: held.clear()))
+        guard.load()
+        del model
+        guard.close()
+        assert (False, ()) == (world.last(GenerationReleased).alive, world.last(GenerationReleased).holders)
+
     def test_is_reported_with_its_holder(self, world: World) -> None:
         """If the old model is still alive the event says so and names what holds it."""
         held = "held.model of the running call"
