@@ -137,7 +137,7 @@ class Lease(Generic[M]):
         taken = tuple(self._taken)  # one read: another thread may end it
         return taken[0] if taken else None
 
-    def step(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def step(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run one step of lazy work; guarded functions that it calls run on this lease's generation."""
         generation = self.generation
         if generation is None:

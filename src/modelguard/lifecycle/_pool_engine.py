@@ -357,6 +357,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
     def _until_taken(self, key: K, limit: Timeout) -> Steps[Lease[M]]:
         _units.check_pool_key(key)
         while True:
+            give_back: Callable[[Pin[M]], object] = self._return
             pin = yield from self._until_found(key, limit)
             model = pin.model
             try:
@@ -369,10 +370,10 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                     return lease
                 self._raise_if_closed()  # else its model was closed, and the pool was not, or is open again
             except GeneratorExit:  # the coroutine was dropped: the collector, which may be at work, takes no lock
-                self._return_unwanted(pin)
+                give_back = self._return_unwanted
                 raise
             finally:
-                self._return(pin)
+                give_back(pin)
 
     def _until_found(self, key: K, limit: Timeout) -> Steps[Pin[M]]:
         """Wait for the pinned model of ``key``."""
@@ -571,9 +572,10 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         model = pin.model
         late = f"pool {self.name!r}: key {shortened(key)} waited too long for the loads of other models"
         with self._turn(limit, lambda: Overloaded(late), failed=partial(self._drop, key, model)):
-            pin.to_load = False
             self._close_evicted()  # their memory is needed now
             with self._lock:
+                self._raise_if_gone(key, model)  # before it takes what is known of the key
+                pin.to_load = False
                 known = self._known_of(key)
                 failed, woken, probe = known.failed, known.idle, known.probe
                 known.failed, known.idle = None, False

@@ -58,7 +58,7 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
         self._name = name
         self._engines: list[Engine[M]] = []
         self._wait = wait
-        self.line: Line[int | None, _ExclusiveLease[M]] = Line(self._take, Lease.drop)
+        self.line: Line[int | None, _ExclusiveLease[M]] = Line(self._take, lambda lease: lease.drop())
         self.after_fork_in_child()
         fork_hooks.register(self)
 
@@ -128,7 +128,7 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
         if self._engines[0].state.closed:
             raise GuardClosed(self._name)
         while True:
-            free = tuple(self._free)
+            free = list(self._free)  # not a tuple, which the collector may interrupt
             ready = [at for at in free if self._engines[at].state.current is not None]
             chosen = ready or [at for at in free if or_load and not self._engines[at].loading]
             if not chosen:

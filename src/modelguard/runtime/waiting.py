@@ -371,9 +371,10 @@ class Line(Generic[Q, T]):
         self._again, mine = True, True
         while self._again and self._waiting and mine:
             with turn(self._turn) as mine:
-                self._again = self._again and not mine
-                for future, request in self._waiting.copy().items() if mine else ():
-                    self._offer(future, request)
+                if mine:
+                    self._again = False
+                    for future, request in self._waiting.copy().items():
+                        self._offer(future, request)
 
     def _offer(self, future: Future[T], request: Q) -> None:
         if future not in self._waiting:

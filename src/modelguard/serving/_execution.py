@@ -398,6 +398,10 @@ def _compute_suspicious(function: BatchFunction, batch: _Parts, known: list[BadI
     return batch.computed(error)
 
 
+#: Of so many items that were found bad, one run tests about as many that it succeeds every second time: ln 2.
+_EVEN = 0.7
+
+
 class _Parts:
     """Runs parts of a batch that raised, until each error belongs to one item or the model turns out to be at fault.
 
@@ -511,7 +515,8 @@ class _Parts:
             if len(living) < len(suspected):  # the item at fault may be among those that are gone
                 suspected, rest = [], living + rest
             elif not suspected:
-                suspected, rest, raised = rest, [], 1
+                size = self._even_size(len(rest))
+                suspected, rest, raised = rest[:size], rest[size:], 1
                 failed = self._try(suspected) if suspected else None
                 suspected, error = ([], error) if failed is None else (suspected, failed)
             elif len(suspected) == 1:
@@ -561,6 +566,14 @@ class _Parts:
             self._broken.update(dict.fromkeys(part, failed))
             return None
         return failed
+
+    def _even_size(self, count: int) -> int:
+        """How many items, about which nothing is known, run together."""
+        found = len(self._bad)
+        if found <= 1:
+            return count
+        tested = max(len(self.items) - count, 1)
+        return max(1, min(count, int(_EVEN * tested / found)))
 
     def computed(self, first: BaseException | None) -> Computed:
         """The outcome of the whole batch, whose first run raised this error."""

@@ -266,6 +266,16 @@ def test_arguments_that_do_not_fit_a_function_of_a_pool_are_explained() -> None:
         shout("a", "b")  # type: ignore[call-arg]
 
 
+def test_parameters_may_have_any_name() -> None:
+    """Also those of modelguard's own functions."""
+
+    @replicas(guard(dict, reload_on=None))
+    def shout(_model: Any, self: str, work: str) -> str:
+        return self + work
+
+    assert "ab" == shout(self="a", work="b")
+
+
 class TestHandles:
     def test_a_guard_is_made_by_its_function(self) -> None:
         """``ModelGuard(...)`` says what to write instead."""

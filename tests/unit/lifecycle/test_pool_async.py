@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import MB, TIMEOUT, World
+from tests.unit.lifecycle.world import MB, TIMEOUT, World, until
 
 from modelguard import Loading, ModelPool
 from modelguard.errors import LoadFailed, LoadTimeout, Overloaded
@@ -123,6 +124,31 @@ class TestACancelledTask:
         run(main)
         assert 0 == pool.status().in_flight
 
+    def test_behind_another_load_ends_no_pause_after_a_failure(self, world: World) -> None:
+        """The next call is told when the next attempt is due, as before."""
+        pool = world.pool()
+        world.loader.fails = True
+
+        async def main() -> None:
+            with pytest.raises(LoadFailed):
+                await key_of(pool, "a")
+            world.loader.hold()
+            world.loader.fails = False
+            other = asyncio.create_task(key_of(pool, "b"))
+            await elsewhere(world.loader.reached)
+            call = asyncio.create_task(key_of(pool, "a"))
+            await elsewhere(lambda: until(lambda: "a" in pool._engine._models))
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            world.loader.open.set()
+            await other
+            await elsewhere(world.join)
+            with pytest.raises(LoadFailed, match="attempt 1, next in"):
+                await key_of(pool, "a")
+
+        run(main)
+
     def test_that_waits_for_anothers_load_that_fails(self, world: World, caplog: pytest.LogCaptureFixture) -> None:
         """Nobody has to look at its error, so asyncio does not log one that was "never retrieved"."""
         pool = world.pool()
@@ -162,6 +188,28 @@ class TestACancelledTask:
 
         run(main)
         assert 0 == pool.status().in_flight
+
+
+def test_a_coroutine_that_is_dropped_waits_for_no_lock(world: World) -> None:
+    """The garbage collector ends it, in a thread that may have a lock for which the owner of this one waits."""
+    pool = world.pool()
+    world.loader.hold()
+
+    async def main() -> bool:
+        call = key_of(pool, "a")
+        call.send(None)
+        await elsewhere(world.loader.reached)
+        dropping = threading.Thread(target=call.close, daemon=True)
+        with pool._engine._lock:
+            dropping.start()
+            dropping.join(10)
+            return not dropping.is_alive()
+
+    assert run(main)
+    world.loader.open.set()
+    world.join()
+    assert 0 == pool.status().in_flight
+    assert pool._engine._models["a"].unused
 
 
 def test_a_lease_serves_once(world: World) -> None:

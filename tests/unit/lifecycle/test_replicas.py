@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import gc
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -246,6 +247,45 @@ def test_a_cancelled_wait_takes_no_replica(pair: ModelReplicas[Any]) -> None:
     for lease in held:
         lease.end(failed=False)
     assert [0, 1] == sorted(pair._free._free)
+
+
+def test_a_wait_that_is_cancelled_as_it_ends_gives_its_replica_back(pair: ModelReplicas[Any]) -> None:
+    """At once, also while somebody keeps the error and with it the frames that have waited."""
+    pair._free._wait = TIMEOUT
+    held = [pair._free.take() for _ in range(2)]
+
+    async def main() -> BaseException:
+        waiting = asyncio.create_task(take_async(pair))
+        await asyncio.sleep(0)  # it is in line then
+        held[0].end(failed=False)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError) as cancelled:
+            await waiting
+        return cancelled.value
+
+    kept = asyncio.run(main())
+    assert (1, 1) == (len(pair._free._free), in_use(pair)), kept
+
+
+def test_the_collector_may_return_a_replica_while_another_is_chosen() -> None:
+    """It runs in the middle of any step that makes an object."""
+    many = replicas(guard(dict, reload_on=None, name="nlp"), 25)
+    many.load()
+    gc.collect()
+    for objects in range(1, 200):
+        gc.disable()
+        cycle: list[Any] = [many._free.take()]
+        cycle.append(cycle)
+        del cycle
+        threshold = gc.get_threshold()
+        gc.set_threshold(objects)
+        gc.enable()
+        try:
+            many._free.take().end(failed=False)
+        finally:
+            gc.set_threshold(*threshold)
+        gc.collect()
+    assert 25 == len(many._free._free)
 
 
 def test_a_waiting_task_gets_the_next_free_replica(pair: ModelReplicas[Any]) -> None:
