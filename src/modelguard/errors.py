@@ -49,6 +49,7 @@ Errors keep their fields when they are pickled, so they can be sent between proc
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -109,7 +110,7 @@ def of_a_signal(error: BaseException) -> bool:
 
 
 def _code_of(handler: Any) -> object:
-    called = getattr(handler, "func", handler)  # of a partial
+    called = handler.func if isinstance(handler, functools.partial) else handler
     if callable(called) and not hasattr(called, "__code__"):  # an object
         called = type(called).__call__
     return getattr(called, "__code__", None)

@@ -394,6 +394,35 @@ def test_a_forked_child_leaves_a_stream_of_its_parent_alone(tmp_path: Path, name
     assert [0, 1, 7, 2, 3, 4] == run_python(program, 60, MODELGUARD_RUNTIME_DIR=str(tmp_path), DROPS=drops)
 
 
+def test_a_forked_child_drops_calls_that_wait_in_its_parent(tmp_path: Path) -> None:
+    """It gives back nothing, and logs nothing; the calls are answered in the parent."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    program = f"""
+        import asyncio, json, logging, os, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import functions
+
+        async def main():
+            await functions.renewed.aio()
+            calls = [asyncio.ensure_future(functions.renewed.aio(0.5)) for _ in range(3)]
+            while functions.renewed.status().queued < 2:
+                await asyncio.sleep(0.01)
+            pid = os.fork()
+            if pid == 0:
+                records = []
+                logging.getLogger("concurrent.futures").addFilter(records.append)
+                for call in calls:
+                    call.get_coro().close()
+                os._exit(7 if not records else 8)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            print(json.dumps([code, *await asyncio.gather(*calls)]))
+
+        if __name__ == "__main__":
+            asyncio.run(main())
+    """
+    assert [7, None, None, None] == run_python(program, 60)
+
+
 def test_a_forked_child_replaces_no_mold_of_its_parent(tmp_path: Path) -> None:
     """The policies of the parent's molds are asked in the parent alone, though its threads were in calls."""
     (tmp_path / "functions.py").write_text(FUNCTIONS)

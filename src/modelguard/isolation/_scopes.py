@@ -38,10 +38,10 @@ from modelguard.telemetry import Reason, WorkerEndCause
 class _Loan:
     """A lease on a mold: each call takes one, and the object that blocks and coroutines use would cost it 5 us."""
 
-    __slots__ = ("engine", "taken")
+    __slots__ = ("engine", "epoch", "taken")
 
     def __init__(self, engine: Engine[Mold]) -> None:
-        self.engine = engine
+        self.engine, self.epoch = engine, engine.state.epoch
         self.taken: Enclosing = []
 
     @property
@@ -53,15 +53,20 @@ class _Loan:
         return self.generation.model
 
     def __del__(self) -> None:
-        if getattr(self, "taken", None):  # a signal handler has raised before there was a worker
-            self.engine.leave_dropped(self._give_up())
+        # A signal handler has raised before there was a worker; or a forked child drops what its parent has.
+        if getattr(self, "taken", None) and (generation := self._give_up()) is not None:
+            self.engine.leave_dropped(generation)
 
     def end(self, *, failed: bool) -> None:
-        self.engine.leave(self._give_up(), failed=failed)
+        if (generation := self._give_up()) is not None:
+            self.engine.leave(generation, failed=failed)
 
-    def _give_up(self) -> Generation[Mold]:
+    def _give_up(self) -> Generation[Mold] | None:
+        """Hold the generation no longer; returns it if the loan counts in this process."""
         generation = self.generation
         del self.taken[:]
+        if self.epoch != self.engine.state.epoch:
+            return None
         generation.leases.pop()
         return generation
 

@@ -132,6 +132,9 @@ def test_a_message_that_cannot_be_rebuilt_is_skipped(ends: Ends) -> None:
 
 
 class Stop:
+    def __init__(self) -> None:
+        self.func = print  # as a partial has, and this is none
+
     def __call__(self, status: int, _frame: object) -> None:
         sys.exit(status)
 
