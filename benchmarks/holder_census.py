@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import _common
 
-from modelguard.diagnosis import _census, _holders
+from modelguard.diagnosis import _census
+from modelguard.facts import _holders
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,7 +86,7 @@ def child(millions: float) -> None:
     for number in range(CALLS, 2 * CALLS):
         call(number)
     grown = timed("what has grown", lambda: _census.grown(moment, CALLS))
-    held = timed("the way to it", lambda: _holders.named(grown))
+    held = timed("the way to it", lambda: _holders.of_growth(grown))
     found["peak"] = status("VmHWM") - before
     found["named"] = sum(one.path.startswith("__main__.App.") for one in held)
     assert len(kept) > 0

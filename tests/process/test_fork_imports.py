@@ -115,7 +115,7 @@ def test_loads_import_nothing_after_a_fork() -> None:
 
 FORKING_BESIDE_AN_IMPORT = """
     import json, sys, threading
-    from modelguard.runtime import fork
+    from modelguard.runtime import fork_hooks
 
     begun, go_on = threading.Event(), threading.Event()
 
@@ -135,10 +135,10 @@ FORKING_BESIDE_AN_IMPORT = """
     thread = threading.Thread(target=late)
     thread.start()
     begun.wait(30)
-    during = fork._unfinished()
+    during = fork_hooks._unfinished()
     go_on.set()
     thread.join()
-    print(json.dumps([during, fork._unfinished()]))
+    print(json.dumps([during, fork_hooks._unfinished()]))
 """
 
 

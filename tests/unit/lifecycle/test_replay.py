@@ -681,7 +681,7 @@ def test_a_coroutine_that_hangs_is_left_behind(world: World) -> None:
 
 def test_a_call_that_hangs_ends_with_the_timeout_of_the_load(world: World) -> None:
     """The current model goes on, and is released in the end."""
-    guard = world.guard(Models(same), replay=100, loading=Loading(0.05))
+    guard = world.guard(Models(same), replay=100, loading=Loading(0.5))
     hangs, going_on, over = threading.Event(), threading.Event(), threading.Event()
     going_on.set()
 

@@ -256,7 +256,9 @@ def test_a_wait_that_is_cancelled_as_it_ends_gives_its_replica_back(pair: ModelR
 
     async def main() -> BaseException:
         waiting = asyncio.create_task(take_async(pair))
-        await asyncio.sleep(0)  # it is in line then
+        turn = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(turn.set_result, None)
+        await turn  # it is in line then
         held[0].end(failed=False)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError) as cancelled:
