@@ -36,6 +36,13 @@ def generations(of: ModelReplicas[Any]) -> list[int]:
     return [status.generation for status in of.status()]
 
 
+async def one_turn() -> None:
+    """Let the tasks that were made begin."""
+    turn = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(turn.set_result, None)
+    await turn
+
+
 def in_use(of: ModelReplicas[Any]) -> int:
     return sum(status.in_flight for status in of.status())
 
@@ -236,9 +243,7 @@ def test_a_cancelled_wait_takes_no_replica(pair: ModelReplicas[Any]) -> None:
 
     async def main() -> None:
         waiting = asyncio.create_task(take_async(pair))
-        turn = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_soon(turn.set_result, None)
-        await turn
+        await one_turn()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -256,9 +261,7 @@ def test_a_wait_that_is_cancelled_as_it_ends_gives_its_replica_back(pair: ModelR
 
     async def main() -> BaseException:
         waiting = asyncio.create_task(take_async(pair))
-        turn = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_soon(turn.set_result, None)
-        await turn  # it is in line then
+        await one_turn()  # it is in line then
         held[0].end(failed=False)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError) as cancelled:
@@ -297,9 +300,7 @@ def test_a_waiting_task_gets_the_next_free_replica(pair: ModelReplicas[Any]) -> 
 
     async def main() -> int:
         waiting = asyncio.create_task(take_async(pair))
-        turn = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_soon(turn.set_result, None)
-        await turn
+        await one_turn()
         thread = threading.Thread(target=held[1].end, kwargs={"failed": False})
         thread.start()
         return await waiting
