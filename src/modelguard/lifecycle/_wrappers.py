@@ -384,7 +384,7 @@ def _plain(take: Take) -> Wrapper:
         lease = take(args, kwargs)
         try:
             result = lease.step(wrapped, lease.model, *args, **kwargs)
-        except TypeError as error:
+        except TypeError as error:  # written out, as called() would be a frame more for each call
             misuse = _misuse.wrong_arguments(error, wrapped, args, kwargs, callers=2)
             lease.end_with(error if misuse is None else _misuse.Misused(misuse))
             raise
