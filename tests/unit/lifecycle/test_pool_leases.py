@@ -126,6 +126,18 @@ class TestClose:
         world.join()
         assert 0 == pool.status().in_flight
 
+    def test_a_call_inside_one_that_outlasts_it_runs_on_the_same_model(self, world: World) -> None:
+        """It is neither refused nor, in the pool that is opened again, given another model."""
+        pool = world.pool()
+        with pool.lease("a") as model:
+            outcome(world.spawn(pool.close, 0))
+            with pool.lease("a") as inner:
+                assert model is inner
+            with pytest.raises(GuardClosed), pool.lease("b"):
+                pass
+            with pool, pool.lease("a") as inner:
+                assert model is inner
+
 
 @dataclass(frozen=True, repr=False)
 class Nameless:
