@@ -211,7 +211,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                 engine.raise_inside_call("close")
             self.closed = True
             self._outlasting += [(key, model.engine) for key, model in self._models.items() if model.engine is not None]
-            self._outlasting = [one for one in self._outlasting if one[1].state.in_flight]
+            self._outlasting = [one for one in self._outlasting if one[1].state.in_flight or one[1].loading]
             self._models.clear()
             for known in self._known.values():
                 known.failed, known.idle = None, False
