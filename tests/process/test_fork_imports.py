@@ -41,6 +41,36 @@ def test_a_fork_while_another_thread_imports_a_part_of_modelguard() -> None:
     assert 7 == run_python(IMPORTING, 20)
 
 
+FIRST_EXECUTOR = """
+    import os, sys, threading
+    from modelguard import guard
+
+    def use_an_executor():
+        from concurrent.futures import ThreadPoolExecutor
+        ThreadPoolExecutor(1).submit(int).result()
+
+    def in_another_thread():
+        thread = threading.Thread(target=use_an_executor)
+        thread.start()
+        thread.join()
+
+    nlp = guard(dict, reload_on=None)
+    os.register_at_fork(before=in_another_thread)
+    errors = []
+    sys.unraisablehook = lambda found: errors.append(found.exc_value)
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    os.waitpid(child, 0)
+    print(len(errors))
+"""
+
+
+def test_a_fork_while_another_thread_uses_its_first_executor() -> None:
+    """The lock of all executors stays as it is, so that no ``asyncio.to_thread`` fails."""
+    assert 0 == run_python(FIRST_EXECUTOR, 20)
+
+
 FORKING_BESIDE_MODULES = """
     import os, sys, types
     from modelguard import guard, memory

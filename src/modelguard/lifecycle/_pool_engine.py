@@ -93,7 +93,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         self._shown_pause = ShownPause(options.name)
         self._models: OrderedDict[K, PooledModel[M]] = OrderedDict()  # the latest one last
         self._evicted: list[PooledModel[M]] = []  # they have left the pool, and are to be released
-        self._outlasting: list[Engine[M]] = []  # of models on which calls may run that outlast the pool's end
+        self._outlasting: list[tuple[K, Engine[M]]] = []  # of models on which calls may run that outlast the pool's end
         self._known: OrderedDict[K, KeyRecord[M]] = OrderedDict()  # in the same order
         self.closed = False
         self._loads = self._evictions = self._unloads = 0
@@ -210,8 +210,9 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             for engine in engines:
                 engine.raise_inside_call("close")
             self.closed = True
+            self._outlasting += [(key, model.engine) for key, model in self._models.items() if model.engine is not None]
+            self._outlasting = [one for one in self._outlasting if one[1].state.in_flight or one[1].loading]
             self._models.clear()
-            self._outlasting = [engine for engine in (*self._outlasting, *engines) if engine.state.in_flight]
             for known in self._known.values():
                 known.failed, known.idle = None, False
             releasing = self._releasing
@@ -328,7 +329,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             return PoolStatus(
                 name=self.name,
                 models={key: model.size for key, model in loaded.items()},
-                in_flight=sum(engine.state.in_flight for engine in (*self._engines(), *self._outlasting)),
+                in_flight=sum(one.state.in_flight for one in (*self._engines(), *(one for _, one in self._outlasting))),
                 used=self._used,
                 max_memory=self.options.max_memory,
                 loads=self._loads,
@@ -414,6 +415,9 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
     def take_now(self, key: K) -> Lease[M] | None:
         """Take a lease if the model of ``key`` is loaded; None if that needs a wait."""
         with self._lock:
+            for own, engine in self._outlasting:  # none, but after the pool's end: a call inside a call goes on there
+                if engine.state.enclosing_generation() is not None and own == key:
+                    return Lease.take_now(engine)
             self._raise_if_closed()
             try:
                 model = self._touch(key)

@@ -8,6 +8,7 @@ the locks that all others need are new before those others are renewed.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - it has fork hooks of its own, and must not come in the middle of a fork
 import importlib
 import logging
 import os

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from tests.unit.interrupts import interrupted_everywhere, traces_instructions
 from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
-from tests.unit.lifecycle.world import MB, TIMEOUT, World, outcome, until
+from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World, outcome, until
 from tests.unit.serving.gated import Incomparable, OnlyWithItself
 
 from modelguard import TTL, ModelPool, pool
@@ -125,6 +126,38 @@ class TestClose:
                 assert 1 == pool.status().in_flight
         world.join()
         assert 0 == pool.status().in_flight
+
+    def test_a_call_inside_one_that_outlasts_it_runs_on_the_same_model(self, world: World) -> None:
+        """It is neither refused nor, in the pool that is opened again, given another model."""
+        pool = world.pool()
+        with pool.lease("a") as model:
+            outcome(world.spawn(pool.close, 0))
+            with pool.lease("a") as inner:
+                assert model is inner
+            with pytest.raises(GuardClosed), pool.lease("b"):
+                pass
+            with pool, pool.lease("a") as inner:
+                assert model is inner
+
+    def test_a_warm_up_that_outlasts_it_runs_on_its_own_model(self, world: World) -> None:
+        """Not on that of the pool that is opened again."""
+        warming, go_on, ran_on = threading.Event(), threading.Event(), []
+
+        def warm_up(model: Model) -> None:
+            warming.set()
+            assert go_on.wait(TIMEOUT)
+            with pool.lease("a") as inner:
+                ran_on.append(inner is model)
+
+        pool = world.pool(warmup=warm_up)
+        loading = world.spawn(use, pool, "a")
+        assert warming.wait(TIMEOUT)
+        pool.close()
+        with pool:
+            go_on.set()
+            world.join()
+        assert [True] == ran_on
+        assert isinstance(loading.exception(TIMEOUT), GuardClosed)
 
 
 @dataclass(frozen=True, repr=False)
