@@ -218,12 +218,15 @@ def one_of(value: object, argument: str, known: Iterable[str], *, fix: str = "",
     """
     names = tuple(known)
     if value not in names:
-        import difflib
-
-        near = difflib.get_close_matches(str(value), names, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        choice = f"{hint}Write one of {', '.join(map(repr, names))}."
+        choice = f"{_nearest(str(value), names)}Write one of {', '.join(map(repr, names))}."
         raise InvalidOption(argument, value, why=f"is not a known {what}", fix=fix or choice)
+
+
+def _nearest(text: str, names: Iterable[str]) -> str:
+    import difflib  # here, because only errors need it
+
+    near = difflib.get_close_matches(text, names, n=1)
+    return f"Did you mean {near[0]!r}? " if near else ""
 
 
 def instance(value: object, argument: str, kind: type[T], what: str, *, fix: str) -> T:
@@ -279,7 +282,7 @@ def called_as(what: str, value: object, argument: str, arguments: int | None, *,
 
 
 def with_objects(**kinds: str) -> Callable[[F], F]:
-    """Let the error for an option that belongs into an object name that: ``swap="Swap"`` has ``Swap(defer=...)``."""
+    """Let the error for an unknown option name the object that has it, as ``swap="Swap"``, or the nearest option."""
 
     def decorate(function: F) -> F:
         @wraps(function)
@@ -288,10 +291,12 @@ def with_objects(**kinds: str) -> Callable[[F], F]:
                 return function(*args, **kwargs)
             except TypeError as error:
                 unknown = re.search(r"^\w+\(\) got an unexpected keyword argument '(\w+)'", str(error))
-                fix = " or ".join(_objects_with(unknown[1], kinds)) if unknown else ""
-                if not fix:
+                if unknown is None:
                     raise
-                raise TypeError(f"{error}. Write {fix}.") from None
+                fix = " or ".join(_objects_with(unknown[1], kinds))
+                known = getattr(signature_of(function), "parameters", ())
+                hint = f"Write {fix}." if fix else _nearest(unknown[1], known).strip()
+                raise TypeError(f"{unknown[0]}. {hint}" if hint else unknown[0]) from None
 
         return cast("F", call)
 

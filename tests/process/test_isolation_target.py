@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -148,6 +149,14 @@ def test_results_import_nothing_here() -> None:
         with pytest.raises(RemoteError, match=r"ForeignError.*odd"):
             function("error")
         assert "fine" == function("fine")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_a_tensor_is_refused_by_the_name_of_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server without torch is told that the result needs torch."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    with using(named("odd", of_what)) as function, pytest.raises(TransferRefused, match=r"needs torch, which is not"):
+        function("tensor")
 
 
 @pytest.mark.parametrize(

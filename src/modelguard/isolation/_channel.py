@@ -85,20 +85,24 @@ def loads_here(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
 
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = module.partition(".")[0] in {"modelguard", *sys.stdlib_module_names}
-        if not known or module == __name__:  # which rebuilds tensors
-            raise pickle.UnpicklingError(f"needs {module}")
+        needed = _needed(module)
+        if needed.partition(".")[0] not in {"modelguard", *sys.stdlib_module_names}:
+            raise pickle.UnpicklingError(f"needs {needed}")
         return super().find_class(module, name)
 
 
 class _Here(_Plain):
     def find_class(self, module: str, name: str) -> Any:
-        if ("torch" if module == __name__ else module) in sys.modules:
+        if _needed(module) in sys.modules:
             return pickle.Unpickler.find_class(self, module, name)
         try:
             return super().find_class(module, name)
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(f"{error}, which is not imported here: return plain values") from None
+
+
+def _needed(module: str) -> str:
+    return "torch" if module == __name__ else module  # this one rebuilds tensors
 
 
 def size(content: Content) -> int:

@@ -112,8 +112,8 @@ def check_importable(function: Any, *, stub: bool = False) -> None:
     elif "<locals>" in name:
         why = "is defined inside another function, where a worker process cannot import it"
     elif module == "__main__" and not _has_main_file():
-        why = "is defined in a notebook or an interactive session, which a worker process cannot import"
-        fix = "Write it to a file, as with %%writefile predict.py, and import it from there."
+        why = "is in no file (a notebook, python -c, standard input), so a worker process cannot import it"
+        fix = "Write it to a file, in a notebook with %%writefile predict.py, and import it from there."
     elif module == "__main__" and _runs_as_package():
         why = "is defined in the __main__.py of an archive, a folder or a package, which a worker process cannot import"
         fix = "Move it to another module beside that, and import it in __main__.py."

@@ -431,8 +431,9 @@ def isolate(
 
     Raises:
         InvalidOption: An option is invalid, or the function cannot be imported by name: it is a lambda, a method, or
-            defined inside another function or in a notebook. Or there is no module of ``target``, or the decorated
-            function has a body; whether it fits that one is seen by the first load, as a ``LoadFailed``.
+            defined inside another function or in no file (a notebook, ``python -c``). Or there is no module of
+            ``target``, or the decorated function has a body; whether it fits that one is seen by the first load, as a
+            ``LoadFailed``.
         NotSupported: This is not Linux.
     """
     if others:

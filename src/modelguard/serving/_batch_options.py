@@ -365,7 +365,7 @@ def check_function(function: Any, caller: Mapping[str, Any]) -> None:
     if isinstance(function, classmethod | staticmethod):
         kind = type(function).__name__
         raise _rejected(function, why=f"it is a {kind}", fix=f"Put @batched(...) below @{kind}, next to the def.")
-    if not callable(function) or isinstance(function, type):
+    if not callable(function) or isinstance(function, type) or hasattr(function, "lease"):  # as guards and pools have
         why = f"it must be a function or a method, not {_units.kind_of(function)}"
         raise _rejected(function, why=why, fix="Decorate: def predict(items): return [...]")
     _check_parameters(function)

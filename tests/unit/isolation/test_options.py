@@ -110,8 +110,8 @@ def test_a_static_method_is_a_function(function: Any) -> None:
     assert f"{__name__}.Service.static" == isolated.name
 
 
-def test_a_notebook_cell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function of a notebook exists in no file."""
+def test_a_function_that_is_in_no_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's, and that of a program by ``python -c`` or on standard input; the error names each of these."""
     import sys
     import types
 
@@ -120,7 +120,7 @@ def test_a_notebook_cell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def cell() -> None: ...
 
     cell.__module__, cell.__qualname__ = "__main__", "cell"
-    with pytest.raises(InvalidOption, match=r"notebook.*writefile"):
+    with pytest.raises(InvalidOption, match=r"notebook, python -c, standard input.*writefile"):
         isolate()(cell)
 
 
