@@ -77,6 +77,7 @@ class Exhausted(BaseException):
 class Counts:
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
+        self.own: list[object] = []
         self.calls: list[int] = []
         self.judged = False
         self._spare: list[int] = []
@@ -281,9 +282,12 @@ def _kind(one: MemoryMapping) -> str:
         return "machine code compiled at run time"
     if one.is_file:
         return "changed pages of files"
-    if one.name == "[heap]" or "nr" in one.flags:  # MAP_NORESERVE: glibc's arenas of threads, and other allocators
+    # glibc's names, from 2.39 on if glibc.mem.decorate_maps is set. MAP_NORESERVE: its arenas, and other allocators.
+    if one.name in ("[heap]", "[anon: glibc: malloc arena]") or "nr" in one.flags:
         return "the heap of malloc"
-    if one.name.startswith("[stack") or "nh" in one.flags:  # no huge pages: the kernel's mark of stacks, since 6.7
+    if (
+        one.name.startswith(("[stack", "[anon: glibc: pthread stack")) or "nh" in one.flags
+    ):  # no huge pages: the kernel's mark of stacks, since 6.7
         return "stacks of threads"
     return "anonymous memory (Python's objects, large blocks)"
 

@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import itertools
+import math
 import os
 import sys
 import time
@@ -56,6 +57,9 @@ _ENOUGH_READINGS = 10
 #: Inputs that are looked at to find some of one shape, and calls of a run that is traced, at most.
 _SHAPES, _TRACED = 400, 300
 _MOST_ERRORS = 5
+#: New objects after which a full collection comes at the latest, but for what it leaves to a heap that is large:
+#: 70,000 (CPython 3.11) or 200,000, unless the service has set more.
+_MOST_NEW = 1_000_000
 #: Objects of a type that are few are not named as garbage.
 _MANY = 100
 
@@ -103,7 +107,7 @@ def _drive(config: dict[str, Any], say: Say, patience: Patience) -> None:
         function = guard(_target.load(config["load"]), reload_on=None)(function)
     counts = Counts()
 
-    def look() -> None:  # a closure of this package, by which the census knows what it holds
+    def look() -> None:  # a closure of this package, by which the census knows what it and ``counts.own`` hold
         counts.require_few()
 
     target = Target(function, _target.inputs(config, function), patience, look=look)
@@ -142,7 +146,9 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     moment = _census.moment()
     _trim()  # what this look has left
     in_use = _in_use()
-    measured = _Readings(target, pace, size, say, counts).decided()
+    readings = _Readings(target, pace, size, say, counts)
+    measured = readings.decided()
+    counts.own += [readings, measured]
     grown = measured["private"][-1] - measured["private"][0]
     pace = pace._replace(most=max(_FEWEST_CALLS, _calls_for(_TESTED, target.calls, grown)))
     measured["trimmed"] = max(0, _fallen(lambda: None) - free)
@@ -155,6 +161,11 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     say(measured=measured)
     say(phase="tests")
     measured |= _given_back(pools, sizes)
+    if _collects() and 2 * measured["collected"] > grown:  # it has not been the collector's turn yet
+        readings.drive(_AGAIN, collect=True)
+        if readings.verdict() == "steady":
+            say(measured=measured | readings.found(), done=True)
+            return
     measured |= {name: size - in_use[name] for name, size in _in_use().items() if name in in_use}
     measured |= _named(moment, target.calls)  # after the collection: what is no garbage
     measured |= _rates(target, pace)
@@ -195,6 +206,7 @@ class _Readings:
         self.private: list[int] = []
         self.workers: list[int] = []
         self.judged_from = 0
+        self._began = time.monotonic()
         self._target, self._pace, self._size, self._say, self._counts = target, pace, size, say, counts
 
     def decided(self) -> dict[str, Any]:
@@ -203,16 +215,20 @@ class _Readings:
         The second time garbage is collected before each reading: the collector's own sawtooth most often hides the
         rest.
         """
-        began = time.monotonic()
         self.drive()
         if self.verdict() == "undecided" and self.grown() <= _MOST:
             self.drive(_AGAIN, collect=True)
+        return self.found()
+
+    def found(self) -> dict[str, Any]:
         return {
-            **{name: getattr(self, name) for name in ("calls", "private", "judged_from")},
+            "calls": [*self.calls],
+            "private": [*self.private],
+            "judged_from": self.judged_from,
             "in_workers": self.workers[-1] - self.workers[0],
             **_failed(self._target),
             "growing": self._counts.growing(self.judged_from),
-            "seconds": time.monotonic() - began,
+            "seconds": time.monotonic() - self._began,
         }
 
     def drive(self, times: int = 1, *, collect: bool = False) -> None:
@@ -277,6 +293,12 @@ def _warm_up(target: Target, pace: _Pace) -> int:
     share, began = _DRIVE / _READINGS * pace.seconds, time.monotonic()
     count = target.run(min(most, _CALIBRATING), began + share)
     return min(most, max(1, int(share * count / (time.monotonic() - began))))
+
+
+def _collects() -> bool:
+    """Whether the garbage collector goes through all objects by itself, and not only after very many new ones."""
+    first, *others = gc.get_threshold()
+    return gc.isenabled() and 0 < first * math.prod(max(1, each) for each in others) <= _MOST_NEW
 
 
 def _trim() -> None:

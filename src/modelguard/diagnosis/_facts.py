@@ -283,6 +283,7 @@ KNOWN = frozenset(
         "LD_PRELOAD",
         "MALLOC_CONF",
         "PROMETHEUS_MULTIPROC_DIR",
+        "PYTHONDEVMODE",
         "PYTHONMALLOC",
         "PYTHON_PYMALLOC_HUGEPAGES",
     }

@@ -208,15 +208,16 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
         )
     where = f"the environment that process {pid} was started with"
     set_later = (variable for process in _workers(processes) or processes for variable in process.said.variables)
+    variables = (*known_variables(environ, where), *dict.fromkeys(set_later))
     return Facts(
         subject,
         machine(root, pid),
-        (*known_variables(environ, where), *dict.fromkeys(set_later)),
+        variables,
         python,
         seen.problems,
         _server(_words(pid, root), processes, answers),
         processes,
-        tuple(_stale_metrics(environ, pid, root)),
+        tuple(_stale_metrics({each.name: each.value for each in variables}, pid, root)),
         unknown=tuple(unknown),
         misspelt=tuple(misspelt_variables(environ, where)),
     )

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from modelguard._units import format_bytes
 from modelguard.diagnosis._counts import Growing, counted
@@ -344,7 +344,7 @@ def notes_on(judged: Judgement, per: Unit = "calls") -> list[str]:
         f"memory rose by {format_bytes(round(step.size))} in one step, after {counted(step.calls, per)}"
         for step in judged.steps
     ]
-    if judged.verdict == "steady" and judged.low > _SLIGHT:
+    if judged.verdict == "steady" and judged.low > _SLIGHT and judged.growth < LEAST:
         rose, run = format_bytes(round(judged.growth)), "as many calls" if per == "calls" else "as long"
         notes.append(f"memory rose evenly, by {rose}, which is too little to count; three times {run} would tell")
     return notes
@@ -489,7 +489,7 @@ _COUNTED: tuple[_Counted, ...] = (
     _Counted("tasks", "tasks", marks=("Task", "asyncio.")),
     _Counted("tensors with a graph", "autograd", marks=("Tensor",)),
     _Counted("queued items", "queues", marks=("(deque",)),  # a set of queues is a container like others
-    _Counted("spacy strings", "spacy strings", 2000),
+    _Counted("spacy strings", "spacy strings", 2000, ("StringStore",)),
     _Counted("mappings", "mappings", marks=("mmap",)),
     _Counted("connections", "connections", 3e6, ("Connection",)),  # SQLite caches 2 MB of pages for each
     _Counted("tensorflow traces", "tensorflow"),
@@ -579,7 +579,7 @@ def _held(held: Sequence[Held]) -> _Found:
 
 
 def _holding(held: Sequence[Held]) -> CauseName:
-    return "tracebacks" if held and held[0].errors else "python objects"
+    return cast("CauseName", (held and held[0].about) or "python objects")
 
 
 def _kinds(types: Mapping[str, int]) -> str:

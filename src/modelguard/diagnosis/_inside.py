@@ -260,6 +260,7 @@ def _asgi(arbiter: Any, owners: list[Any]) -> bool | None:
     app = next((each for each in (*served, getattr(arbiter.app, "callable", None)) if each is not None), None)
     if app is None:
         return None
+    app = app.func if type(app).__module__ == "functools" else app  # a partial
     called = app if hasattr(app, "__code__") else type(app).__call__
     return bool(getattr(getattr(called, "__code__", None), "co_flags", 0) & _COROUTINE)
 

@@ -19,13 +19,14 @@ from modelguard.errors import InvalidOption, printable
 # All fixes that the command can make, merged into one line to paste.
 
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=")
+_ASSIGNMENT = re.compile(r"([^=-][^=]*)=")
+_OF_THE_SHELL = '"$GUNICORN_CMD_ARGS '
 
 
 def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | None) -> str:
     """Write the command so that it contains every fix that a command can contain."""
     remedies = [finding.remedy for finding in findings if finding.remedy is not None]
-    if not remedies or not words:
+    if not words:
         return ""
     merged = {field.name: [word for each in remedies for word in getattr(each, field.name)] for field in fields(Remedy)}
     environ = {name: value for name, _, value in (each.partition("=") for each in merged["environ"])}
@@ -35,13 +36,18 @@ def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | No
     if any(PurePath(word).name == server for word in command):
         command += options
     elif server == "gunicorn" and options:
-        environ["GUNICORN_CMD_ARGS"] = shlex.join(options)
+        # Behind what stands there already: the last of two options decides.
+        own = [word for word in command if word.startswith("GUNICORN_CMD_ARGS=")]
+        command = [f"{word} {shlex.join(options)}" if word in own else word for word in command]
+        environ |= {} if own else {"GUNICORN_CMD_ARGS": f'{_OF_THE_SHELL}{shlex.join(options)}"'}
     if run:
         command = ["modelguard", "run", *run, "--", *command]
     if unset or environ:
         removed = [part for name in unset for part in ("-u", name)]
         command = ["env", *removed, *(f"{name}={value}" for name, value in environ.items()), *command]
-    line = " ".join(word if HIDDEN in word else shlex.quote(word) for word in command)
+    if command == list(words) and not merged["before"]:
+        return ""  # a program that starts its server itself cannot be given options
+    line = " ".join(word if HIDDEN in word or _OF_THE_SHELL in word else shlex.quote(word) for word in command)
     return " && ".join([*dict.fromkeys(merged["before"]), line])
 
 

@@ -411,7 +411,8 @@ def _waiting(task: Any) -> str:
 
 def _running(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - CPython's own
-    target = getattr(thread, "_target", None) or type(thread).run
+    timed = (_attributes(thread) or {}).get("function") if _is(thread, threading.Timer) else None
+    target = timed or getattr(thread, "_target", None) or type(thread).run
     state = f"running {getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', name(type(target)))}"
     while frame is not None and _is_library(frame.f_code):
         frame = frame.f_back
@@ -550,6 +551,8 @@ def _is_loop(one: Any) -> bool:
 
 def _of_function(function: types.FunctionType, node: _Node) -> str:
     where, way = f"{_module(function.__globals__)}.{function.__qualname__}", _way(function, node)
+    if function.__code__.co_qualname != function.__qualname__:  # under functools.wraps
+        where += f" ({function.__code__.co_qualname})"
     if node.one is function.__closure__ or _is(node.one, types.CellType):
         return f"the closure of {where}{way.removeprefix('[...]')}"
     if node.one is function.__defaults__ or node.one is function.__kwdefaults__:

@@ -266,6 +266,7 @@ def test_nothing_known() -> None:
         pytest.param("MG109", "fault", {"variables": (variable("OMP_NUM_THREADS", "two"),)}, id="a word for a number"),
         pytest.param("MG110", "note", {"server": replace(COPIES, workers=1, threads=32)}, id="32 threads"),
         pytest.param("MG504", "fault", {"variables": (variable("PYTHONMALLOC", "debug"),)}, id="debug checks"),
+        pytest.param("MG504", "fault", {"variables": (variable("PYTHONDEVMODE", "1"),)}, id="the development mode"),
         pytest.param(
             "MG505", "fault", {"processes": (ServiceProcess(1, inside=Inside(gil_for=("old",))),)}, id="the GIL is back"
         ),
@@ -391,6 +392,10 @@ def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any])
             id="32 threads with jemalloc",
         ),
         pytest.param({"variables": (variable("PYTHONMALLOC", "malloc"),)}, id="small objects by malloc"),
+        pytest.param(
+            {"variables": (variable("PYTHONDEVMODE", "1"), variable("PYTHONMALLOC", "malloc"))},
+            id="the development mode without debug checks",
+        ),
         pytest.param(
             {"machine": replace(ROOMY, strain=Strain(killed=0, held=800 * MB, peak=10**9))}, id="a peak of file cache"
         ),

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from modelguard.control import _client
-from modelguard.diagnosis import GrowthReport, _inside, diagnose, diagnose_process
+from modelguard.diagnosis import GrowthReport, _counts, _inside, diagnose, diagnose_process
 from modelguard.diagnosis._facts_process import Connection
 from modelguard.diagnosis._watch import Watched
 from modelguard.errors import InvalidOption
+from modelguard.facts._proc import parse_mappings
 
 MB = 10**6
 
@@ -266,3 +269,26 @@ def test_what_is_no_name_no_duration_and_no_file(options: dict[str, Any], says: 
     """The function itself and its inputs stand in another process: the error says what to give instead."""
     with pytest.raises(InvalidOption, match=says):
         diagnose(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("[anon: glibc: malloc arena]", "the heap of malloc"),
+        ("[anon: glibc: pthread stack: 4711]", "stacks of threads"),
+    ],
+)
+def test_memory_by_the_names_of_newer_glibc(name: str, kind: str) -> None:
+    """From 2.39 on glibc can name what it maps."""
+    (mapping,) = parse_mappings(f"7f12-7f34 rw-p 00000000 00:00 0   {name}")
+    assert kind == _counts._kind(mapping)
+
+
+def test_a_partial_of_a_coroutine_function_is_an_asgi_application() -> None:
+    """As one whose first arguments are bound."""
+
+    async def serve(name: str, scope: object, receive: object, send: object) -> None:
+        """Answer nothing."""
+
+    worker = SimpleNamespace(app=None, wsgi=functools.partial(serve, "name"))
+    assert _inside._asgi(SimpleNamespace(app=worker), [worker])

@@ -258,6 +258,15 @@ def test_metric_files_of_ended_processes(machine: Machine, tmp_path: Path) -> No
     assert ("gauge_all_4711.db",) == machine.facts().stale_metrics
 
 
+def test_a_folder_of_metrics_that_the_program_sets(machine: Machine, tmp_path: Path) -> None:
+    """As from a .env file: it is the one that the service writes to."""
+    (tmp_path / "gauge_all_4711.db").touch()
+    machine.process(10, "python")
+    late = ["PROMETHEUS_MULTIPROC_DIR", str(tmp_path), "app", "/srv/app.py line 3"]
+    facts = facts_of_tree(10, "it", {10: {"variables": [late]}}, root=machine.root)
+    assert ("gauge_all_4711.db",) == facts.stale_metrics
+
+
 def test_a_relative_folder_of_metrics_lies_in_the_folder_of_the_process(machine: Machine, tmp_path: Path) -> None:
     """The doctor may run in another one."""
     machine.process(10, "python", environ="PROMETHEUS_MULTIPROC_DIR=metrics\0")

@@ -63,6 +63,29 @@ def test_a_slight_rise_is_said_though_it_does_not_count(rise: int, notes: int) -
     assert notes == len([note for note in notes_on(measured.judged) if "three times as many calls" in note])
 
 
+def test_growth_that_has_ended_is_not_said_to_go_on() -> None:
+    """A cache that has filled with 5 MB is steady, and that is more than too little to count."""
+    measured = Measured(calls=tuple(range(24)), private=tuple(min(at, 14) * 5 * MB // 14 for at in range(24)))
+    assert "steady" == measured.judged.verdict
+    assert [] == notes_on(measured.judged)
+
+
+def test_entries_that_are_a_cause_name_it() -> None:
+    """Series of a registry of the service's own are labels, and connections to other servers are connections."""
+    for about in ("metric labels", "unbounded cache", "connections"):
+        held = Held("app.kept", "dict", 900, "app.Entry", 90 * MB, about=about, fix="Mend it.")
+        cause = attribute(grown(small=100 * MB, held=(held,)))[0][0]
+        assert (about, "Mend it.") == (cause.name, cause.fix)
+
+
+def test_rules_of_a_pipeline_are_no_strings() -> None:
+    """What a matcher keeps is named beside the strings that its rules have added."""
+    rules = Held("app.MATCHER", "dict", 900, "set", 60 * MB)
+    causes, rest = attribute(grown(after={"spacy strings": 20_000}, held=(rules,)))
+    assert [("python objects", 0.6), ("spacy strings", 0.4)] == [(each.name, each.share) for each in causes]
+    assert 0 == rest
+
+
 def test_native_memory_by_line() -> None:
     """With memray, the lines of Python below which it was allocated are named."""
     causes, _ = attribute(grown(native={"app.py:7": 9e4, "app.py:9": 1e4}, traced_by="memray"))

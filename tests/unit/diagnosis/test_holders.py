@@ -194,6 +194,25 @@ def wait_in_task(given):
 def finish_task(given):
     loops[0].run_until_complete(start(finish, given))
 
+def start_timer(given):
+    if given % 4 == 0:
+        threads.append(threading.Timer(1000, give_up))
+        threads[-1].start()
+
+def give_up():
+    pass
+
+def remember(function):
+    seen = {}
+    @functools.wraps(function)
+    def wrapper(given):
+        seen[given] = function(given)
+    return wrapper
+
+@remember
+def answer(given):
+    return str(given) * 50
+
 def start_thread(given):
     if given % 4 == 0:
         threads.append(threading.Thread(target=block, daemon=True))
@@ -223,6 +242,8 @@ def app() -> Iterator[types.ModuleType]:
     yield module
     del sys.modules["held_app"]
     module.over.set()
+    for each in module.threads:
+        getattr(each, "cancel", each.is_alive)()
     for each in (*module.threads, *module.connections, *(one["socket"] for one in module.sockets.values())):
         (each.join if each in module.threads else each.close)()
 
@@ -260,6 +281,7 @@ def grown_by(app: types.ModuleType, function: str, calls: int = 500) -> list[_ho
         ("keep_recent", "held_app.recent", "collections.deque", "str"),
         ("cached", "the lru_cache of held_app.cached", "dict", "str"),
         ("closure", "the closure of held_app.make.<locals>.closure", "list", "bytes"),
+        ("answer", "the closure of held_app.answer (remember.<locals>.wrapper)", "dict", "str"),
         ("default", "a default argument of held_app.default", "list", "str"),
         ("send", "the suspended call generator", "list", "str"),
         ("keep_error", "held_app.errors", "list", "ValueError -> bytes"),
@@ -314,6 +336,7 @@ def test_containers_at_one_way_are_one_holder(app: types.ModuleType) -> None:
         ("keep_error", "tracebacks", "ValueError", ("whose frame of fails (held_app.py line", "error.with_traceback")),
         ("wait_in_task", "tasks", "_asyncio.Task", ("pending in wait_for_ever (held_app.py line", "asyncio.timeout()")),
         ("finish_task", "tasks", "_asyncio.Task", ("finished", "remove each when it is done")),
+        ("start_timer", "threads", "threading.Timer", ("running held_app.give_up", "do not end")),
         ("start_thread", "threads", "threading.Thread", ("running held_app.block at block (held_app.py", "do not end")),
     ],
 )

@@ -22,6 +22,7 @@ GUNICORN = ("gunicorn", "app:app")
         ((Remedy(environ=("A=1",)),), GUNICORN, "env A=1 gunicorn app:app"),
         ((Remedy(unset=("A",)),), ("env", "A=2", "B=3", *GUNICORN), "env -u A env B=3 gunicorn app:app"),
         ((Remedy(unset=("A",)),), ("env", "A=2", *GUNICORN), "env -u A gunicorn app:app"),
+        ((Remedy(unset=("A ",)),), ("env", "A =2", "B=3", *GUNICORN), "env -u 'A ' env B=3 gunicorn app:app"),
         ((Remedy(environ=("A=1",)), Remedy(unset=("A",))), GUNICORN, "env A=1 gunicorn app:app"),
         ((Remedy(options=("--max-requests", "0")),), GUNICORN, "gunicorn app:app --max-requests 0"),
         (
@@ -38,7 +39,16 @@ GUNICORN = ("gunicorn", "app:app")
             "modelguard run --preset a --allocator x -- gunicorn app:app",
         ),
         ((Remedy(before=("rm -f /m/*.db",)),), GUNICORN, "rm -f /m/*.db && gunicorn app:app"),
-        ((Remedy(options=("--preload",)),), ("./start.sh",), "env GUNICORN_CMD_ARGS=--preload ./start.sh"),
+        (
+            (Remedy(options=("--preload",)),),
+            ("./start.sh",),
+            'env GUNICORN_CMD_ARGS="$GUNICORN_CMD_ARGS --preload" ./start.sh',
+        ),
+        (
+            (Remedy(options=("--timeout", "9")),),
+            ("env", "GUNICORN_CMD_ARGS=--timeout 3", "./start.sh"),
+            "env 'GUNICORN_CMD_ARGS=--timeout 3 --timeout 9' ./start.sh",
+        ),
         ((Remedy(environ=("A=a b",)),), ("app", "--password=***"), "env 'A=a b' app --password=***"),
         ((None,), GUNICORN, ""),
         ((Remedy(environ=("A=1",)),), (), ""),
@@ -50,5 +60,5 @@ def test_the_line(remedies: tuple[Remedy | None, ...], words: tuple[str, ...], e
 
 
 def test_options_of_another_server_need_its_command() -> None:
-    """A program that starts uvicorn itself cannot be given options."""
-    assert "python main.py" == line(Remedy(options=("--workers", "1")), words=("python", "main.py"), server="uvicorn")
+    """A program that starts uvicorn itself cannot be given options, and a line without a fix is none."""
+    assert "" == line(Remedy(options=("--workers", "1")), words=("python", "main.py"), server="uvicorn")
