@@ -172,6 +172,34 @@ def test_a_mold_that_is_killed_harms_no_request(tmp_path: Path) -> None:
         wait_until(lambda: len(server.children() - gone) == 2, what="killed workers come back")
 
 
+#: A hook of the application's starts a process in the master, by a fork.
+HELPER = """
+    import os
+    import time
+    from pathlib import Path
+    from modelguard.frameworks.gunicorn import *
+
+    def when_ready(server):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(120)
+            os._exit(0)
+        Path("helper").write_text(str(pid))
+"""
+
+
+def test_a_mold_ends_beside_what_hooks_have_forked(tmp_path: Path) -> None:
+    """A process that the master has forked, as gunicorn's dirty workers are, keeps no old model in memory."""
+    (tmp_path / "own.py").write_text(textwrap.dedent(HELPER))
+    with running(tmp_path, "-w", "1", "-c", "own.py", policy=POLICY) as server:
+        helper = int((tmp_path / "helper").read_text())
+        (first,) = server.molds() - {helper}
+        server.replace_file("weights", "2")
+        wait_until(lambda: not alive(first), what="the first mold ends", seconds=30)
+        assert alive(helper)
+        assert "2" == server.words()[1]
+
+
 def test_workers_that_are_killed_come_from_the_mold(tmp_path: Path) -> None:
     """They have its model, and nothing is loaded for them."""
     with running(tmp_path, "-w", "2", policy="TTL('1h')") as server:

@@ -229,7 +229,7 @@ class Molds:
         for mold in self._molds[:]:
             mold.workers.intersection_update(self._server.WORKERS)
             if not (mold.shares or mold.workers or mold is self._current or mold is self._made):
-                mold.control.close()
+                mold.control.hang_up()
                 if child_processes.await_end(mold.pidfd, 0):
                     self._molds.remove(mold)
                     mold.close()
@@ -319,7 +319,7 @@ class Molds:
             _refuse(self._asked, Unwanted())
         until = time.monotonic() + _UNLOAD
         for mold in self._molds:
-            mold.control.close()
+            mold.control.hang_up()
         for mold in self._molds:
             child_processes.await_end(mold.pidfd, until - time.monotonic())
 
