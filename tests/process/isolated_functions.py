@@ -575,11 +575,20 @@ def load_with_few_forks() -> Model:
         return fork()
 
     os.fork = limited
-    return Model()
+    return load()
 
 
 @isolate(workers=1)
 @guard(load_with_few_forks, reload_on=None, loading=QUICK)
 def forks(loaded: Model) -> int:
     """Tell the mold."""
+    return loaded.pid
+
+
+@isolate(workers=2)
+@guard(load_with_few_forks, reload_on=None, loading=QUICK)
+def two_forks(loaded: Model, until: str = "") -> int:
+    """Tell the mold, once this path is there."""
+    while until and not Path(until).exists():
+        time.sleep(0.01)
     return loaded.pid
