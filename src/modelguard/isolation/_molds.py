@@ -685,20 +685,21 @@ class MoldGuard:
         lived = time.monotonic() - mold.born
         self._deaths = 1 if lived > _SOUND else self._deaths + 1
         wait = 0.0 if self._deaths == 1 else self.source.loading.backoff.seconds(self._deaths - 1, 0.5)
-        old = weakref.ref(mold)
-        supervisor().later(wait, lambda: self._replace(old))
+        supervisor().later(wait, partial(self._replace, weakref.ref(mold)))
 
-    def _replace(self, old: weakref.ref[Mold]) -> None:
+    def _replace(self, old: weakref.ref[Mold], *, again: bool = False) -> None:
         mold, engine = self.current, self.guard.engine
         if mold is None or mold is not old():
             return
-        if engine.loading:
-            # If that load fails, and the guard is paused, it does not try again: it takes the dead mold for one that
-            # serves.
-            supervisor().later(self.source.loading.backoff.seconds(1, 0.5), lambda: self._replace(old))
-            return
-        with suppress(GuardClosed):
-            self.guard.reload(wait=False)
+        due = not engine.loading and (not again or engine.state.retry_at <= engine.runtime.clock())
+        if due:
+            with suppress(GuardClosed):
+                self.guard.reload(wait=False)
+        serves = mold.died is None
+        if serves or not due:
+            # If that load fails, the guard may not try again: paused, it takes this mold for one that is all right.
+            pause = self.source.loading.backoff.seconds(1, 0.5)
+            supervisor().later(pause, partial(self._replace, old, again=serves))
 
     def is_paused(self) -> bool:
         return self.guard.engine.state.paused
