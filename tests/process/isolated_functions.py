@@ -302,6 +302,19 @@ def refuse(_: Any) -> None:
     raise Refused
 
 
+class Lazy:
+    """Stands for another object, which cannot be found, as a lazy one of Django may."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Fail."""
+        raise OSError("no database")
+
+    def __reduce__(self) -> str:
+        """Fail as well."""
+        raise OSError("no database")
+
+
 def fork(value: Any) -> Any:
     """Return twice."""
     pid = os.fork()
@@ -323,6 +336,7 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "unpicklable error": raise_unpicklable,
     "lock": lambda _: threading.Lock(),
     "iterator": lambda _: iter(range(3)),
+    "lazy": lambda _: Lazy(),
     "exit": lambda _: sys.exit(4),
     "large": lambda _: bytes(40_000_000),
     "log": lambda value: logging.getLogger("isolated").warning("seen %s", value),
@@ -575,11 +589,20 @@ def load_with_few_forks() -> Model:
         return fork()
 
     os.fork = limited
-    return Model()
+    return load()
 
 
 @isolate(workers=1)
 @guard(load_with_few_forks, reload_on=None, loading=QUICK)
 def forks(loaded: Model) -> int:
     """Tell the mold."""
+    return loaded.pid
+
+
+@isolate(workers=2)
+@guard(load_with_few_forks, reload_on=None, loading=QUICK)
+def two_forks(loaded: Model, until: str = "") -> int:
+    """Tell the mold, once this path is there."""
+    while until and not Path(until).exists():
+        time.sleep(0.01)
     return loaded.pid

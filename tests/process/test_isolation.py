@@ -716,6 +716,8 @@ class TestTransfer:
                 echo(do="lock")
             with pytest.raises(TransferRefused, match="range_iterator; write a generator function"):
                 echo(do="iterator")
+            with pytest.raises(TransferRefused, match=r"isolated_functions\.Lazy: .*no database"):
+                echo(do="lazy")
             assert pid == echo.status().workers[0].pid
 
     def test_an_argument_that_exits_as_it_is_rebuilt_is_refused(self) -> None:

@@ -514,18 +514,20 @@ def test_modules_of_the_same_names_as_pythons_own_are_not_imported(tmp_path: Pat
     assert (0, "7\n") == (done.returncode, done.stdout), done.stderr[-3000:]
 
 
-def test_a_working_directory_that_is_removed_ends_no_reload(tmp_path: Path) -> None:
-    """A deploy removes the folder of the old release, in which its processes are still."""
+@pytest.mark.parametrize("name", ["where", "shared_echo"])
+def test_a_working_directory_that_is_removed_ends_no_reload(tmp_path: Path, name: str) -> None:
+    """A deploy removes the folder of the old release, in which its processes are still, and a broker."""
     (tmp_path / "release").mkdir()
     program = f"""
         import json, os
-        from tests.process.isolated_functions import where
         os.chdir({str(tmp_path / "release")!r})
-        with where:
-            before = where()[0]
+        from tests.process.isolated_functions import {name} as isolated
+        with isolated:
+            isolated.load()
             os.rmdir({str(tmp_path / "release")!r})
-            where.reload()
-            print(json.dumps(before != where()[0]))
+            isolated.reload()
+            isolated()
+            print(json.dumps(2 == isolated.status().generation))
     """
     assert run_python(program, 60)
 

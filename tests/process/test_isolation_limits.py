@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -219,6 +220,30 @@ def test_a_mold_that_cannot_fork_is_replaced(tmp_path: Path, monkeypatch: pytest
             os.kill(worker.pid, signal.SIGKILL)
         wait_until(lambda: forks.status().mold not in (first, None), "the next mold")
         assert first != forks()
+    wait_until(no_children, "the end of all molds")
+
+
+def test_workers_that_serve_outlast_new_ones_that_do_not_come_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call is lost while a mold gets no new worker, and the model cannot be loaded: then the next mold serves."""
+    switch, weights = tmp_path / "no more forks", tmp_path / "weights"
+    monkeypatch.setenv("ISOLATION_NO_FORKS", str(switch))
+    monkeypatch.setenv("ISOLATION_SWITCH", str(weights))
+    with functions.two_forks as forks, ThreadPoolExecutor(1) as threads:
+        first = forks()
+        running = threads.submit(forks, str(tmp_path / "go"))
+        wait_until(lambda: any(one.state == "busy" for one in forks.status().workers), "the call")
+        switch.write_text(str(forks.status().mold))
+        weights.write_text("fail")
+        (idle,) = (one.pid for one in forks.status().workers if one.state == "idle")
+        os.kill(idle, signal.SIGKILL)
+        wait_until(lambda: forks.status().state == "degraded", "the load that fails")
+        (tmp_path / "go").touch()
+        assert first == running.result(30) == forks()
+        assert forks.ready
+        weights.unlink()
+        wait_until(lambda: first != forks(), "the next mold")
     wait_until(no_children, "the end of all molds")
 
 

@@ -413,7 +413,9 @@ class Serving:
 
 
 def _describe(value: object) -> str:
-    kind = value.__class__  # what a guard's proxy of a lazy result stands for
+    kind = type(value)
+    with suppress(BaseException):  # any code, as pickling runs it; of a lazy result, what a guard's proxy stands for
+        kind = value.__class__
     hint = "; write a generator function, so that its items are streamed" if hasattr(kind, "__next__") else ""
     return f"an object of type {type_name(kind)}{hint}"
 

@@ -169,7 +169,7 @@ class MoldOrders:
         pass
 
     def give_up(self) -> None:
-        """No worker of this mold comes up: make another mold."""
+        """No worker of this mold comes up: make another mold. Once, and again when no other is left either."""
 
     def settle_later(self, seconds: float) -> None:
         """Call :meth:`Workers.settle` after so many seconds."""
@@ -221,7 +221,8 @@ class Workers:
         self._start_at = 0.0
         self._waiters = WaitingLine()
         self.presence: Presence = "present"
-        self.gone = self._closed = self._gave_up = False
+        self.gone = self._closed = False
+        self._gave_up: int | None = None  # how many workers were up then
         self._answers: list[tuple[Waiter, Worker | Exception | None]] = []
         self._events: list[Event] = []
         self._postponed: dict[int, tuple[Reason, ...]] = {}
@@ -363,7 +364,7 @@ class Workers:
         """End all workers until the next call; their numbers. None, and nothing ends, if one has something to do."""
         with self._lock:
             workers = list(self._members.values())
-            if self.gone or self._gave_up or self._waiters or self.presence != "present":
+            if self.gone or self._gave_up is not None or self._waiters or self.presence != "present":
                 return None
             if any(worker.state != "idle" for worker in workers):
                 return None
@@ -409,8 +410,7 @@ class Workers:
     def is_ready(self) -> bool:
         """Whether a worker can take calls, now or after the call that it runs."""
         with self._lock:
-            usable = any(worker.state in {"idle", "busy"} for worker in self._members.values())
-            return usable and not self.gone and self._circuit.state == "closed"
+            return bool(self._up()) and not self.gone and self._circuit.state == "closed"
 
     @property
     def is_complete(self) -> bool:
@@ -485,16 +485,21 @@ class Workers:
 
     # Under the lock: which are started and ended
 
+    def _up(self) -> list[Worker]:
+        return [worker for worker in self._members.values() if worker.state in {"idle", "busy"}]
+
     def _settle(self, now: float) -> None:
         """Start the workers that are missing and end those that have been replaced, as far as it is time for it."""
-        if not (self.gone or self._gave_up or self.presence == "ended"):
+        if not (self.gone or self.presence == "ended"):
             self._end_replaced()
             self._start_missing(now)
 
     def _start_missing(self, now: float) -> None:
         if self._failed_starts >= FAILED_STARTS:
-            self._gave_up = True
-            self._mold.give_up()
+            up = len(self._up())
+            if self._gave_up is None or self._gave_up > up == 0:
+                self._gave_up = up
+                self._mold.give_up()
             return
         workers = self._members.values()
         to_replace = [] if self._is_paused() else [worker for worker in workers if worker.worn]
@@ -515,7 +520,7 @@ class Workers:
             self._mold.start_worker(worker)
 
     def _end_replaced(self) -> None:
-        up = [worker for worker in self._members.values() if worker.state in {"idle", "busy"}]
+        up = self._up()
         excess = len(up) - self._size
         if excess > 0 and not self._is_paused():
             self._end([worker for worker in up if worker.worn][:excess])

@@ -186,8 +186,7 @@ class Mold(MoldOrders):
         self._supervisor.call(lambda: self._start(worker))
 
     def give_up(self) -> None:
-        how = "its workers end before they can take a call"
-        self._supervisor.call(lambda: self._die(how))
+        self._supervisor.call(lambda: self._condemn("its workers end before they can take a call"))
 
     def settle_later(self, seconds: float) -> None:
         self._supervisor.later(seconds, self.workers.settle)
@@ -341,14 +340,21 @@ class Mold(MoldOrders):
         if worker.pid:
             worker.kill()
         else:
-            self._die(f"it has not forked a worker within {_START:.0f} s")
+            self._condemn(f"it has not forked a worker within {_START:.0f} s")
+
+    def _condemn(self, how: str) -> None:
+        """Have another mold made. This one serves meanwhile, if it has a worker that can."""
+        if self._loaded.done() and self.workers.is_ready:
+            self.owner.replace(self)
+        else:
+            self._die(how)
 
     def _die(self, how: str) -> None:
         self.workers.mold_ended(how)
         self._fail(RuntimeError(how))
         if not self._ending and self.died is None:
             self.died = time.monotonic()
-            self.owner.mold_died(self)
+            self.owner.replace(self)
         if not self.ended.is_set():
             self._kill()
 
@@ -674,24 +680,26 @@ class MoldGuard:
         if self.load_timeout is not None:
             supervisor().later(self.load_timeout, weakly(mold.end_late_load))
 
-    def mold_died(self, mold: Mold) -> None:
+    def replace(self, mold: Mold) -> None:
+        """Make another mold in place of one that has died, or gets no workers."""
         lived = time.monotonic() - mold.born
         self._deaths = 1 if lived > _SOUND else self._deaths + 1
         wait = 0.0 if self._deaths == 1 else self.source.loading.backoff.seconds(self._deaths - 1, 0.5)
-        dead = weakref.ref(mold)
-        supervisor().later(wait, lambda: self._replace(dead))
+        supervisor().later(wait, partial(self._replace, weakref.ref(mold)))
 
-    def _replace(self, dead: weakref.ref[Mold]) -> None:
+    def _replace(self, old: weakref.ref[Mold], *, again: bool = False) -> None:
         mold, engine = self.current, self.guard.engine
-        if mold is None or mold is not dead():
+        if mold is None or mold is not old():
             return
-        if engine.loading:
-            # If that load fails, and the guard is paused, it does not try again: it takes the dead mold for one that
-            # serves.
-            supervisor().later(self.source.loading.backoff.seconds(1, 0.5), lambda: self._replace(dead))
-            return
-        with suppress(GuardClosed):
-            self.guard.reload(wait=False)
+        due = not engine.loading and (not again or engine.state.retry_at <= engine.runtime.clock())
+        if due:
+            with suppress(GuardClosed):
+                self.guard.reload(wait=False)
+        serves = mold.died is None
+        if serves or not due:
+            # If that load fails, the guard may not try again: paused, it takes this mold for one that is all right.
+            pause = self.source.loading.backoff.seconds(1, 0.5)
+            supervisor().later(pause, partial(self._replace, old, again=serves))
 
     def is_paused(self) -> bool:
         return self.guard.engine.state.paused

@@ -411,7 +411,10 @@ def _is_of_a_server(main: str) -> bool:
 
 def become_like(owner: Mapping[str, Any], *, main: bool) -> None:
     """Take over path, arguments, working directory of the owner, and its main module if the function may be there."""
-    spawn.prepare({key: value for key, value in owner.items() if main or not key.startswith("init_main")})
+    taken = {key: value for key, value in owner.items() if main or not key.startswith("init_main")}
+    if not os.path.isdir(taken.get("dir", "")):  # noqa: PTH112 - removed, as above, which a broker is not told
+        taken.pop("dir", None)
+    spawn.prepare(taken)
 
 
 # What a new mold is told.

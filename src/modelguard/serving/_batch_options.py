@@ -363,8 +363,10 @@ def check_function(function: Any, caller: Mapping[str, Any]) -> None:
         InvalidOption: It is not a function, not a function of a list, or a route of a web framework.
     """
     if isinstance(function, classmethod | staticmethod):
-        kind = type(function).__name__
-        raise _rejected(function, why=f"it is a {kind}", fix=f"Put @batched(...) below @{kind}, next to the def.")
+        fix = "Put @batched(...) below @staticmethod, next to the def."
+        if isinstance(function, classmethod):  # below it, no call would know its class
+            fix = "Write a method of an instance, or a static method."
+        raise _rejected(function, why=f"it is a {type(function).__name__}", fix=fix)
     if not callable(function) or isinstance(function, type) or hasattr(function, "lease"):  # as guards and pools have
         why = f"it must be a function or a method, not {_units.kind_of(function)}"
         raise _rejected(function, why=why, fix="Decorate: def predict(items): return [...]")

@@ -154,7 +154,7 @@ class Process:
 
     def __init__(self, instructions: Any, owner: Any, *, generation: int) -> None:
         self.instructions, self.generation, self.is_paused = instructions, generation, owner.is_paused
-        self.die = lambda: owner.mold_died(self)
+        self.die = lambda: owner.replace(self)
         self.code = self.version = None
         self.died: float | None = None
         self.born = time.monotonic()
@@ -304,6 +304,23 @@ class TestMolds:
         Process.fails = False
         assert 1 == supervised.run()
         until(lambda: isolated.status().generation == 2)
+        assert [] == supervised.timers
+
+    def test_a_mold_that_gets_no_workers_is_replaced(
+        self, isolated: Isolated[Any, Any], supervised: Supervisor
+    ) -> None:
+        """It serves on until the next one is there, and the load is tried again though the guard would not."""
+        isolated.pause()
+        (mold,) = Process.made
+        until(lambda: not isolated._scope._molds.guard.engine.loading)  # type: ignore[attr-defined]
+        Process.fails = True
+        mold.die()
+        assert 1 == supervised.run()
+        until(lambda: isolated.status().state == "degraded")
+        assert isolated.ready
+        Process.fails = False
+        until(lambda: supervised.run() and isolated.status().generation == 2)
+        supervised.run()
         assert [] == supervised.timers
 
     def test_nothing_keeps_a_dead_mold_alive(self, isolated: Isolated[Any, Any], supervised: Supervisor) -> None:

@@ -210,6 +210,21 @@ class TestStart:
         assert FAILED_STARTS == len(numbers(orders, Start))
         assert 1 == sum(isinstance(order, ReplaceMold) for order in orders)
 
+    def test_workers_that_serve_are_no_reason_to_wait_when_they_have_gone(self) -> None:
+        """Another mold is asked for when new workers do not come up, and once more when no other is left."""
+        plan = Plan(2)
+        plan.settle(0.0)
+        plan.started(1)
+        plan.lost(2, 0.0, draw=1.0)
+        plan.settle(10.0)
+        plan.lost(3, 10.0, draw=1.0)
+        assert 1 == sum(isinstance(order, ReplaceMold) for order in plan.settle(20.0))
+        assert plan.workers.is_ready
+        assert [] == plan.settle(30.0)
+        plan.lost(1, 30.0, draw=1.0)
+        assert 1 == sum(isinstance(order, ReplaceMold) for order in plan.settle(40.0))
+        assert [] == plan.settle(50.0)
+
 
 class TestCalls:
     def test_the_worker_used_last_is_used_next(self) -> None:
