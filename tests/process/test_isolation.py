@@ -38,7 +38,7 @@ from modelguard.errors import (
     WorkerCrashed,
     WouldDeadlock,
 )
-from modelguard.isolation import _molds
+from modelguard.isolation import _mold_owner
 from modelguard.testing import Clock
 
 pytestmark = pytest.mark.timeout(180)
@@ -415,7 +415,7 @@ class TestDeaths:
 
     def test_a_mold_that_hangs_is_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One that is stopped forks no more: when a worker is missing too long, another mold takes its place."""
-        monkeypatch.setattr(_molds, "_START", 1.0)
+        monkeypatch.setattr(_mold_owner, "_START", 1.0)
         with using(functions.where) as where:
             first, workers = where.status().mold, where.status().workers
             os.kill(first, signal.SIGSTOP)
@@ -514,9 +514,10 @@ class TestPolicies:
             remove = telemetry.add_hook(seen.append)
             undoable.reload(wait=False)
             wait_until(
-                lambda: [mold.pid for mold in _molds.molds() if not mold._loaded.done()] not in ([], [None]), "a load"
+                lambda: [mold.pid for mold in _mold_owner.molds() if not mold._loaded.done()] not in ([], [None]),
+                "a load",
             )
-            (loading,) = [mold for mold in _molds.molds() if not mold._loaded.done()]
+            (loading,) = [mold for mold in _mold_owner.molds() if not mold._loaded.done()]
             undoable.rollback()
             wait_until(loading.ended.is_set, "the end of the mold that loads")
             switch("")

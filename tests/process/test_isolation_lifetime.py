@@ -149,10 +149,10 @@ def test_an_exit_while_a_mold_loads_is_no_failed_load(tmp_path: Path) -> None:
     """The exit ends the load, and announces no next attempt."""
     at_exit = """
 import logging
-from modelguard.isolation import _molds, status
+from modelguard.isolation import _mold_owner, status
 logging.basicConfig()
 status.refuse_calls()
-_molds.end_all()
+_mold_owner.end_all()
 time.sleep(1)
 """
     with owner(tmp_path, at_exit, loading=True) as process:
@@ -342,7 +342,7 @@ def test_a_fork_while_other_threads_call_leaves_a_child_that_runs(tmp_path: Path
         import os, sys, threading
         sys.path.insert(0, {str(tmp_path)!r})
         import functions
-        from modelguard.isolation._molds import molds
+        from modelguard.isolation._mold_owner import molds
         call = functions.{kind}
         call()
         held, over = threading.Event(), threading.Event()

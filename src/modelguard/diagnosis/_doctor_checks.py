@@ -109,7 +109,7 @@ _MANY_THREADS = 16
 
 
 @check("MG101 LD_PRELOAD is set, but not in force")
-def _placebo(facts: Facts) -> Evidence | None:
+def _preload_not_in_force(facts: Facts) -> Evidence | None:
     """The dynamic linker reads it when a program starts. Set later, as by gunicorn's raw_env, it has no effect."""
     late = [variable for variable in _set_late(facts, "LD_PRELOAD") if not _serves(facts, variable.value)]
     served = f"malloc is served by {facts.allocators[0]}" if facts.allocators else "it is not loaded"
@@ -137,7 +137,7 @@ def _background_threads(facts: Facts) -> Evidence | None:
 
 
 @check("MG104 A variable that is read at program start is set later")
-def _exec_variables(facts: Facts) -> Evidence | None:
+def _set_after_start(facts: Facts) -> Evidence | None:
     """When the program starts, glibc, jemalloc and Python read it. Later it has no effect."""
     late = _set_late(facts, *_AT_EXEC)
     remedy = Remedy(environ=tuple(f"{variable.name}={variable.value}" for variable in late))
@@ -286,7 +286,7 @@ def _may_run_torch(facts: Facts) -> bool:
 
 
 @check("MG202 A variable is set too late")
-def _too_late(facts: Facts) -> Evidence | None:
+def _set_after_import(facts: Facts) -> Evidence | None:
     """OpenMP and BLAS read theirs when they are loaded, oneDNN and ideep at their first use. Later it has no effect."""
     late = [variable for variable in facts.named(*THREAD_VARIABLES) if variable.moment == "after import"]
     ignored = [(variable, pool) for variable in late if (pool := _larger_pool(facts, variable))]

@@ -350,7 +350,7 @@ class Said:
 
 def command() -> list[str]:
     """The command that runs the driven program; the file of its configuration follows."""
-    return [sys.executable, "-m", "modelguard.diagnosis._driven"]
+    return [sys.executable, "-m", "modelguard.diagnosis._driven_program"]
 
 
 @contextlib.contextmanager

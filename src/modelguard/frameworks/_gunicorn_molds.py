@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from modelguard.errors import ForkHazard, GuardClosed, told
 from modelguard.frameworks._workers import MetricFiles, PreforkOptions, log_report
 from modelguard.isolation._channel import Channel, Unreadable, failed_load, pair
-from modelguard.isolation._mold import loading, unload
+from modelguard.isolation._mold_program import loading, unload
 from modelguard.lifecycle._models import Loaded
 from modelguard.lifecycle._reload import Unwanted
 from modelguard.lifecycle.guard import ModelGuard

@@ -465,7 +465,7 @@ class Caller:
                 if os.getpid() != process:
                     reason = "its worker answers the process that began it. Begin another one"
                     raise NotSupported(f"a stream of {self._name}() in a forked child", reason=reason)
-                kind, value = self._exchange(taken, step, Limits(time.monotonic(), limits.until))
+                kind, value = self._await_answer(taken, step, Limits(time.monotonic(), limits.until))
                 if kind != _ITEM:
                     break
                 yield value
@@ -474,7 +474,7 @@ class Caller:
         finally:
             if kind == _ITEM and os.getpid() == process:
                 with suppress(WorkerCrashed, DeadlineExceeded, _NeverRead):
-                    self._exchange(taken, close, Limits(time.monotonic()))
+                    self._await_answer(taken, close, Limits(time.monotonic()))
         if kind == _ERROR:
             raise value.pop()
 
@@ -535,7 +535,7 @@ class Caller:
             taken.put_back()
             raise
         try:
-            return self._exchange(taken, content, call.limits)
+            return self._await_answer(taken, content, call.limits)
         except _NeverRead as error:
             if not call.resends:
                 raise WorkerCrashed(self._name, pid=taken.pid, cause=error.cause) from None
@@ -625,7 +625,7 @@ class Caller:
 
     # Messages
 
-    def _exchange(self, taken: Taken, content: _channel.Content, limits: Limits) -> tuple[int, Any]:
+    def _await_answer(self, taken: Taken, content: _channel.Content, limits: Limits) -> tuple[int, Any]:
         """Send a message to the worker and wait for the answer; give the worker back unless it goes on."""
         channel = taken.channel
         try:

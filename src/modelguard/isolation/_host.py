@@ -350,7 +350,7 @@ def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
         with theirs:
             words = "broker", ".".join(orders.options.function)
             process = start_interpreter(
-                "_broker", (theirs.fileno(), lock), *words, prints=False, start_new_session=True
+                "_broker_program", (theirs.fileno(), lock), *words, prints=False, start_new_session=True
             )
     except BaseException:
         channel.close()

@@ -196,7 +196,7 @@ class Membership:
                 self._broker_ended()
             return False
         if message[:1] == _host.REPORT:
-            _supervisor.heed(message[1:])
+            _supervisor.emit_here(message[1:])
         else:
             state = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
             self.ready, self._family, self.version, paused = state

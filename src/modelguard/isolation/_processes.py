@@ -73,7 +73,7 @@ def set_oom_score(score: int) -> None:
         _OOM_FILE.write_text(str(score), encoding="ascii")
 
 
-def stay_back(before: int) -> None:
+def lower_priority(before: int) -> None:
     """Let this thread, and those that it starts, run after other work where there is not enough CPU time.
 
     Args:
@@ -83,40 +83,40 @@ def stay_back(before: int) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, min(before + _NICE, _LOWEST))
 
 
-def may_step_forward() -> bool:
-    """Whether this process can take back :func:`stay_back`."""
+def may_restore_priority() -> bool:
+    """Whether this process can take back :func:`lower_priority`."""
     capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
     room = resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - priority()
     return bool(capabilities >> _CAP_SYS_NICE & 1) or room
 
 
-def step_forward(before: int) -> None:
-    """Take back :func:`stay_back`, if this process may."""
+def restore_priority(before: int) -> None:
+    """Take back :func:`lower_priority`, if this process may."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, before)
 
 
 @contextmanager
-def standing_back() -> Iterator[None]:
-    """:func:`stay_back` for a block, if this process has the right to step forward again."""
-    if not may_step_forward():
+def at_lower_priority() -> Iterator[None]:
+    """:func:`lower_priority` for a block, if this process has the right to step forward again."""
+    if not may_restore_priority():
         yield
         return
     before = priority()
-    stay_back(before)
+    lower_priority(before)
     try:
         yield
     finally:
-        step_forward(before)
+        restore_priority(before)
 
 
 @contextmanager
-def coming_last() -> Iterator[None]:
-    """:func:`standing_back` while a model loads beside calls, which must not pay with a worker if memory runs out."""
+def at_lowest_priority() -> Iterator[None]:
+    """:func:`at_lower_priority` while a model loads beside calls, which must lose no worker if memory runs out."""
     before = _oom_score()
     set_oom_score(_OOM_SCORE_OF_LOADS)
     try:
-        with standing_back():
+        with at_lower_priority():
             yield
     finally:
         set_oom_score(before)

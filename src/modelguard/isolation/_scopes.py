@@ -18,8 +18,8 @@ from modelguard.isolation import _processes
 from modelguard.isolation._calls import Claim, Limits, Taken, WorkerScope
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
+from modelguard.isolation._mold_owner import Mold, MoldGuard
 from modelguard.isolation._mold_workers import Presence, Waiter, Worker
-from modelguard.isolation._molds import Mold, MoldGuard
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle._engine import Engine, raise_outcome

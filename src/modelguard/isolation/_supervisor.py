@@ -261,19 +261,19 @@ def sender(report: bytes) -> int:
     return int(_SENDER.unpack_from(report)[0])
 
 
-def hand_on(receiver: Callable[[bytes], object]) -> None:
+def relay_to(receiver: Callable[[bytes], object]) -> None:
     """Give the reports to ``receiver`` instead, in a process that stands between the workers and their callers."""
     global _receiver
     _receiver = receiver
 
 
 def replay(connected: socket.socket) -> bool:
-    """In the owner: heed what has been reported so far. Returns false once there will be no more."""
+    """In the owner: emit what has been reported so far. Returns false once there will be no more."""
     for _ in range(_MOST):
         report = receive(connected)
         if not report:
             return report is None
-        heed(report)
+        emit_here(report)
     return True
 
 
@@ -290,7 +290,7 @@ def receive(connected: socket.socket) -> bytes | None:
         return b""
 
 
-def heed(report: bytes) -> None:
+def emit_here(report: bytes) -> None:
     """In the owner: hand a record or an event to this process's loggers or hooks."""
     if _receiver is not None:
         _receiver(report)
@@ -494,7 +494,7 @@ def launch(instructions: Instructions) -> Launched:
         ours.enter_context(news)
         theirs.enter_context(its_news)
         words = "mold", ".".join(instructions.options.function)
-        process = start_interpreter("_mold", (its_control.fileno(), its_news.fileno()), *words, process_group=0)
+        process = start_interpreter("_mold_program", (its_control.fileno(), its_news.fileno()), *words, process_group=0)
         ours.pop_all()
     channel = Channel(control)
     channel.send_pickled(*content)

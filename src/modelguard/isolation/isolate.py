@@ -26,7 +26,7 @@ from modelguard.isolation._isolation_options import (
     Source,
     StartMethod,
 )
-from modelguard.isolation._molds import MoldGuard
+from modelguard.isolation._mold_owner import MoldGuard
 from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle.handle import check_wait

@@ -448,7 +448,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             pin = None
             if model is None:
                 self._raise_if_closed()  # in this very moment: nothing would release it
-                pin = self._make_place(want)
+                pin = self._reserve(want)
             elif self._lends(model, want):
                 pin = Pin(model, self._return_unwanted)
             else:
@@ -463,13 +463,13 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                 self._forget(want)
             return None
 
-    def _make_place(self, want: Want[K, M]) -> Pin[M] | None:
+    def _reserve(self, want: Want[K, M]) -> Pin[M] | None:
         """A place for a model that is to be loaded; None if others come first, or there is no room."""
         if (need := self._estimate(want.key)) > self.options.max_memory:
             raise ModelTooLarge(want.key, model_bytes=need, max_memory=self.options.max_memory)
         if not want.nested and self._first not in (None, want):
             return None
-        if not self._make_room(need, models=1):
+        if not self._evict_until_fits(need, models=1):
             if not want.nested:
                 self._first = want
             return None
@@ -543,7 +543,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         if self.line:
             self.line.serve()
 
-    def _make_room(self, need: int, *, models: int = 0) -> bool:
+    def _evict_until_fits(self, need: int, *, models: int = 0) -> bool:
         """Evict unused models, the least recently used first, until so many more bytes and models fit."""
         while self._used + need > self.options.max_memory or len(self._models) + models > self.options.max_models:
             unused = next((key for key, model in self._models.items() if model.unused), None)
@@ -645,7 +645,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                 raise ModelTooLarge(key, model_bytes=size, max_memory=self.options.max_memory)
             self._raise_if_gone(key, model)
             model.size = size  # and no longer what was estimated
-            if not self._make_room(0):
+            if not self._evict_until_fits(0):
                 self._evict(key)
                 model.loading = False  # those who wait for it look again
                 return False

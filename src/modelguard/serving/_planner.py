@@ -363,7 +363,9 @@ class Planner:
         """:meth:`sure` for any deadline."""
         return (waiting // self.most + 2) * self._full <= left and now <= self.overdue(running)
 
-    def too_late(self, request: Request, lines: Lines, waiting: int, running: list[Batch], now: float) -> float | None:
+    def estimate_if_late(
+        self, request: Request, lines: Lines, waiting: int, running: list[Batch], now: float
+    ) -> float | None:
         """Seconds that the answer to a new request would take, if it would come after the deadline; None if not.
 
         What finds a thread idle is in time whatever was measured: its run is a new measurement. But what cannot be in

@@ -236,7 +236,7 @@ class BatchQueue:
             displaced = self._check_room(request, now)
         bounded = request.deadline != math.inf
         if bounded:
-            self._check_deadline(request, now)
+            self._refuse_if_late(request, now)
         else:
             self._planner.note_admitted(math.inf)
         if displaced is not None:
@@ -353,7 +353,7 @@ class BatchQueue:
         pause = self._planner.seconds_to_drain(self.waiting, now)
         return QueueFull(self._limits.name, queued=self.waiting, retry_after=pause, displaced=displaced)
 
-    def _check_deadline(self, request: Request, now: float) -> None:
+    def _refuse_if_late(self, request: Request, now: float) -> None:
         """Check that, by what was measured, the answer to a request can come in time.
 
         Raises:
@@ -363,7 +363,7 @@ class BatchQueue:
         if left <= 0:
             self.counters.expired += self._together
             raise DeadlineExceeded(self._limits.name, waited=0.0)
-        estimate = self._planner.too_late(request, self._lines, self.waiting, self.running, now)
+        estimate = self._planner.estimate_if_late(request, self._lines, self.waiting, self.running, now)
         if estimate is not None:
             self.counters.refused_late += self._together
             raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)

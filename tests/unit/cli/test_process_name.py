@@ -43,7 +43,7 @@ def test_source_on_the_command_line_is_not_shown() -> None:
 
 def test_molds_and_their_workers() -> None:
     """The processes of an isolated function have its name."""
-    program = "from modelguard.isolation._mold import main; main(5, 7)"
+    program = "from modelguard.isolation._mold_program import main; main(5, 7)"
     assert "isolated app.predict" == process_name(["python", "-c", program, "mold", "app.predict"])
     assert "broker app.predict" == process_name(["python", "-c", program, "broker", "app.predict"])
 

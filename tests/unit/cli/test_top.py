@@ -121,7 +121,13 @@ def test_paused_guards_are_shown() -> None:
 
 def test_an_owner_that_holds_the_libraries_of_its_molds_is_named() -> None:
     """With what it holds and the remedy; a mold, and a process without such a library, are not."""
-    mold = ("python", "-c", "from modelguard.isolation._mold import main; main(3, 4)", "mold", "pipeline.entities")
+    mold = (
+        "python",
+        "-c",
+        "from modelguard.isolation._mold_program import main; main(3, 4)",
+        "mold",
+        "pipeline.entities",
+    )
     processes = (
         dataclasses.replace(PROCESS, private=386_000_000, libraries=("spacy", "torch")),
         dataclasses.replace(PROCESS, pid=11, parent=10, command=mold, libraries=("spacy", "torch")),

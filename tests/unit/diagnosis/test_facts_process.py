@@ -116,7 +116,13 @@ def test_a_device_is_seen(machine: Machine) -> None:
 
 def test_libraries_and_molds_are_seen(machine: Machine) -> None:
     """The process that has started a mold is its owner; the mold, which has forked a worker, is none."""
-    mold = ("python", "-c", "from modelguard.isolation._mold import main; main(3, 4)", "mold", "pipeline.entities")
+    mold = (
+        "python",
+        "-c",
+        "from modelguard.isolation._mold_program import main; main(3, 4)",
+        "mold",
+        "pipeline.entities",
+    )
     spacy = "7f50-7f60 r-xp 00000000 08:01 14 /venv/site-packages/spacy/vocab.cpython-312-x86_64-linux-gnu.so\n"
     machine.process(10, *GUNICORN, maps=spacy + TORCH)
     machine.process(11, *mold, parent=10, maps=spacy + TORCH)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from modelguard import Backoff, Bounds, Breaker
-from modelguard.isolation._broker import ClientConnection
+from modelguard.isolation._broker_program import ClientConnection
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._mold_workers import Worker, Workers
 from modelguard.isolation._scopes import MoldScope

@@ -14,7 +14,7 @@ from tests.unit.lifecycle.world import until
 
 from modelguard import Backoff, Idle, Isolated, Loading, guard, isolate, telemetry
 from modelguard.errors import Reloading
-from modelguard.isolation import _molds
+from modelguard.isolation import _mold_owner
 from modelguard.telemetry import Reason, WorkersReleased
 
 WHY = (Reason("idle", "Idle('1h', keep='mold')"),)
@@ -49,8 +49,8 @@ class Mold(Process):
 def function(monkeypatch: pytest.MonkeyPatch) -> Iterator[Isolated[Any, Any]]:
     """Its molds are no processes."""
     supervisor = Supervisor()
-    monkeypatch.setattr(_molds, "supervisor", lambda: supervisor)
-    monkeypatch.setattr(_molds, "Mold", Mold)
+    monkeypatch.setattr(_mold_owner, "supervisor", lambda: supervisor)
+    monkeypatch.setattr(_mold_owner, "Mold", Mold)
     monkeypatch.setattr(Mold, "made", [], raising=False)
     monkeypatch.setattr(Process, "fails", False)
     Process.gate.set()
@@ -58,8 +58,8 @@ def function(monkeypatch: pytest.MonkeyPatch) -> Iterator[Isolated[Any, Any]]:
         yield function
 
 
-def molds_of(function: Isolated[Any, Any]) -> _molds.MoldGuard:
-    molds: _molds.MoldGuard = function._scope._molds  # type: ignore[attr-defined]
+def molds_of(function: Isolated[Any, Any]) -> _mold_owner.MoldGuard:
+    molds: _mold_owner.MoldGuard = function._scope._molds  # type: ignore[attr-defined]
     return molds
 
 

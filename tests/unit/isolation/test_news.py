@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from modelguard.isolation import _supervisor
-from modelguard.isolation._molds import Mold
+from modelguard.isolation._mold_owner import Mold
 
 if TYPE_CHECKING:
     import pytest
@@ -49,12 +49,12 @@ def test_reports_without_an_end_hold_up_nothing_else(monkeypatch: pytest.MonkeyP
     """Workers that log in a loop, faster than their owner can hand it on, do not keep it from its other molds."""
     heard: list[bytes] = []
 
-    def heed(report: bytes) -> None:
+    def emit_here(report: bytes) -> None:
         heard.append(report)
         assert len(heard) < 100_000
 
     monkeypatch.setattr(_supervisor, "receive", lambda _: b"a report")
-    monkeypatch.setattr(_supervisor, "heed", heed)
+    monkeypatch.setattr(_supervisor, "emit_here", emit_here)
     ours, theirs = _supervisor.report_pair()
     assert _supervisor.replay(ours)
     assert heard

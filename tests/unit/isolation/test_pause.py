@@ -16,7 +16,7 @@ from tests.unit.lifecycle.world import until
 
 from modelguard import TTL, Backoff, Isolated, Loading, guard, isolate, pool, telemetry
 from modelguard.errors import GuardClosed, InvalidOption, NoPreviousModel
-from modelguard.isolation import _molds
+from modelguard.isolation import _mold_owner
 from modelguard.isolation._mold_workers import Waiter, Worker, Workers
 from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry import GuardPaused, GuardResumed, Reason, ReloadPostponed
@@ -234,8 +234,8 @@ class TestMolds:
     def supervised(self, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
         """Molds that are no processes."""
         supervisor = Supervisor()
-        monkeypatch.setattr(_molds, "supervisor", lambda: supervisor)
-        monkeypatch.setattr(_molds, "Mold", Process)
+        monkeypatch.setattr(_mold_owner, "supervisor", lambda: supervisor)
+        monkeypatch.setattr(_mold_owner, "Mold", Process)
         monkeypatch.setattr(Process, "fails", False)
         Process.gate.set()
         monkeypatch.setattr(Process, "made", [], raising=False)

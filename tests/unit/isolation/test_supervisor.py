@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from modelguard.isolation import _molds, _supervisor
+from modelguard.isolation import _mold_owner, _supervisor
 from modelguard.isolation._channel import Channel, pair
+from modelguard.isolation._mold_owner import Mold, MoldGuard
 from modelguard.isolation._mold_workers import Worker
-from modelguard.isolation._molds import Mold, MoldGuard
 from modelguard.isolation._supervisor import Supervisor
 from modelguard.runtime import child_processes
 
@@ -179,7 +179,7 @@ def test_a_mold_is_not_held_while_its_memory_is_read(monkeypatch: pytest.MonkeyP
     mold: Any = Mold.__new__(Mold)
     mold.owner, mold.instructions = owner, SimpleNamespace(owner=os.getpid())
     mold.pids = lambda: [1, 2]
-    _molds._molds.add(mold)
+    _mold_owner._molds.add(mold)
     held, watch = [mold], weakref.ref(mold)
     del mold
     found: list[object] = []
@@ -189,7 +189,7 @@ def test_a_mold_is_not_held_while_its_memory_is_read(monkeypatch: pytest.MonkeyP
         found.append(watch())
         return 5
 
-    monkeypatch.setattr(_molds, "_share", read)
+    monkeypatch.setattr(_mold_owner, "_share", read)
     assert (10, [None, None]) == (owner._private(), found)
 
 

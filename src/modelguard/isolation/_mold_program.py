@@ -69,7 +69,7 @@ def loading(
 ) -> Iterator[None]:
     """Load in the block, after other work if calls run meanwhile. An error is told the owner, and ends this process."""
     try:
-        with _processes.coming_last() if beside_calls else nullcontext():
+        with _processes.at_lowest_priority() if beside_calls else nullcontext():
             yield
     except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
         with suppress(OSError):
@@ -179,7 +179,7 @@ class _Mold:
             unload([self.guard])
             leave(0)
         # What a fresh worker does before its first call must not take the time of calls.
-        with _processes.standing_back() if beside_calls == [True] else nullcontext():
+        with _processes.at_lower_priority() if beside_calls == [True] else nullcontext():
             self._fork_worker(number, self._control.take_fd())
 
     def _fork_worker(self, number: int, fd: int) -> None:
@@ -235,7 +235,7 @@ class _Mold:
                 end.close()
             prefork.in_child()
             self._work(fd)
-            _processes.stay_back(self._priority)  # to give back the memory takes a while
+            _processes.lower_priority(self._priority)  # to give back the memory takes a while
             leave(0)
         except BaseException:  # noqa: BLE001 - above this are frames of the mold, which must not run here
             traceback.print_exc()
@@ -254,7 +254,7 @@ class _Mold:
 
     def _work(self, fd: int) -> None:
         _processes.set_oom_score(_processes.OOM_SCORE)
-        _processes.step_forward(self._priority)
+        _processes.restore_priority(self._priority)
         _processes.enter("worker")
         with closing(Channel(socket.socket(fileno=fd))) as channel:  # else Python's development mode complains
             Serving(self, channel).run()
@@ -270,7 +270,7 @@ def _check_threads() -> None:
 
 def _start_behind_others(priority: int, work: Callable[[], None], name: str) -> None:
     def behind_others() -> None:
-        _processes.stay_back(priority)
+        _processes.lower_priority(priority)
         work()
 
     THREADS.start(behind_others, name)

@@ -494,7 +494,8 @@ def _guarded(plain: Any, config: dict[str, Any], policy: Policy | None) -> Any:
 def _isolated(config: dict[str, Any]) -> Any:
     folder = Path(config["answer"]).parent
     chosen = {name: config[name] for name in ("target", "load", "uses")}
-    text = f"from modelguard.diagnosis import _driven\ncall = _driven.isolated_function({chosen!r}, __name__)\n"
+    made = f"isolated_function({chosen!r}, __name__)"
+    text = f"from modelguard.diagnosis._driven_program import isolated_function\ncall = {made}\n"
     (folder / f"{_MODULE}.py").write_text(text, encoding="utf-8")
     sys.path.insert(0, str(folder))
     return importlib.import_module(_MODULE).call

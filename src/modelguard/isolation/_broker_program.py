@@ -30,7 +30,7 @@ from modelguard.isolation import _host, _supervisor
 from modelguard.isolation._calls import Claim, Followed, Limits, Taken
 from modelguard.isolation._channel import AT_ONCE, Channel, Unreadable
 from modelguard.isolation._host import Answer, BrokerOrders, Request
-from modelguard.isolation._molds import MoldGuard, end_all
+from modelguard.isolation._mold_owner import MoldGuard, end_all
 from modelguard.isolation._scopes import ProcessScope, TakenWorker
 from modelguard.isolation._supervisor import Files, supervisor
 from modelguard.isolation.status import IsolationStatus
@@ -424,7 +424,7 @@ class _Broker:
                 reporter.report_event(event)
 
         telemetry.set_hooks([report, lambda _: self.supervisor.call(self._tell_state)])
-        _supervisor.hand_on(self._hand_on)
+        _supervisor.relay_to(self._hand_on)
 
         self.supervisor.call(lambda: self.supervisor.watch(ours.fileno(), self._read_events))
 
