@@ -285,9 +285,8 @@ def _kind(one: MemoryMapping) -> str:
     # glibc's names, from 2.39 on if glibc.mem.decorate_maps is set. MAP_NORESERVE: its arenas, and other allocators.
     if one.name in ("[heap]", "[anon: glibc: malloc arena]") or "nr" in one.flags:
         return "the heap of malloc"
-    if (
-        one.name.startswith(("[stack", "[anon: glibc: pthread stack")) or "nh" in one.flags
-    ):  # no huge pages: the kernel's mark of stacks, since 6.7
+    # No huge pages: the kernel's mark of stacks, since 6.7.
+    if one.name.startswith(("[stack", "[anon: glibc: pthread stack")) or "nh" in one.flags:
         return "stacks of threads"
     return "anonymous memory (Python's objects, large blocks)"
 

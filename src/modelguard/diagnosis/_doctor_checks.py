@@ -596,13 +596,12 @@ def _huge_pages(facts: Facts) -> Evidence | None:
 @check("MG504 Python's allocator runs with its debug checks")
 def _debug_allocator(facts: Facts) -> Evidence | None:
     """It adds 24 to 32 bytes to every block, and fills and checks it: more memory and time for every object."""
-    set_at_start = [
-        each for each in facts.named("PYTHONMALLOC", "PYTHONDEVMODE") if each.moment == "exec" and each.value
-    ]
-    setting = next(
-        reversed(set_at_start), None
-    )  # by name: the development mode has its checks unless PYTHONMALLOC says
-    if setting is None or not (setting.name == "PYTHONDEVMODE" or setting.value.endswith("debug")):
+    known = facts.named("PYTHONMALLOC", "PYTHONDEVMODE")
+    at_start = [variable for variable in known if variable.moment == "exec" and variable.value]
+    if not at_start:
+        return None
+    setting = at_start[-1]  # by name: the development mode has its checks unless PYTHONMALLOC says otherwise
+    if setting.name == "PYTHONMALLOC" and not setting.value.endswith("debug"):
         return None
     return _without(setting, _sets(setting))
 
