@@ -519,7 +519,8 @@ def test_a_working_directory_that_is_removed_ends_no_reload(tmp_path: Path, name
     """A deploy removes the folder of the old release, in which its processes are still, and a broker."""
     (tmp_path / "release").mkdir()
     program = f"""
-        import json, os
+        import json, os, sys
+        sys.path[0] = os.getcwd()
         os.chdir({str(tmp_path / "release")!r})
         from tests.process.isolated_functions import {name} as isolated
         with isolated:
