@@ -252,7 +252,7 @@ class Mold(MoldOrders):
         except OSError as error:  # no descriptor is left
             self.workers.not_started(worker, str(error))
             return
-        # A call waits for the first worker, so that one does not stand back.
+        # A call waits for the first worker, so that one keeps its priority.
         is_first = not any(map(self.workers.is_starting, self._running.values()))
         awaited = is_first and self.workers.presence == "returning"
         self._add_worker(worker, ours)

@@ -17,7 +17,7 @@ from modelguard.runtime import child_processes
 
 _CAP_SYS_NICE = 23
 
-#: A thread that stands back gets a third of the CPU time of one that does not, where there is not enough. With less, a
+#: A thread of lower priority gets a third of the CPU time of another one, where there is not enough. With less, a
 #: mold on a busy host would take minutes to load.
 _NICE = 5
 
@@ -77,7 +77,7 @@ def lower_priority(before: int) -> None:
     """Let this thread, and those that it starts, run after other work where there is not enough CPU time.
 
     Args:
-        before: Its nice value while it does not, so that who has stood back already does so no further.
+        before: Its usual nice value, so that twice is no lower than once.
     """
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, min(before + _NICE, _LOWEST))
@@ -98,7 +98,7 @@ def restore_priority(before: int) -> None:
 
 @contextmanager
 def at_lower_priority() -> Iterator[None]:
-    """:func:`lower_priority` for a block, if this process has the right to step forward again."""
+    """:func:`lower_priority` for a block, if this process may restore it."""
     if not may_restore_priority():
         yield
         return
