@@ -197,8 +197,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             if state.current is not None:
                 return None
             self._check_keep()
-            left = state.retry_at - self.runtime.clock()
-            if state.job is None and state.failure is not None and left > 0:
+            if state.failure is not None and (left := self.backoff_left) > 0:
                 raise state.failure.again(left)
             future = state.wait_for()
             if state.failure is not None:
@@ -208,6 +207,12 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             job = state.request_if_idle((reason,), urgent=True)
         self._start(job)
         return future
+
+    @property
+    def backoff_left(self) -> float:
+        """Seconds for which no call may begin a load, since the last one has failed."""
+        state = self.state
+        return 0.0 if state.job is not None or state.failure is None else state.retry_at - self.runtime.clock()
 
     # What the ticker asks
 

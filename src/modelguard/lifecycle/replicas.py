@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _public, _units
-from modelguard.errors import GuardClosed, InvalidOption, Overloaded, Reloading
+from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Overloaded, Reloading
 from modelguard.lifecycle import _engine
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._lease import Lease
@@ -102,16 +102,26 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
 
     def _until_taken(self, timeout: float | None) -> Steps[Lease[M]]:
         wait = self._wait if timeout is None else timeout
-        try:
-            lease = yield from self.line.wait(None, Timeout(wait), search=self._search)
-        except TimeIsOver:
-            raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s") from None
-        try:
-            yield from lease.until_entered(timeout)
-        except BaseException:
-            lease.drop()
-            raise
-        return lease
+        limit = Timeout(wait)
+        while True:
+            try:
+                lease = yield from self.line.wait(None, limit, search=self._search)
+            except TimeIsOver:
+                raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s") from None
+            try:
+                yield from lease.until_entered(timeout)
+            except LoadFailed:
+                lease.drop()
+                if not self._has_model():  # else another one is in use, and becomes free
+                    raise
+            except BaseException:
+                lease.drop()
+                raise
+            else:
+                return lease
+
+    def _has_model(self) -> bool:
+        return any(engine.state.current is not None for engine in self._engines)
 
     def _take(self, at: int | None) -> _ExclusiveLease[M] | None:
         return self._take_free(or_load=True) if at is None else self._take_this(at)
@@ -124,17 +134,24 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
         return None
 
     def _take_free(self, *, or_load: bool) -> _ExclusiveLease[M] | None:
-        """Take a free replica that has its model, or else one that could be loaded now; None if there is none."""
+        """Take a free replica that has its model, or else one that could be loaded now; None if there is none.
+
+        One whose load has just failed is no use while another one has a model: its callers would get that error.
+        """
         if self._engines[0].state.closed:
             raise GuardClosed(self._name)
         while True:
             free = list(self._free)  # not a tuple, which the collector may interrupt
             ready = [at for at in free if self._engines[at].state.current is not None]
-            chosen = ready or [at for at in free if or_load and not self._engines[at].loading]
+            chosen = ready or [at for at in free if or_load and self._can_load(at)]
             if not chosen:
                 return None
             if (lease := self._take_this(chosen[0])) is not None:
                 return lease
+
+    def _can_load(self, at: int) -> bool:
+        engine = self._engines[at]
+        return not (engine.loading or (engine.backoff_left > 0 and self._has_model()))
 
     def _search(self) -> None:
         """Look for loads that wait for this thread, if no replica has a model: one that is in use becomes free."""

@@ -241,12 +241,12 @@ class Clock(OfTest):
         """
         with runtime.use(lambda: self._runtime):
             yield
-        try:
-            let_all_go()
-            self.settle()
-        finally:  # a load that hangs leaves the next tests alone
-            self._return()
-            self.end()
+            try:
+                let_all_go()  # what they sleep passes on this clock
+                self.settle()
+            finally:  # a load that hangs leaves the next tests alone
+                self._return()
+                self.end()
 
     def _return(self) -> None:
         trimming = memory.running()
@@ -278,7 +278,7 @@ class Clock(OfTest):
             for ticked in self._ticked():
                 look = ticked.check if isinstance(ticked, Engine) else ticked.tick  # policies have no thread here
                 look()
-            self.settle()
+                self.settle()  # one after the other, as replicas are replaced
 
     def _interval(self) -> float:
         return min((ticked.check_interval() for ticked in self._ticked()), default=math.inf)

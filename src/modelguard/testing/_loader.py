@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
+from modelguard.lifecycle import runtime
 from modelguard.runtime.fork_hooks import WeakRegistry
 
 #: Real seconds to wait for a load.
@@ -68,7 +68,6 @@ class Loader(Strict):
 
     Args:
         make: A loader to call instead of making a :class:`Model`; its calls are counted, and its models are tracked.
-        sleep: Waits for ``delay``, in seconds.
 
     Attributes:
         calls: How often it was called, including failures.
@@ -76,11 +75,10 @@ class Loader(Strict):
 
     calls = 0
 
-    def __init__(self, make: Callable[..., Any] | None = None, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, make: Callable[..., Any] | None = None) -> None:
         if make is not None:
             _units.function(make, "make", "a pool's key, or of nothing", fix="Pass the function itself, uncalled.")
         self._make = make
-        self._sleep = sleep
         self._delay = 0.0
         self._models: list[weakref.ref[Any]] = []
         self._failures: float = 0
@@ -93,12 +91,12 @@ class Loader(Strict):
         _loaders.add(self)
 
     def of(self, make: Callable[..., Any]) -> Loader:
-        """Make another loader, which calls ``make`` and shares the clock of this one.
+        """Make another loader, which calls ``make``.
 
         Raises:
             InvalidOption: ``make`` is not callable.
         """
-        return Loader(make, sleep=self._sleep)
+        return Loader(make)
 
     def __call__(self, *key: Any) -> Any:
         """Make a model."""
@@ -108,7 +106,7 @@ class Loader(Strict):
             fails = self._failures > 0
             self._failures -= fails
         self._wait_until_open()
-        self._sleep(self._delay)
+        runtime.default().sleep(self._delay)
         if fails:
             raise self._error
         model = Model(number, *key) if self._make is None else self._make(*key)

@@ -31,15 +31,11 @@ def modelguard_clock(request: pytest.FixtureRequest) -> Iterator[Clock]:
 
 
 @pytest.fixture
-def modelguard_loader(request: pytest.FixtureRequest) -> Iterator[Loader]:
+def modelguard_loader() -> Iterator[Loader]:
     """A loader that counts its calls, delays or fails as the test requires, and knows which models are alive."""
-    import time
-
     from modelguard.testing._loader import Loader, let_all_go
 
-    clocked = "modelguard_clock" in request.fixturenames
-    sleep = request.getfixturevalue("modelguard_clock")._sleep if clocked else time.sleep  # noqa: SLF001
-    yield Loader(sleep=sleep)
+    yield Loader()
     let_all_go()
 
 

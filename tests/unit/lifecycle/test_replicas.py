@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -95,6 +96,28 @@ def test_each_call_has_a_replica_for_itself(pair: ModelReplicas[Any]) -> None:
     for thread in threads:
         thread.join(TIMEOUT)
     assert number() in {1, 2}
+
+
+def test_a_replica_that_cannot_be_loaded_fails_no_call_while_another_serves(
+    pair: ModelReplicas[Any], modelguard_clock: Clock, modelguard_loader: Loader
+) -> None:
+    """Calls wait for the one that has its model. Once it has none either, they get the error of the load."""
+    number = pair(lambda model: model.number)
+    assert number() == 1
+    modelguard_loader.fail(None)
+    for _ in range(3):  # the first of them tries to load the other one
+        with pair.lease(), pytest.raises(Overloaded, match="all 2 replicas were in use"):
+            in_another_thread(number)
+        assert in_another_thread(number) == 1
+        modelguard_clock.advance("2m")  # its backoff is over
+    pair.unload()
+    with pytest.raises(LoadFailed):
+        number()
+
+
+def in_another_thread(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(work).result(TIMEOUT)
 
 
 async def take_async(pair: ModelReplicas[Any]) -> int:

@@ -67,6 +67,14 @@ def test_a_long_time_sees_many_reloads(modelguard_clock: Clock, modelguard_loade
     assert 25 == generation(nlp)
 
 
+def test_all_that_is_due_is_renewed(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """Replicas are replaced one after the other, and one step of the clock sees all of them."""
+    pair = replicas(guard(modelguard_loader, reload_on=TTL("1h", jitter=0), swap=Swap(defer=0)), 2)
+    pair.load()
+    modelguard_clock.advance("1h")
+    assert [2, 2] == [status.generation for status in pair.status()]
+
+
 def test_uses_are_counted(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """What calls set off has been done after settle()."""
     nlp = guard(modelguard_loader, reload_on=Uses(3))

@@ -75,6 +75,17 @@ def test_a_delay_passes_on_the_clock(modelguard_clock: Clock, modelguard_loader:
     assert 600 == modelguard_clock.now - before == modelguard_loader.delay
 
 
+def test_a_delay_passes_on_the_clock_that_is_asked_for_later(
+    request: pytest.FixtureRequest, modelguard_loader: Loader
+) -> None:
+    """The order in which a test asks for the two makes no difference."""
+    modelguard_loader.delay = "10m"
+    clock: Clock = request.getfixturevalue("modelguard_clock")
+    before = clock.now
+    modelguard_loader()
+    assert 600 == clock.now - before
+
+
 def test_a_loader_of_ones_own_is_tracked(modelguard_loader: Loader) -> None:
     """A real loader is counted, failed and tracked like the plain one, and gets its key."""
     load = modelguard_loader.of(lambda key: Model(7, key))
