@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
@@ -197,7 +197,8 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             if state.current is not None:
                 return None
             self._check_keep()
-            if state.failure is not None and (left := self.backoff_left) > 0:
+            left = state.retry_at - self.runtime.clock()
+            if state.job is None and state.failure is not None and left > 0:
                 raise state.failure.again(left)
             future = state.wait_for()
             if state.failure is not None:
@@ -207,12 +208,6 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             job = state.request_if_idle((reason,), urgent=True)
         self._start(job)
         return future
-
-    @property
-    def backoff_left(self) -> float:
-        """Seconds for which no call may begin a load, since the last one has failed."""
-        state = self.state
-        return 0.0 if state.job is not None or state.failure is None else state.retry_at - self.runtime.clock()
 
     # What the ticker asks
 
@@ -397,7 +392,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         if wait:
             waiting.raise_on_event_loop(self.name, "reload", "await guard.areload()")
             self.raise_inside_call("reload")
-            with waiting_for(self.state):
+            with LoadWait(self.state):
                 pass  # a loader that asks for its own reload is refused before the request makes its load stale
             waiting.block(self._until_reloaded(limit))
         else:
@@ -424,7 +419,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         if call_context.is_inline():
             self.state.retire_until_next_use(if_unused=False)
             return
-        with waiting_for(self.state), self.state.about_to_unload():
+        with LoadWait(self.state), self.state.about_to_unload():
             yield from until_ended(self.state, self.state.job, limit)  # a load that has nothing to replace counts too
             job = None
             while self.state.current is not None and job is None:
@@ -588,28 +583,44 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
 # Loads that wait for themselves, directly or through others: found before anybody waits.
 
 
-#: For each thread that waits for loads: whose loads. The tasks of one event loop may wait for several.
-_waiting: dict[int, list[GuardState[Any]]] = {}
-fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_waiting.clear)  # the parent's threads do not exist there
+class LoadWait:
+    """Inside the block, this thread waits for a load of the guard with this ``state``.
 
-
-@contextmanager
-def waiting_for(state: GuardState[Any]) -> Iterator[None]:
-    """Wait for a load of the guard with this ``state`` inside the block.
+    Known by a weak reference, so that a wait which a signal handler ends at any point ends with its frame.
 
     Raises:
         WouldDeadlock: That load waits for this thread: its loader waits here, or for a load whose loader does.
     """
-    me = threading.get_ident()
-    mine = _waiting.setdefault(me, [])
-    mine.append(state)  # recorded first: if two threads close a circle at once, the second one sees it
-    try:
-        _raise_on_circle(state, me)
-        yield
-    finally:
-        mine.remove(state)
-        if not mine:
-            _waiting.pop(me, None)
+
+    __slots__ = ("__weakref__", "state", "thread")
+
+    def __init__(self, state: GuardState[Any]) -> None:
+        self.state = state
+        self.thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        waits.add(self)  # first: if two threads close a circle at once, the second one sees it
+        try:
+            _raise_on_circle(self.state, self.thread)
+        except BaseException:
+            waits.discard(self)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        waits.discard(self)
+
+
+#: The waits of all threads. The tasks of one event loop may wait for several loads.
+waits: WeakRegistry[LoadWait] = WeakRegistry()
+
+
+def _forget_waits() -> None:
+    """The threads of a parent do not exist in its child."""
+    global waits
+    waits = WeakRegistry()
+
+
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_forget_waits)
 
 
 def search(states: Iterable[GuardState[Any]]) -> None:
@@ -675,7 +686,7 @@ def _raise_on_circle(state: GuardState[Any], me: int) -> None:
                 why = "its loader waits for the very model that it is loading"
                 fix = "Use the model itself inside the loader, or move the call to warmup: it runs on the new model."
                 raise WouldDeadlock(state.name, why=why, fix=fix)
-            following = [other for other in _waiting.get(thread, ()) if other not in seen]
+            following = [wait.state for wait in waits if wait.thread == thread and wait.state not in seen]
             seen.update(following)
             pending.extend(following)
 
@@ -689,7 +700,7 @@ def until_loaded(state: GuardState[Any], future: Future[Outcome], timeout: Timeo
         WouldDeadlock: The load waits for this thread.
     """
     try:
-        with waiting_for(state):
+        with LoadWait(state):
             yield Wait(future, timeout, search=partial(search, [state]))
     finally:
         state.stop_waiting(future)

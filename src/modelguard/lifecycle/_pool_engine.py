@@ -153,7 +153,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             self._raise_if_closed()
             self._raise_inside_lease(keys)
         for state in self._states_of_loads():
-            with _engine.waiting_for(state):
+            with _engine.LoadWait(state):
                 pass  # a loader that waits for the end of its own model is refused
         with self._lock:
             ending = self._request_end(keys)

@@ -104,10 +104,13 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
         wait = self._wait if timeout is None else timeout
         limit = Timeout(wait)
         while True:
+            self._load_one_more()
             try:
                 lease = yield from self.line.wait(None, limit, search=self._search)
             except TimeIsOver:
-                raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s") from None
+                raise Overloaded(
+                    f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s"
+                ) from None
             try:
                 yield from lease.until_entered(timeout)
             except LoadFailed:
@@ -119,6 +122,13 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
                 raise
             else:
                 return lease
+
+    def _load_one_more(self) -> None:
+        """Load a free replica for a call that has to wait: it goes on as soon as any is free, this one or another."""
+        could = [engine for at in list(self._free) if (engine := self._engines[at]).state.current is None]
+        if self._has_model() and (idle := [engine for engine in could if not engine.loading]):
+            with suppress(LoadFailed, GuardClosed):  # its backoff has not passed, or all are closed
+                idle[0].join_load()
 
     def _has_model(self) -> bool:
         return any(engine.state.current is not None for engine in self._engines)
@@ -134,24 +144,18 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
         return None
 
     def _take_free(self, *, or_load: bool) -> _ExclusiveLease[M] | None:
-        """Take a free replica that has its model, or else one that could be loaded now; None if there is none.
-
-        One whose load has just failed is no use while another one has a model: its callers would get that error.
-        """
+        """Take a free replica that has its model; where none has, one that could be loaded. None if there is none."""
         if self._engines[0].state.closed:
             raise GuardClosed(self._name)
         while True:
             free = list(self._free)  # not a tuple, which the collector may interrupt
             ready = [at for at in free if self._engines[at].state.current is not None]
-            chosen = ready or [at for at in free if or_load and self._can_load(at)]
-            if not chosen:
+            if or_load and not (ready or self._has_model()):
+                ready = [at for at in free if not self._engines[at].loading]
+            if not ready:
                 return None
-            if (lease := self._take_this(chosen[0])) is not None:
+            if (lease := self._take_this(ready[0])) is not None:
                 return lease
-
-    def _can_load(self, at: int) -> bool:
-        engine = self._engines[at]
-        return not (engine.loading or (engine.backoff_left > 0 and self._has_model()))
 
     def _search(self) -> None:
         """Look for loads that wait for this thread, if no replica has a model: one that is in use becomes free."""

@@ -7,9 +7,10 @@ import threading
 from typing import Any
 
 import pytest
+from tests.unit.interrupts import interrupted_everywhere, traces_instructions
 from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number
 
-from modelguard import Loading, ModelGuard, telemetry
+from modelguard import Loading, ModelGuard, guard, telemetry
 from modelguard.errors import LoadFailed, Overloaded, WouldDeadlock
 from modelguard.lifecycle import _engine
 from modelguard.telemetry import Event, GenerationReleased, LoadFinished
@@ -135,6 +136,11 @@ def test_a_loader_that_leases_from_its_own_pool_is_told(world: World) -> None:
     assert Overloaded in causes(failure.value)
 
 
+def waited_for() -> set[Any]:
+    """What this thread waits for."""
+    return {wait.state for wait in _engine.waits if wait.thread == threading.get_ident()}
+
+
 def test_waits_leave_nothing_behind(world: World) -> None:
     """A wait that has ended, however it ended, is not part of any later circle."""
     guard = world.guard()
@@ -143,7 +149,14 @@ def test_waits_leave_nothing_behind(world: World) -> None:
         guard.load()
     with pytest.raises(LoadFailed):
         asyncio.run(guard.aload())
-    assert threading.get_ident() not in _engine._waiting
+    assert not waited_for()
+
+
+@traces_instructions
+def test_a_wait_that_a_signal_handler_ends_leaves_nothing_behind() -> None:
+    """Wherever its exception comes: a later load does not count as waiting for this thread."""
+    for _, where in interrupted_everywhere(lambda: guard(dict, reload_on=None), lambda made: made.load()):
+        assert not waited_for(), where
 
 
 def test_tasks_of_one_loop_end_their_waits_in_any_order(world: World) -> None:
@@ -154,15 +167,15 @@ def test_tasks_of_one_loop_end_their_waits_in_any_order(world: World) -> None:
         ends = [asyncio.Event() for _ in order]
 
         async def wait(number: int) -> None:
-            with _engine.waiting_for(cores[number]):
+            with _engine.LoadWait(cores[number]):
                 await ends[number].wait()
 
         tasks = [asyncio.create_task(wait(number)) for number in order]
         await asyncio.wait(tasks, timeout=0)
-        assert cores == _engine._waiting[threading.get_ident()]
+        assert set(cores) == waited_for()
         for each in order:
             ends[each].set()
             await tasks[each]
 
     asyncio.run(wait_in([0, 1]))
-    assert threading.get_ident() not in _engine._waiting
+    assert not waited_for()

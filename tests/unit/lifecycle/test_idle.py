@@ -435,7 +435,7 @@ class TestUnload:
         loading = world.spawn(guard.load)
         world.loader.reached()
         unloading = world.spawn(guard.unload)
-        until(lambda: 2 == len(_engine._waiting))
+        until(lambda: 2 == len({wait.thread for wait in _engine.waits}))
         world.loader.open.set()
         outcome(loading), outcome(unloading)
         assert "idle" == guard.status().state

@@ -105,7 +105,7 @@ def test_a_replica_that_cannot_be_loaded_fails_no_call_while_another_serves(
     number = pair(lambda model: model.number)
     assert number() == 1
     modelguard_loader.fail(None)
-    for _ in range(3):  # the first of them tries to load the other one
+    for _ in range(3):  # each of them tries to load the other one
         with pair.lease(), pytest.raises(Overloaded, match="all 2 replicas were in use"):
             in_another_thread(number)
         assert in_another_thread(number) == 1
