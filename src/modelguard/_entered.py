@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from modelguard.errors import GuardClosed
 
@@ -18,8 +18,19 @@ class Entered:
     It may be entered again before its end, as in a mounted sub-application with a lifespan of its own. Then the last
     exit closes it.
 
+    A function makes it: :attr:`_made_by` says how to write that.
+
     Where attributes are copied from another one, as by ``functools.update_wrapper``, ``__init__`` comes after that.
     """
+
+    _made_by: ClassVar[str]
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: object, **kwargs: object) -> Self:
+            if kwargs or not args or callable(args[0]):  # its function passes no keywords, and no function first
+                raise TypeError(f"{cls.__name__} is not called directly. Write: {cls._made_by}")
+            return super().__new__(cls)
 
     def __init__(self) -> None:
         # Of a list, threads may append and pop without a lock, which a fork could leave locked.

@@ -9,18 +9,16 @@ import re
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 from modelguard.errors import InvalidOption, UnhashableKey, of_a_signal, shortened
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
 
 if TYPE_CHECKING:
     import inspect
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 T = TypeVar("T")
-F = TypeVar("F", bound="Callable[..., Any]")
 
 #: A duration as an argument: seconds, a timedelta, or text such as ``"1h30m"``.
 Duration: TypeAlias = float | timedelta | str
@@ -218,11 +216,11 @@ def one_of(value: object, argument: str, known: Iterable[str], *, fix: str = "",
     """
     names = tuple(known)
     if value not in names:
-        choice = f"{_nearest(str(value), names)}Write one of {', '.join(map(repr, names))}."
+        choice = f"{nearest(str(value), names)}Write one of {', '.join(map(repr, names))}."
         raise InvalidOption(argument, value, why=f"is not a known {what}", fix=fix or choice)
 
 
-def _nearest(text: str, names: Iterable[str]) -> str:
+def nearest(text: str, names: Iterable[str]) -> str:
     import difflib  # here, because only errors need it
 
     near = difflib.get_close_matches(text, names, n=1)
@@ -279,35 +277,6 @@ def called_as(what: str, value: object, argument: str, arguments: int | None, *,
         raise InvalidOption(argument, value, why=f"must be {what}, not {kind_of(value)}", fix=fix)
     if arguments is not None and (found := misfit(value, arguments)) is not None:
         raise InvalidOption(argument, value, why=f"is called as {what}: {found}", fix=fix)
-
-
-def with_objects(**kinds: str) -> Callable[[F], F]:
-    """Let the error for an unknown option name the object that has it, as ``swap="Swap"``, or the nearest option."""
-
-    def decorate(function: F) -> F:
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except TypeError as error:
-                unknown = re.search(r"^\w+\(\) got an unexpected keyword argument '(\w+)'", str(error))
-                if unknown is None:
-                    raise
-                fix = " or ".join(_objects_with(unknown[1], kinds))
-                known = getattr(signature_of(function), "parameters", ())
-                hint = f"Write {fix}." if fix else _nearest(unknown[1], known).strip()
-                raise TypeError(f"{unknown[0]}. {hint}" if hint else unknown[0]) from None
-
-        return cast("F", call)
-
-    return decorate
-
-
-def _objects_with(option: str, kinds: dict[str, str]) -> Iterator[str]:
-    for argument, kind in kinds.items():
-        signature = signature_of(getattr(sys.modules["modelguard"], kind))
-        if signature is not None and option in signature.parameters:
-            yield f"{argument}={kind}({option}=...)"
 
 
 def signature_of(function: Any) -> inspect.Signature | None:

@@ -373,7 +373,7 @@ class Decorator(Protocol):
     def __call__(self, function: Callable[P, R], /) -> Isolated[P, R]: ...
 
 
-@_units.with_objects(bounds="Bounds", scope="Host", breaker="Breaker")
+@_public.with_fixes(bounds="Bounds", scope="Host", breaker="Breaker")
 def isolate(
     *others: Never,
     target: str | None = None,

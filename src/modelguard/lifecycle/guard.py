@@ -218,7 +218,7 @@ def guard(load: Callable[[], Loaded[M]], **options: Unpack[_Options[M]]) -> Mode
 def guard(load: Callable[[], Awaitable[M]], **options: Unpack[_Options[M]]) -> ModelGuard[M]: ...
 @overload
 def guard(load: Callable[[], M], **options: Unpack[_Options[M]]) -> ModelGuard[M]: ...
-@_units.with_objects(swap="Swap", loading="Loading")
+@_public.with_fixes(swap="Swap", loading="Loading")
 def guard(
     load: Callable[[], Any],
     *others: Never,

@@ -160,7 +160,7 @@ if TYPE_CHECKING:
 def pool(load: Callable[[K], Loaded[M]], **options: Unpack[_Options[M]]) -> ModelPool[K, M]: ...
 @overload
 def pool(load: Callable[[K], M], **options: Unpack[_Options[M]]) -> ModelPool[K, M]: ...
-@_units.with_objects(loading="Loading")
+@_public.with_fixes(loading="Loading")
 def pool(
     load: Callable[[Any], Any],
     *others: Never,
