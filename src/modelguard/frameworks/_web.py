@@ -108,6 +108,10 @@ class Web:
             if path is not None and not (isinstance(path, str) and path.startswith("/")):
                 why = "must be a path that begins with '/'"
                 raise InvalidOption(name, path, why=why, fix=f"Write {name}='/{name}', or None.")
+        if self.livez is not None and self.livez == self.readyz:
+            raise InvalidOption(
+                "readyz", self.readyz, why="is the path of livez too", fix="Give each a path of its own."
+            )
         check_admin(self.admin)
         if self.timeout_header is not None and not _is_header(self.timeout_header):
             why = "must be the name of an HTTP header"
@@ -213,11 +217,7 @@ class Web:
 
 
 def _meant(name: str, known: list[str]) -> str:
-    import difflib
-
-    listed = f"its options are {', '.join(known)}."
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    return f"Write {similar[0]}=...; {listed}" if similar else listed.capitalize()
+    return f"{_units.nearest(name, known)}Its options are {', '.join(known)}."
 
 
 def _is_header(name: object) -> bool:
