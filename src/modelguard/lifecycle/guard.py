@@ -43,6 +43,7 @@ class ModelGuard(ModelHandle[M]):
     """
 
     _made_by = "guard(load, reload_on=...)"
+    _status = "modelguard.lifecycle.status:Status"
     _what = "guard"
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
@@ -67,13 +68,10 @@ class ModelGuard(ModelHandle[M]):
 
         return f"<ModelGuard {self.name!r} {status.state_of(self.engine.state)}>"
 
-    if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}: it is the guard, not the model. Decorate a "
-                f"function that takes the model, or write: with guard.lease() as model: model.{name}"
-            )
+    def _hint(self, name: str) -> str:
+        block = f"with guard.lease() as model{'' if name == 'model' else f': model.{name}'}"
+        fix = f"it is the guard, not the model. Decorate a function that takes the model, or write: {block}"
+        return super()._hint(name) or f": {fix}"
 
     # Use
 

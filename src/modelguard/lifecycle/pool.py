@@ -51,6 +51,7 @@ class ModelPool(Handle, Generic[K, M]):
     """
 
     _made_by = "pool(load, max_memory=...)"
+    _status = "modelguard.lifecycle.status:PoolStatus"
     _what = "pool"
 
     def __init__(self, engine: PoolEngine[K, M]) -> None:

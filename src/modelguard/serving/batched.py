@@ -181,6 +181,7 @@ class Decorated(Entered):
     """
 
     _made_by = "batched(max_size=8)(function)"
+    _status = "modelguard.serving.status:BatchStatus"
 
     def __init__(self, options: BatchOptions, function: Callable[..., Any]) -> None:
         functools.update_wrapper(cast("Callable[..., Any]", self), function)
