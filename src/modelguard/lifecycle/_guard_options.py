@@ -84,7 +84,7 @@ class Replay:
             min_agreement=policies.share(min_agreement, "min_agreement", example=0.95),
             max_slowdown=max_slowdown,
             same=same,
-            max_memory=_units.size(max_memory, "max_memory"),
+            max_memory=_units.size(max_memory, "max_memory", at_least=1000),
             timeout=_units.seconds(timeout, "timeout"),
         )
 

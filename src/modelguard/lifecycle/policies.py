@@ -48,6 +48,9 @@ __all__ = [
 # What to write where a policy is needed and something else was given.
 
 
+#: Of a cron expression: minute, hour, day of the month, month, day of the week.
+CRON_FIELDS = 5
+
 _EXAMPLE = "Write for example TTL('1h') | MemoryGrowth('500 MB')."
 
 
@@ -59,14 +62,20 @@ def fix_for(given: object) -> str:
         return "Join policies with | (any of them) or & (all of them): TTL('1h') | Uses(50_000)."
     if inspect.isroutine(given):
         return "Write a subclass of Policy whose method due() decides, and give an instance of it."
-    if isinstance(given, str):
-        for name, read in (("TTL", _units.seconds), ("MemoryGrowth", _units.size_or_percentage)):
-            with suppress(InvalidOption):
-                read(given, "")
-                return f"Write {name}({given!r})."
     if isinstance(given, int) and not isinstance(given, bool):
         return f"Write Uses({given}) for a number of calls, or TTL({given}) for seconds."
-    return _EXAMPLE
+    meant = _meant_by(given)
+    return f"Write {meant}({given!r})." if meant else _EXAMPLE
+
+
+def _meant_by(given: Any) -> str:
+    for name, read in (("TTL", _units.seconds), ("MemoryGrowth", _units.size_or_percentage)):
+        with suppress(InvalidOption):
+            read(given, "")
+            return name
+    if isinstance(given, str) and len(given.split()) == CRON_FIELDS:
+        return "Cron"
+    return "Modified" if isinstance(given, os.PathLike) or (isinstance(given, str) and os.sep in given) else ""
 
 
 #: A policy on memory needs this many consecutive readings: one reading may be the spike of a single call.
@@ -487,7 +496,7 @@ def _check_path(path: object) -> None:
     elif not os.fspath(path):
         why = "must be a path that is not empty"
     else:
-        why = _units.unnameable(os.fspath(path))
+        why = _units.no_path(os.fspath(path))
     if why:
         raise InvalidOption("path", path, why=why, fix=fix)
 

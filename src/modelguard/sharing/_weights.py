@@ -587,7 +587,7 @@ def current(path: str | os.PathLike[str]) -> Published:
 def _path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not Path(path).name:
         raise InvalidOption("path", path, why="must be the path of a file", fix="Give a path such as 'weights/net'.")
-    if why := _units.unnameable(os.fspath(path)):
+    if why := _units.no_path(os.fspath(path)):
         raise InvalidOption("path", os.fspath(path), why=why, fix="Give a path such as 'weights/net'.")
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises PermissionError before Python 3.14
         fix = f"Give a file in it, such as {os.path.join(path, 'weights')!r}."  # noqa: PTH118 - as the caller wrote it

@@ -106,7 +106,7 @@ def options(**changes: object) -> IsolationOptions:
         "workers": 2,
         "timeout": 5.0,
         "start": "fork",
-        "bounds": Bounds(queue=8, transfer=100),
+        "bounds": Bounds(queue=8, transfer=1000),
         "retry": False,
         "breaker": None,
         "scope": "host",
