@@ -20,7 +20,7 @@ def set_module(namespace: dict[str, Any], name: str | None = None) -> None:
     """Set ``__module__`` of all exported classes and functions to the module that users import them from.
 
     Tracebacks, ``repr``, pickles and the documentation then name that module instead of the private one that holds
-    the code. Constants and type aliases have no ``__module__`` and are not changed. Classes get :func:`with_fixes`.
+    the code. Constants and type aliases have no ``__module__`` and are not changed. Both get :func:`with_fixes`.
 
     Args:
         namespace: The ``globals()`` of a module, with its ``__all__``.
@@ -28,9 +28,12 @@ def set_module(namespace: dict[str, Any], name: str | None = None) -> None:
     """
     for exported in namespace["__all__"]:
         value: Any = namespace[exported]
-        if isinstance(value, type | FunctionType):
-            value.__module__ = name or namespace["__name__"]
-        if isinstance(value, type) and isinstance(value.__init__, FunctionType):  # type: ignore[misc] # of the class
+        if not isinstance(value, type | FunctionType):
+            continue
+        value.__module__ = name or namespace["__name__"]
+        if isinstance(value, FunctionType) and not hasattr(value, "__wrapped__"):
+            namespace[exported] = with_fixes()(value)
+        elif isinstance(value, type) and isinstance(value.__init__, FunctionType):  # type: ignore[misc] # of the class
             value.__init__ = with_fixes(value.__name__)(value.__init__)  # type: ignore[misc] # as above
 
 

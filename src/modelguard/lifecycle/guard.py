@@ -144,7 +144,7 @@ class ModelGuard(ModelHandle[M]):
             takes_calls: Whether calls run in this process too. If not, only ``TTL`` and ``Modified`` count here.
         """
         _misuse.check_ask(ask)
-        self.engine.checks.recycle_in_children(ask, takes_calls=takes_calls)
+        self.engine.checks.recycle_in_children(ask, takes_calls=_units.flag(takes_calls, "takes_calls"))
 
     def recycle_here(self, ask: Callable[[tuple[Reason, ...]], object]) -> None:
         """Have this whole process replaced instead of its model.

@@ -634,7 +634,9 @@ class Arguments:
         if names not in self._accepted:
             why = self._mismatch(extras) if extras else self.incomplete
             if why is not None:
-                hint = self._guard_hint() if set(passed_by_guard(self._function)) & set(names) else []
+                known = (*_TAKEN, *(one.name for one in _parameters(self._function) or ()))
+                near = [_units.nearest(name, known).strip() for name in names if name not in known]
+                hint = self._guard_hint() if set(passed_by_guard(self._function)) & set(names) else filter(None, near)
                 raise TypeError(". ".join([f"{self._name}(): {why}", *hint]))
             if len(self._accepted) < _MANY_NAMES:
                 self._accepted.add(names)
@@ -648,11 +650,10 @@ class Arguments:
         """Check what ``map`` was given.
 
         Raises:
-            ItemRefused: It is one text, whose characters would be the items.
+            ItemRefused: It is one text, whose characters would be the items, or no collection.
         """
-        if isinstance(items, str | bytes):
-            kind = type(items).__name__
-            why = f"map() needs many items, and a {kind} is one; write f(item), or f.map([item])"
+        if isinstance(items, str | bytes) or not (hasattr(items, "__iter__") or hasattr(items, "__getitem__")):
+            why = f"map() needs many items, and {_units.kind_of(items)} is one; write f(item), or f.map([item])"
             raise ItemRefused(self._name, why=why)
 
     def _unbound(self) -> str | None:
