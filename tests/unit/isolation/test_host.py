@@ -135,9 +135,9 @@ class TestIdentity:
 
     def test_what_is_equal_joins(self) -> None:
         """Objects that are made anew in each process do not separate, nor do what a broker does not use."""
-        one = identity_of(options(breaker=Breaker(ignore=(ValueError,))), self.SOURCE)
+        one = identity_of(options(breaker=Breaker()), self.SOURCE)
         other = guard(dict, reload_on=None, warmup=print, unload=print).engine.options
-        assert one == identity_of(options(breaker=Breaker(ignore=(KeyError,))), other)
+        assert one == identity_of(options(breaker=Breaker(failures=5)), other)
 
     def test_the_guards_options_count(self) -> None:
         """The broker replaces molds by them."""
