@@ -212,8 +212,9 @@ def one_of(value: object, argument: str, known: Iterable[str], *, fix: str = "",
         InvalidOption: It is anything else.
     """
     names = tuple(known)
-    if value not in names:
-        choice = f"{nearest(str(value), names)}Write one of {', '.join(map(repr, names))}."
+    if not isinstance(value, str) or value not in names:  # the comparison of another object may raise
+        near = nearest(value if isinstance(value, str) else shortened(value), names)
+        choice = f"{near}Write one of {', '.join(map(repr, names))}."
         raise InvalidOption(argument, value, why=f"is not a known {what}", fix=fix or choice)
 
 
@@ -253,14 +254,11 @@ def function(value: object, argument: str, of: str, *, fix: str, arguments: int 
         arguments: How many it gets, of a plain function whose result is used at once. Default: not checked.
 
     Raises:
-        InvalidOption: It cannot be called, or not with so many arguments, or it is a coroutine function.
+        InvalidOption: It cannot be called, or not with so many arguments, or it is a coroutine or generator function.
     """
-    if arguments is not None and callable(value):
-        import inspect  # here, because few need it
-
-        if inspect.iscoroutinefunction(value):
-            why = f"must be a plain function of {of}, not a coroutine function"
-            raise InvalidOption(argument, value, why=why, fix=fix)
+    if arguments is not None and callable(value) and (kind := function_kind(value)) != "function":
+        why = f"must be a plain function of {of}, not a {kind} function"
+        raise InvalidOption(argument, value, why=why, fix=fix)
     called_as(f"a function of {of}", value, argument, arguments, fix=fix)
 
 
@@ -277,7 +275,7 @@ def called_as(what: str, value: object, argument: str, arguments: int | None, *,
 
 
 def signature_of(function: Any) -> inspect.Signature | None:
-    import inspect  # as above
+    import inspect  # as below
 
     try:
         return inspect.signature(function)
@@ -302,7 +300,7 @@ def function_kind(function: Any) -> FunctionKind:
     Args:
         function: Any callable. One whose calls give something else than its code says has a ``function_kind``.
     """
-    import inspect  # as above
+    import inspect  # here, because few need it
 
     declared = getattr(function, "function_kind", None)
     if isinstance(declared, str) and declared in get_args(FunctionKind):

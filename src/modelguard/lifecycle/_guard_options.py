@@ -345,12 +345,15 @@ def takes_old_model(validate: Any) -> bool:
 
 
 def check_callable(argument: str, value: object, *, arguments: int, fix: str) -> None:
-    """Check that ``value`` can be called with this many arguments.
+    """Check that ``value`` can be called with this many arguments, and runs then.
 
     Raises:
         InvalidOption: It cannot.
     """
     _units.called_as(_HOW[arguments], value, argument, arguments, fix=fix)
+    if "generator" in _units.function_kind(value):
+        why = "is a generator function, whose body does not run when it is called"
+        raise InvalidOption(argument, value, why=why, fix="Return the value instead of yielding it.")
 
 
 def check_loader(load: object, *, arguments: int = 0) -> None:

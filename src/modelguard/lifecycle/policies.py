@@ -1002,9 +1002,8 @@ class Idle(Value):
 
     def __init__(self, after: _units.Duration, *, ready: bool = True, keep: Literal["mold"] | None = None) -> None:
         _units.instance(ready, "ready", bool, "True or False", fix="Write ready=False.")
-        if keep not in ("mold", None):
-            fix = "Write keep='mold', or leave it out to release the model too."
-            raise InvalidOption("keep", keep, why="must be 'mold' or None", fix=fix)
+        if keep is not None:
+            _units.one_of(keep, "keep", ("mold",), fix="Write keep='mold', or leave it out to release the model too.")
         seconds = _units.seconds(after, "after")
         self._set(after=seconds, ready=ready, keep=keep, unloads=keep is None, ends_workers=keep is not None)
 
