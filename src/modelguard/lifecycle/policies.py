@@ -501,6 +501,10 @@ def _check_path(path: object) -> None:
         raise InvalidOption("path", path, why=why, fix=fix)
 
 
+#: Seconds without a change after which a path counts as written.
+_QUIET = 2.0
+
+
 class Modified(Value):
     """Due when a file or folder has changed since the generation's load began.
 
@@ -535,11 +539,14 @@ class Modified(Value):
         self,
         path: str | os.PathLike[str],
         *,
-        quiet: _units.Duration = 2.0,
+        quiet: _units.Duration = _QUIET,
         atomic: bool = False,
         spread: _units.Duration = 0.0,
     ) -> None:
         _check_path(path)
+        if atomic is True and quiet != _QUIET:
+            why = "is not waited for with atomic=True, which says that a change is complete at once"
+            raise InvalidOption("quiet", quiet, why=why, fix="Leave one of them out.")
         self._set(
             path=Path(path).absolute(),
             quiet=_units.seconds(quiet, "quiet", zero=True),

@@ -296,9 +296,9 @@ class PooledFunction(NamedTuple):
 
 class Keyed(Decorator[M]):
     def __init__(self, engine: PoolEngine[Any, M], key: str | Callable[..., Any]) -> None:
-        if not isinstance(key, str) and not callable(key):
+        if not isinstance(key, str) and not (callable(key) and _units.function_kind(key) == "function"):
             fix = "Name a parameter, key='voice', or give a function of the arguments."
-            raise InvalidOption("key", key, why="must be a parameter's name or a function", fix=fix)
+            raise InvalidOption("key", key, why="must be a parameter's name or a plain function", fix=fix)
         self._engine = engine
         self._key = key
 
