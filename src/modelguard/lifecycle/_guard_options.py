@@ -392,8 +392,9 @@ def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> N
         NoMemoryLimit: It asks for a percentage of a memory limit, and there is none.
         NotSupported: It reads GPU memory, and this installation has no torch with CUDA.
     """
-    fix = policies.fix_for(policy)
-    _units.instance(policy, "reload_on", Policy, "a policy or None", fix=fix)  # type: ignore[type-abstract] # or a subclass
+    if not isinstance(policy, Policy):
+        why = f"must be a policy or None, not {_units.kind_of(policy)}"
+        raise InvalidOption("reload_on", policy, why=why, fix=policies.fix_for(policy))
     for member in alternatives(policy):
         if member.restricts:
             why = "says when, and not whether: it would be due all the time"
