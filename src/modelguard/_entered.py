@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from modelguard.errors import GuardClosed
 
@@ -18,8 +19,30 @@ class Entered:
     It may be entered again before its end, as in a mounted sub-application with a lifespan of its own. Then the last
     exit closes it.
 
+    A function makes it: ``_made_by`` says how to write that. ``_status`` is the class of what its ``status()`` shows.
+
     Where attributes are copied from another one, as by ``functools.update_wrapper``, ``__init__`` comes after that.
     """
+
+    _made_by: ClassVar[str]
+    _status: ClassVar[str]
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: object, **kwargs: object) -> Self:
+            if kwargs or not args or callable(args[0]):  # its function passes no keywords, and no function first
+                raise TypeError(f"{cls.__name__} is not called directly. Write: {cls._made_by}")
+            return super().__new__(cls)
+
+        def __getattr__(self, name: str) -> Any:  # checkers are to complain about unknown attributes
+            said = f"{type(self).__name__!r} object has no attribute {name!r}{self._hint(name)}"
+            raise AttributeError(said, name=name, obj=self)
+
+    def _hint(self, name: str) -> str:
+        """What to write in place of an attribute that is not there."""
+        if name.startswith("_") or name not in resolve_name(self._status).__dataclass_fields__:
+            return ""
+        return ", its status() has"
 
     def __init__(self) -> None:
         # Of a list, threads may append and pop without a lock, which a fork could leave locked.

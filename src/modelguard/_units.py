@@ -9,18 +9,16 @@ import re
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 from modelguard.errors import InvalidOption, UnhashableKey, of_a_signal, shortened
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
 
 if TYPE_CHECKING:
     import inspect
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 T = TypeVar("T")
-F = TypeVar("F", bound="Callable[..., Any]")
 
 #: A duration as an argument: seconds, a timedelta, or text such as ``"1h30m"``.
 Duration: TypeAlias = float | timedelta | str
@@ -44,8 +42,7 @@ _AMOUNT = rf"({_NUMBER})\s*([A-Za-z%]*)"
 # From large to small, each unit once, so that a slip such as "1h30h" is rejected.
 _DURATION = r"\s*".join(rf"(?:(?P<{unit}>{_NUMBER})\s*{unit}(?![A-Za-z]))?" for unit in _SECONDS)
 
-#: The smallest bound on memory, in bytes: an allocator alone takes memory in pieces of up to a megabyte. A smaller
-#: number is one of megabytes whose unit is missing.
+#: The smallest bound on memory, in bytes: an allocator alone takes memory in pieces of up to a megabyte.
 _LEAST_BOUND = 1_000_000
 
 #: Longer than any wait, and still within what every lock and clock accepts.
@@ -53,8 +50,7 @@ _LONGEST = 100 * 365 * _SECONDS["d"]
 
 _DURATION_FIX = "Give seconds as a number, a timedelta, or text such as '90s', '1h30m', '1.5h', '250ms' or '2d'."
 _SIZE_FIX = "Give bytes as a whole number, or text such as '500 MB' or '1.5 GiB'."
-_OR_PERCENTAGE = ", or a percentage of the memory limit such as '80%'."
-_PERCENTAGE_FIX = _SIZE_FIX[:-1] + _OR_PERCENTAGE
+_PERCENTAGE_FIX = f"{_SIZE_FIX[:-1]}, or a percentage of the memory limit such as '80%'."
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +96,21 @@ def seconds(value: Duration, argument: str, *, zero: bool = False) -> float:
     return amount
 
 
-def size(value: int | str, argument: str, *, fix: str = _SIZE_FIX) -> int:
+def size(value: int | str, argument: str, *, at_least: int = 1, fix: str = _SIZE_FIX) -> int:
     """Read a size of memory.
 
     Args:
         value: Bytes as an int, or text with a unit: ``B``, ``kB``, ``MB``, ``GB``, ``TB`` are powers of 1000, ``KiB``,
             ``MiB``, ``GiB``, ``TiB`` powers of 1024. Upper and lower case mean the same.
         argument: The name of the caller's argument, for the error.
+        at_least: The smallest valid size. A smaller number is one of megabytes whose unit is missing.
         fix: What to write instead.
 
     Returns:
         Bytes, at least 1; a fraction of a byte is rounded.
 
     Raises:
-        InvalidOption: It is zero, negative, not a whole number of bytes, or cannot be read.
+        InvalidOption: It is zero, negative, not a whole number of bytes, too small, or cannot be read.
     """
     if isinstance(value, str):
         count = _parse_size(value, argument, fix)
@@ -123,6 +120,11 @@ def size(value: int | str, argument: str, *, fix: str = _SIZE_FIX) -> int:
         count = value
     if count < 1:
         why = "must not be negative" if count < 0 else "must not be zero"
+        raise InvalidOption(argument, value, why=why, fix=fix)
+    if count < at_least:
+        why = f"is only {format_bytes(count)}, and must be at least {format_bytes(at_least)}"
+        if isinstance(value, int):
+            fix = fix.replace(_SIZE_FIX[:-1], f"Write '{value} MB' for megabytes")
         raise InvalidOption(argument, value, why=why, fix=fix)
     return count
 
@@ -142,12 +144,7 @@ def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
     """
     if isinstance(value, str) and value.rstrip().endswith("%"):
         return _percentage(value, argument)
-    count = size(value, argument, fix=_percentage_fix(value))
-    if count < _LEAST_BOUND:
-        why = f"is only {format_bytes(count)}, and must be at least {format_bytes(_LEAST_BOUND)}"
-        fix = f"Write '{value} MB' for megabytes{_OR_PERCENTAGE}" if isinstance(value, int) else _PERCENTAGE_FIX
-        raise InvalidOption(argument, value, why=why, fix=fix)
-    return count
+    return size(value, argument, at_least=_LEAST_BOUND, fix=_percentage_fix(value))
 
 
 def whole_number(value: object, argument: str, *, at_least: int = 1, most: int = sys.maxsize, fix: str = "") -> int:
@@ -163,13 +160,11 @@ def whole_number(value: object, argument: str, *, at_least: int = 1, most: int =
     Raises:
         InvalidOption: It is not a whole number, or is too small or too large.
     """
+    fix = fix or f"Write for example {argument}={max(at_least, 8)}."
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        why, example = f"must be a whole number of at least {at_least}", f"{argument}={max(at_least, 8)}"
-        raise InvalidOption(argument, value, why=why, fix=fix or f"Write for example {example}.")
+        raise InvalidOption(argument, value, why=f"must be a whole number of at least {at_least}", fix=fix)
     if value > most:
-        raise InvalidOption(
-            argument, value, why=f"must be at most {most:,}", fix=fix or f"Write {argument}={at_least}."
-        )
+        raise InvalidOption(argument, value, why=f"must be at most {most:,}", fix=fix)
     return value
 
 
@@ -217,15 +212,16 @@ def one_of(value: object, argument: str, known: Iterable[str], *, fix: str = "",
         InvalidOption: It is anything else.
     """
     names = tuple(known)
-    if value not in names:
-        choice = f"{_nearest(str(value), names)}Write one of {', '.join(map(repr, names))}."
+    if not isinstance(value, str) or value not in names:  # the comparison of another object may raise
+        near = nearest(value if isinstance(value, str) else shortened(value), names)
+        choice = f"{near}Write one of {', '.join(map(repr, names))}."
         raise InvalidOption(argument, value, why=f"is not a known {what}", fix=fix or choice)
 
 
-def _nearest(text: str, names: Iterable[str]) -> str:
+def nearest(text: str, names: Iterable[str]) -> str:
     import difflib  # here, because only errors need it
 
-    near = difflib.get_close_matches(text, names, n=1)
+    near = difflib.get_close_matches(text, names, n=1, cutoff=0.7)
     return f"Did you mean {near[0]!r}? " if near else ""
 
 
@@ -258,14 +254,11 @@ def function(value: object, argument: str, of: str, *, fix: str, arguments: int 
         arguments: How many it gets, of a plain function whose result is used at once. Default: not checked.
 
     Raises:
-        InvalidOption: It cannot be called, or not with so many arguments, or it is a coroutine function.
+        InvalidOption: It cannot be called, or not with so many arguments, or it is a coroutine or generator function.
     """
-    if arguments is not None and callable(value):
-        import inspect  # here, because few need it
-
-        if inspect.iscoroutinefunction(value):
-            why = f"must be a plain function of {of}, not a coroutine function"
-            raise InvalidOption(argument, value, why=why, fix=fix)
+    if arguments is not None and callable(value) and (kind := function_kind(value)) != "function":
+        why = f"must be a plain function of {of}, not a {kind} function"
+        raise InvalidOption(argument, value, why=why, fix=fix)
     called_as(f"a function of {of}", value, argument, arguments, fix=fix)
 
 
@@ -281,37 +274,8 @@ def called_as(what: str, value: object, argument: str, arguments: int | None, *,
         raise InvalidOption(argument, value, why=f"is called as {what}: {found}", fix=fix)
 
 
-def with_objects(**kinds: str) -> Callable[[F], F]:
-    """Let the error for an unknown option name the object that has it, as ``swap="Swap"``, or the nearest option."""
-
-    def decorate(function: F) -> F:
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except TypeError as error:
-                unknown = re.search(r"^\w+\(\) got an unexpected keyword argument '(\w+)'", str(error))
-                if unknown is None:
-                    raise
-                fix = " or ".join(_objects_with(unknown[1], kinds))
-                known = getattr(signature_of(function), "parameters", ())
-                hint = f"Write {fix}." if fix else _nearest(unknown[1], known).strip()
-                raise TypeError(f"{unknown[0]}. {hint}" if hint else unknown[0]) from None
-
-        return cast("F", call)
-
-    return decorate
-
-
-def _objects_with(option: str, kinds: dict[str, str]) -> Iterator[str]:
-    for argument, kind in kinds.items():
-        signature = signature_of(getattr(sys.modules["modelguard"], kind))
-        if signature is not None and option in signature.parameters:
-            yield f"{argument}={kind}({option}=...)"
-
-
 def signature_of(function: Any) -> inspect.Signature | None:
-    import inspect  # as above
+    import inspect  # as below
 
     try:
         return inspect.signature(function)
@@ -336,7 +300,7 @@ def function_kind(function: Any) -> FunctionKind:
     Args:
         function: Any callable. One whose calls give something else than its code says has a ``function_kind``.
     """
-    import inspect  # as above
+    import inspect  # here, because few need it
 
     declared = getattr(function, "function_kind", None)
     if isinstance(declared, str) and declared in get_args(FunctionKind):
@@ -450,6 +414,13 @@ def unnameable(text: str) -> str:
     except UnicodeEncodeError:
         return "has a character that cannot be encoded"
     return "has a NUL character"
+
+
+def no_path(text: str) -> str:
+    """Why text is not the path of a file; empty if it is."""
+    if text.startswith("~"):
+        return "begins with ~, which only a shell and Path.expanduser() replace by the home folder"
+    return unnameable(text)
 
 
 def command(words: Sequence[str]) -> None:

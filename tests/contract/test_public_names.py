@@ -255,3 +255,14 @@ def test_the_command_tells_its_version() -> None:
     command = [sys.executable, "-m", "modelguard", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (0, f"modelguard {installed_version()}", "") == (done.returncode, done.stdout.strip(), done.stderr)
+
+
+def test_an_error_of_the_users_own_code_is_not_taken_for_a_wrong_call() -> None:
+    """A TypeError of an object that is given as an option comes through as it is."""
+
+    class Shares(dict[str, float]):
+        def items(self) -> typing.Any:
+            raise TypeError("no shares today")
+
+    with pytest.raises(TypeError, match=r"^no shares today$"):
+        modelguard.Fair(shares=Shares())

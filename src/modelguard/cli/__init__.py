@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
-from modelguard import _extras
+from modelguard import _extras, _units
 from modelguard.cli import _docs, _doctor, _output, _run, _top
 from modelguard.cli._output import USAGE
 from modelguard.errors import InvalidOption
@@ -36,8 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return USAGE
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses an unknown argument where its command's own options are known, and names the nearest of them."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = _units.nearest(unknown[0].partition("=")[0], self._option_string_actions).strip()
+            fix = near or f"{self.prog} --help shows what it takes."
+            self.error(f"unrecognized arguments: {' '.join(unknown)}. {fix}")
+        return found, unknown
+
+
 def _status(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="modelguard", description="Keep a model inside a web service from exhausting the machine's memory."
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")

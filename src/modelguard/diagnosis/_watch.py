@@ -298,7 +298,7 @@ def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = N
         NotSupported: Private memory cannot be read here.
     """
     if calls is not None:
-        _units.function(calls, "calls", "no arguments", fix="Write calls=lambda: counter.value.")
+        _units.function(calls, "calls", "no arguments", fix="Write calls=lambda: counter.value.", arguments=0)
     name = _units.name(name)
     interval = _units.seconds(every, "every")
     if interval < _SHORTEST:

@@ -366,6 +366,7 @@ def check_preload(path: str | Path, *, argument: str = "preload", program: Path 
             this one owns it or may write to it, to its folder or to a folder above. A library directly in a sticky
             folder such as ``/tmp`` is rejected too.
     """
+    _units.instance(path, argument, str | Path, "a path", fix="Give the full path of the library.")  # type: ignore[arg-type] # or
     problem = _why_unusable(Path(path), program) or _why_unsafe(Path(path))
     if problem is not None:
         why, fix = problem

@@ -105,9 +105,13 @@ class Web:
         _units.flag(self.detail, "detail")
         for name in ("livez", "readyz"):
             path = getattr(self, name)
-            if path is not None and not (isinstance(path, str) and path.startswith("/")):
-                why = "must be a path that begins with '/'"
+            if path is not None and not (isinstance(path, str) and re.fullmatch(r"/[^?#]*", path)):
+                why = "must be a path that begins with '/', without a query"
                 raise InvalidOption(name, path, why=why, fix=f"Write {name}='/{name}', or None.")
+        if self.livez is not None and self.livez == self.readyz:
+            raise InvalidOption(
+                "readyz", self.readyz, why="is the path of livez too", fix="Give each a path of its own."
+            )
         check_admin(self.admin)
         if self.timeout_header is not None and not _is_header(self.timeout_header):
             why = "must be the name of an HTTP header"
@@ -116,9 +120,12 @@ class Web:
             why = "must be the name of an HTTP header, or a function of the request"
             fix = "Write fair_by='X-Tenant', for a header that your proxy sets."
             raise InvalidOption("fair_by", self.fair_by, why=why, fix=fix)
+        if callable(self.fair_by):
+            fix = "Write fair_by=lambda request: ..., or the name of a header."
+            _units.function(self.fair_by, "fair_by", "the request", fix=fix, arguments=1)
         if self.priority is not None:
             fix = "Write priority=lambda request: 1 if request['path'] == '/chat' else 0 (ASGI; 'PATH_INFO' in WSGI)."
-            _units.function(self.priority, "priority", "the request", fix=fix)
+            _units.function(self.priority, "priority", "the request", fix=fix, arguments=1)
         if self.guards is not None:
             self.guards = _check_guards(self.guards)
 
@@ -213,11 +220,7 @@ class Web:
 
 
 def _meant(name: str, known: list[str]) -> str:
-    import difflib
-
-    listed = f"its options are {', '.join(known)}."
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    return f"Write {similar[0]}=...; {listed}" if similar else listed.capitalize()
+    return f"{_units.nearest(name, known)}Its options are {', '.join(known)}."
 
 
 def _is_header(name: object) -> bool:
@@ -228,7 +231,7 @@ def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:
     fix = "Write guards=[...]."
     guards = tuple(_units.instance(given, "guards", Iterable, "a list", fix=fix))  # type: ignore[type-abstract]
     for guard in guards:
-        if not hasattr(guard, "ready") or not hasattr(guard, "name"):
+        if isinstance(guard, type) or not hasattr(guard, "ready") or not hasattr(guard, "name"):
             why = "must be guards and batched functions"
             fix = "For a guarded function give its guard: guard_of(function)."
             raise InvalidOption("guards", guard, why=why, fix=fix)

@@ -161,6 +161,7 @@ class Workers:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        _prefork.check_guards(guards)
         self._guards = guards
         self._options = options
         self._min_lifetime = _units.seconds(min_lifetime, "min_lifetime", zero=True)

@@ -26,6 +26,7 @@ from http import HTTPStatus
 from itertools import islice
 from typing import Any, Never, Unpack
 
+from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, CLIENT_GONE, TOO_LARGE, Answer
 from modelguard.frameworks._web import Options, Web
@@ -285,6 +286,9 @@ def _made_at_first_connection() -> bool:
     )
 
 
+_APP_FIX = "Give the application itself, not its name; modelguard.frameworks.wsgi is for Flask and other WSGI ones."
+
+
 class ModelGuardMiddleware:
     """Turns modelguard's errors into responses, and limits the time of the batched calls of each request.
 
@@ -325,7 +329,7 @@ class ModelGuardMiddleware:
             gives a whole number from 0 to 1,000. Default: 0.
 
     Raises:
-        InvalidOption: An option is invalid, or there is no such option.
+        InvalidOption: An option is invalid, or there is no such option; or ``app`` is no ASGI application.
     """
 
     below = ""  #: The path of which all of the application's are parts, and its probes too.
@@ -335,6 +339,7 @@ class ModelGuardMiddleware:
         self.app = app
         try:
             self._web = Web.read(options, misplaced)
+            _units.called_as("an ASGI application", app, "app", 3, fix=_APP_FIX)
         except InvalidOption as error:
             if not _made_at_first_connection():
                 raise

@@ -28,6 +28,9 @@ __all__ = ["ModelGuardMiddleware", "install"]
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
+_APP_FIX = "Give the application itself, not its name; modelguard.frameworks.asgi is for FastAPI and other ASGI ones."
+
+
 class ModelGuardMiddleware:
     """Turns modelguard's errors into responses: 503, 504, a deadline for each request, and the two probes.
 
@@ -39,12 +42,13 @@ class ModelGuardMiddleware:
         options: Those of the other, of which ``fair_by`` and ``priority`` may be functions of the WSGI environment.
 
     Raises:
-        InvalidOption: An option is invalid, or there is no such option.
+        InvalidOption: An option is invalid, or there is no such option; or ``app`` is no WSGI application.
     """
 
     def __init__(self, app: App, *misplaced: Never, **options: Unpack[Options]) -> None:
         self.app = app
         self._web = Web.read(options, misplaced)
+        _units.called_as("a WSGI application", app, "app", 2, fix=_APP_FIX)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Serve one request."""

@@ -98,8 +98,10 @@ def check_importable(function: Any, *, stub: bool = False) -> None:
     why, fix = "", _IMPORT_FIX
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     in_class = name is not None and "." in name and "<" not in name and not isinstance(function, staticmethod)
-    if isinstance(function, type) or not (callable(function) or isinstance(function, classmethod)):
-        why, fix = f"must be a function, not {_units.kind_of(function)}", "Decorate: def predict(model, text): ..."
+    other = isinstance(function, type) or hasattr(function, "lease")  # as guards and pools have
+    if other or not (callable(function) or isinstance(function, classmethod)):
+        why = f"must be a function, not {_units.kind_of(function)}"
+        fix = "Write @isolate() above the guard's decorator, and that above def predict(model, text): ..."
     elif isinstance(function, classmethod) or in_class:
         why = "is a method, and a change of its object or class in a worker would be lost"
         fix = "Isolate a function, and call it in the method; or a static method, with @staticmethod next to the def."
@@ -262,7 +264,7 @@ class Bounds:
 
     def __init__(self, *, queue: int = 256, transfer: int | str = "1 GB") -> None:
         object.__setattr__(self, "queue", _units.whole_number(queue, "queue"))
-        object.__setattr__(self, "transfer", _units.size(transfer, "transfer"))
+        object.__setattr__(self, "transfer", _units.size(transfer, "transfer", at_least=1000))
 
 
 @dataclass(frozen=True)
@@ -329,18 +331,19 @@ def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, *
         timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
         start=start,
         retry=_units.flag(given["retry"], "retry"),
-        breaker=_without_code(breaker),
+        breaker=Breaker() if breaker is None else _checked_breaker(breaker),
         bounds=Bounds() if bounds is None else _units.instance(bounds, "bounds", Bounds, "Bounds", fix=_BOUNDS_FIX),
         scope=scope,
     )
 
 
-def _without_code(breaker: Any) -> Breaker:
-    """The breaker without what does not apply to workers, and would need the application's modules."""
-    if breaker is None:
-        return Breaker()
+def _checked_breaker(breaker: Any) -> Breaker:
     given = _units.instance(breaker, "breaker", Breaker, "a Breaker", fix="Write Breaker(failures=5).")
-    return replace(given, ignore=(), reload=None)
+    for option in ("ignore", "reload"):
+        if value := getattr(given, option):
+            why = "does nothing here: workers that crash or exceed timeout count, and no errors of the function"
+            raise InvalidOption(option, value, why=why, fix="Leave it out.")
+    return given
 
 
 def check_function(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:

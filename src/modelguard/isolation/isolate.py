@@ -98,6 +98,7 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
     """
 
     _made_by = "isolate(workers=2)(function)"
+    _status = "modelguard.isolation.status:IsolationStatus"
     _what = "isolated function"
 
     def __init__(self, options: IsolationOptions, function: Callable[P, R_co], source: Source | PoolSource) -> None:
@@ -373,7 +374,7 @@ class Decorator(Protocol):
     def __call__(self, function: Callable[P, R], /) -> Isolated[P, R]: ...
 
 
-@_units.with_objects(bounds="Bounds", scope="Host", breaker="Breaker")
+@_public.with_fixes(bounds="Bounds", scope="Host", breaker="Breaker")
 def isolate(
     *others: Never,
     target: str | None = None,
@@ -421,7 +422,7 @@ def isolate(
             ``Changed``, all).
         retry: Run a call once more if its worker crashed. Only for functions that may safely run twice.
         breaker: When calls are refused because workers crash or exceed ``timeout`` one after the other. Default:
-            ``Breaker()``. Of its options, ``ignore`` and ``reload`` do not apply here.
+            ``Breaker()``. It counts no errors, so it takes no ``ignore``, and no ``reload``.
         bounds: How many calls may wait, and how large their arguments and results may be. Default: ``Bounds()``, 256
             calls and 1 GB.
         scope: ``"process"``: the mold and the workers belong to this process, and end with it. ``"host"``: all

@@ -84,7 +84,7 @@ class Replay:
             min_agreement=policies.share(min_agreement, "min_agreement", example=0.95),
             max_slowdown=max_slowdown,
             same=same,
-            max_memory=_units.size(max_memory, "max_memory"),
+            max_memory=_units.size(max_memory, "max_memory", at_least=1000),
             timeout=_units.seconds(timeout, "timeout"),
         )
 
@@ -345,12 +345,15 @@ def takes_old_model(validate: Any) -> bool:
 
 
 def check_callable(argument: str, value: object, *, arguments: int, fix: str) -> None:
-    """Check that ``value`` can be called with this many arguments.
+    """Check that ``value`` can be called with this many arguments, and runs then.
 
     Raises:
         InvalidOption: It cannot.
     """
     _units.called_as(_HOW[arguments], value, argument, arguments, fix=fix)
+    if "generator" in _units.function_kind(value):
+        why = "is a generator function, whose body does not run when it is called"
+        raise InvalidOption(argument, value, why=why, fix="Return the value instead of yielding it.")
 
 
 def check_loader(load: object, *, arguments: int = 0) -> None:
@@ -389,8 +392,9 @@ def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> N
         NoMemoryLimit: It asks for a percentage of a memory limit, and there is none.
         NotSupported: It reads GPU memory, and this installation has no torch with CUDA.
     """
-    fix = policies.fix_for(policy)
-    _units.instance(policy, "reload_on", Policy, "a policy or None", fix=fix)  # type: ignore[type-abstract] # or a subclass
+    if not isinstance(policy, Policy):
+        why = f"must be a policy or None, not {_units.kind_of(policy)}"
+        raise InvalidOption("reload_on", policy, why=why, fix=policies.fix_for(policy))
     for member in alternatives(policy):
         if member.restricts:
             why = "says when, and not whether: it would be due all the time"

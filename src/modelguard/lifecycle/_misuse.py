@@ -126,7 +126,7 @@ def check_keyword(argument: str, value: object, others: tuple[object, ...], *, f
 
 
 def check_ask(ask: object) -> None:
-    _units.function(ask, "ask", "the reasons", fix="Give a function that takes the reasons.")
+    _units.function(ask, "ask", "the reasons", fix="Give a function that takes the reasons.", arguments=1)
 
 
 def check_not_routed(function: Any) -> None:

@@ -89,7 +89,7 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
     if (model := generation.model) is None:
         raise Rejected("the loader returned None; return the model")
     if isinstance(model, GeneratorType):
-        raise Rejected("the loader is a generator function; return the model instead of yielding it")
+        raise Rejected("the loader returned a generator; return the model instead of yielding it")
     # Of some models, such as a dict, no more is known than those that the guard has.
     if not is_plain_value(model) and (guard.state.has(model) or not guard.family.add(model)):
         raise Rejected(

@@ -14,7 +14,6 @@ from modelguard.lifecycle.policies import NextCheck, Snapshot, Value
 
 __all__ = ["Cron"]
 
-_FIELDS = 5
 #: How many of its moments, and in which time, are looked at for the shortest time between two of them.
 _LOOKED_AT = 400
 _SECONDS_LOOKED_AT = 5 * 366 * 86_400
@@ -85,7 +84,7 @@ def _check_fields(expression: object) -> str:
     """The expression with single spaces, if it has the form of one."""
     fix = "Write five fields, as in '0 3 * * *': minute, hour, day of the month, month, day of the week."
     words = _units.instance(expression, "expression", str, "a cron expression", fix=fix).split()
-    if len(words) != _FIELDS:
+    if len(words) != policies.CRON_FIELDS:
         raise InvalidOption("expression", expression, why=f"must have five fields, and has {len(words)}", fix=fix)
     return " ".join(words)
 

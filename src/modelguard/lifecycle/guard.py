@@ -43,6 +43,7 @@ class ModelGuard(ModelHandle[M]):
     """
 
     _made_by = "guard(load, reload_on=...)"
+    _status = "modelguard.lifecycle.status:Status"
     _what = "guard"
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
@@ -67,13 +68,10 @@ class ModelGuard(ModelHandle[M]):
 
         return f"<ModelGuard {self.name!r} {status.state_of(self.engine.state)}>"
 
-    if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}: it is the guard, not the model. Decorate a "
-                f"function that takes the model, or write: with guard.lease() as model: model.{name}"
-            )
+    def _hint(self, name: str) -> str:
+        block = f"with guard.lease() as model{'' if name == 'model' else f': model.{name}'}"
+        fix = f"it is the guard, not the model. Decorate a function that takes the model, or write: {block}"
+        return super()._hint(name) or f": {fix}"
 
     # Use
 
@@ -146,7 +144,7 @@ class ModelGuard(ModelHandle[M]):
             takes_calls: Whether calls run in this process too. If not, only ``TTL`` and ``Modified`` count here.
         """
         _misuse.check_ask(ask)
-        self.engine.checks.recycle_in_children(ask, takes_calls=takes_calls)
+        self.engine.checks.recycle_in_children(ask, takes_calls=_units.flag(takes_calls, "takes_calls"))
 
     def recycle_here(self, ask: Callable[[tuple[Reason, ...]], object]) -> None:
         """Have this whole process replaced instead of its model.
@@ -218,7 +216,7 @@ def guard(load: Callable[[], Loaded[M]], **options: Unpack[_Options[M]]) -> Mode
 def guard(load: Callable[[], Awaitable[M]], **options: Unpack[_Options[M]]) -> ModelGuard[M]: ...
 @overload
 def guard(load: Callable[[], M], **options: Unpack[_Options[M]]) -> ModelGuard[M]: ...
-@_units.with_objects(swap="Swap", loading="Loading")
+@_public.with_fixes(swap="Swap", loading="Loading")
 def guard(
     load: Callable[[], Any],
     *others: Never,

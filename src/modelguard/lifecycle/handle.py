@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from modelguard import _units
 from modelguard._entered import Entered
@@ -83,15 +83,7 @@ class _Source(Protocol):
 class Handle(Entered):
     """A context manager over sources of models, which is not made by its class."""
 
-    _made_by: ClassVar[str]
     _what: ClassVar[str]
-
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *args: object, **kwargs: object) -> Self:  # noqa: D102 - Python's own
-            if kwargs or not args or callable(args[0]):  # its function passes no keywords, and no loader
-                raise TypeError(f"{cls.__name__} is not called directly. Write: {cls._made_by}")
-            return super().__new__(cls)
 
     def __init__(self, name: str, sources: Sequence[_Source]) -> None:
         super().__init__()

@@ -48,6 +48,9 @@ __all__ = [
 # What to write where a policy is needed and something else was given.
 
 
+#: Of a cron expression: minute, hour, day of the month, month, day of the week.
+CRON_FIELDS = 5
+
 _EXAMPLE = "Write for example TTL('1h') | MemoryGrowth('500 MB')."
 
 
@@ -59,14 +62,20 @@ def fix_for(given: object) -> str:
         return "Join policies with | (any of them) or & (all of them): TTL('1h') | Uses(50_000)."
     if inspect.isroutine(given):
         return "Write a subclass of Policy whose method due() decides, and give an instance of it."
-    if isinstance(given, str):
-        for name, read in (("TTL", _units.seconds), ("MemoryGrowth", _units.size_or_percentage)):
-            with suppress(InvalidOption):
-                read(given, "")
-                return f"Write {name}({given!r})."
     if isinstance(given, int) and not isinstance(given, bool):
         return f"Write Uses({given}) for a number of calls, or TTL({given}) for seconds."
-    return _EXAMPLE
+    meant = _meant_by(given)
+    return f"Write {meant}({given!r})." if meant else _EXAMPLE
+
+
+def _meant_by(given: Any) -> str:
+    for name, read in (("TTL", _units.seconds), ("MemoryGrowth", _units.size_or_percentage)):
+        with suppress(InvalidOption):
+            read(given, "")
+            return name
+    if isinstance(given, str) and len(given.split()) == CRON_FIELDS:
+        return "Cron"
+    return "Modified" if isinstance(given, os.PathLike) or (isinstance(given, str) and os.sep in given) else ""
 
 
 #: A policy on memory needs this many consecutive readings: one reading may be the spike of a single call.
@@ -487,9 +496,13 @@ def _check_path(path: object) -> None:
     elif not os.fspath(path):
         why = "must be a path that is not empty"
     else:
-        why = _units.unnameable(os.fspath(path))
+        why = _units.no_path(os.fspath(path))
     if why:
         raise InvalidOption("path", path, why=why, fix=fix)
+
+
+#: Seconds without a change after which a path counts as written.
+_QUIET = 2.0
 
 
 class Modified(Value):
@@ -526,11 +539,14 @@ class Modified(Value):
         self,
         path: str | os.PathLike[str],
         *,
-        quiet: _units.Duration = 2.0,
+        quiet: _units.Duration = _QUIET,
         atomic: bool = False,
         spread: _units.Duration = 0.0,
     ) -> None:
         _check_path(path)
+        if atomic is True and quiet != _QUIET:
+            why = "is not waited for with atomic=True, which says that a change is complete at once"
+            raise InvalidOption("quiet", quiet, why=why, fix="Leave one of them out.")
         self._set(
             path=Path(path).absolute(),
             quiet=_units.seconds(quiet, "quiet", zero=True),
@@ -993,9 +1009,8 @@ class Idle(Value):
 
     def __init__(self, after: _units.Duration, *, ready: bool = True, keep: Literal["mold"] | None = None) -> None:
         _units.instance(ready, "ready", bool, "True or False", fix="Write ready=False.")
-        if keep not in ("mold", None):
-            fix = "Write keep='mold', or leave it out to release the model too."
-            raise InvalidOption("keep", keep, why="must be 'mold' or None", fix=fix)
+        if keep is not None:
+            _units.one_of(keep, "keep", ("mold",), fix="Write keep='mold', or leave it out to release the model too.")
         seconds = _units.seconds(after, "after")
         self._set(after=seconds, ready=ready, keep=keep, unloads=keep is None, ends_workers=keep is not None)
 

@@ -51,6 +51,7 @@ class ModelPool(Handle, Generic[K, M]):
     """
 
     _made_by = "pool(load, max_memory=...)"
+    _status = "modelguard.lifecycle.status:PoolStatus"
     _what = "pool"
 
     def __init__(self, engine: PoolEngine[K, M]) -> None:
@@ -160,7 +161,7 @@ if TYPE_CHECKING:
 def pool(load: Callable[[K], Loaded[M]], **options: Unpack[_Options[M]]) -> ModelPool[K, M]: ...
 @overload
 def pool(load: Callable[[K], M], **options: Unpack[_Options[M]]) -> ModelPool[K, M]: ...
-@_units.with_objects(loading="Loading")
+@_public.with_fixes(loading="Loading")
 def pool(
     load: Callable[[Any], Any],
     *others: Never,
@@ -295,9 +296,9 @@ class PooledFunction(NamedTuple):
 
 class Keyed(Decorator[M]):
     def __init__(self, engine: PoolEngine[Any, M], key: str | Callable[..., Any]) -> None:
-        if not isinstance(key, str) and not callable(key):
+        if not isinstance(key, str) and not (callable(key) and _units.function_kind(key) == "function"):
             fix = "Name a parameter, key='voice', or give a function of the arguments."
-            raise InvalidOption("key", key, why="must be a parameter's name or a function", fix=fix)
+            raise InvalidOption("key", key, why="must be a parameter's name or a plain function", fix=fix)
         self._engine = engine
         self._key = key
 

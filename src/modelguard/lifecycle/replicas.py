@@ -261,6 +261,7 @@ class ModelReplicas(ModelHandle[M]):
     """
 
     _made_by = "replicas(guard(load, reload_on=...), 2)"
+    _status = "modelguard.lifecycle.status:Status"
     _what = "replicas"
 
     def __init__(self, name: str, guards: tuple[ModelGuard[M], ...], free: FreeReplicas[M]) -> None:

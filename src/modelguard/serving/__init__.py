@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from modelguard import _public
 from modelguard.serving._batch_options import AutoSize, Buffer, Execution, Fair, Weight
 from modelguard.serving.batched import Batched, BatchedStream, batched
 from modelguard.serving.breaker import Breaker
@@ -28,8 +29,7 @@ __all__ = [
     "left",
 ]
 
-# Tracebacks, repr() and the documentation show where users import these from, which is not where they are written.
-for _of_modelguard in (AutoSize, BatchStatus, Batched, Breaker, Buffer, Execution, Fair, Weight, batched, deadline):
-    _of_modelguard.__module__ = "modelguard"
-for _of_serving in (BatchedStream, Limits, Quantiles, Stream, caller, left):
-    _of_serving.__module__ = "modelguard.serving"
+# Where users import these from is not where they are written.
+_TOP = {"AutoSize", "BatchStatus", "Batched", "Breaker", "Buffer", "Execution", "Fair", "Weight", "batched", "deadline"}
+_public.set_module(globals() | {"__all__": _TOP}, "modelguard")
+_public.set_module(globals() | {"__all__": set(__all__) - _TOP})

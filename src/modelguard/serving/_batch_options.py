@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Self, TypedDict, cast, get_args
+from typing import Annotated, Any, Literal, Self, TypedDict, get_args
 
 from modelguard import _units
 from modelguard._units import FunctionKind
@@ -174,6 +174,8 @@ _FIXED = frozenset({"threads", "weight", "fair_by", "on_error", "breaker", "buff
 
 OnError = Literal["isolate", "fail"]
 
+_SIZE_FIX = "Write max_size=8, or max_size=AutoSize(slo='100ms')."
+
 #: A batch counts as hung after so many times the deadline, but not before a minute.
 _HANG = 10
 _SHORTEST_HANG = 60.0
@@ -218,7 +220,8 @@ class BatchOptions:
     def _limits(self) -> Limits:
         queue = _units.whole_number(self.max_queue, "max_queue")
         slo = self.max_size.slo if isinstance(self.max_size, AutoSize) else None
-        size = queue if isinstance(self.max_size, AutoSize) else _check_size(self.max_size)
+        auto = isinstance(self.max_size, AutoSize)
+        size = queue if auto else _units.whole_number(self.max_size, "max_size", fix=_SIZE_FIX)
         bound = math.inf if self.deadline is None else _units.seconds(self.deadline, "deadline")
         hang = None if self.execution is None else self.execution.hang_after
         limits = Limits(
@@ -311,13 +314,6 @@ def read_buffer(given: int | Buffer | None) -> Buffer | None:
     return Buffer(parts=_units.whole_number(given, "buffer"))
 
 
-def _check_size(value: object) -> int:
-    if isinstance(value, str):
-        why = "must be a whole number of at least 1, or AutoSize(slo=...)"
-        raise InvalidOption("max_size", value, why=why, fix="Write max_size=8, or max_size=AutoSize(slo='100ms').")
-    return _units.whole_number(cast("int", value), "max_size")
-
-
 def _check_together(limits: Limits, slo: _units.Duration | None) -> None:
     """Check what no option says by itself. ``slo``: as it was given, for the errors."""
     size, queue, quota = limits.max_size, limits.max_queue, limits.quota
@@ -328,6 +324,11 @@ def _check_together(limits: Limits, slo: _units.Duration | None) -> None:
         why = f"must not be more than max_queue={queue}, or it would never be reached"
         fix = f"Give quota={max(queue // 8, 1)}, an eighth of the queue."
         raise InvalidOption("quota", quota, why=why, fix=fix)
+    if limits.deadline <= limits.max_wait:
+        bound = _units.format_seconds(limits.deadline)
+        why = f"must be shorter than deadline, which is {bound}, or an item alone would wait for nearly all of it"
+        fix = "Leave it out: a batch never waits for items then."
+        raise InvalidOption("max_wait", _units.format_seconds(limits.max_wait), why=why, fix=fix)
     if slo is not None and limits.slo <= limits.max_wait:
         why = f"must be longer than max_wait, which is {_units.format_seconds(limits.max_wait)}"
         raise InvalidOption("slo", slo, why=why, fix="Leave max_wait out: a batch never waits for items then.")
@@ -633,7 +634,9 @@ class Arguments:
         if names not in self._accepted:
             why = self._mismatch(extras) if extras else self.incomplete
             if why is not None:
-                hint = self._guard_hint() if set(passed_by_guard(self._function)) & set(names) else []
+                known = (*_TAKEN, *(one.name for one in _parameters(self._function) or ()))
+                near = [_units.nearest(name, known).strip() for name in names if name not in known]
+                hint = self._guard_hint() if set(passed_by_guard(self._function)) & set(names) else filter(None, near)
                 raise TypeError(". ".join([f"{self._name}(): {why}", *hint]))
             if len(self._accepted) < _MANY_NAMES:
                 self._accepted.add(names)
@@ -647,11 +650,10 @@ class Arguments:
         """Check what ``map`` was given.
 
         Raises:
-            ItemRefused: It is one text, whose characters would be the items.
+            ItemRefused: It is one text, whose characters would be the items, or no collection.
         """
-        if isinstance(items, str | bytes):
-            kind = type(items).__name__
-            why = f"map() needs many items, and a {kind} is one; write f(item), or f.map([item])"
+        if isinstance(items, str | bytes) or not (hasattr(items, "__iter__") or hasattr(items, "__getitem__")):
+            why = f"map() needs many items, and {_units.kind_of(items)} is one; write f(item), or f.map([item])"
             raise ItemRefused(self._name, why=why)
 
     def _unbound(self) -> str | None:

@@ -32,7 +32,7 @@ from typing import (
     overload,
 )
 
-from modelguard import _units
+from modelguard import _public, _units
 from modelguard._entered import Entered
 from modelguard.errors import (
     GuardClosed,
@@ -176,11 +176,14 @@ class Decorated(Entered):
     """A batch function behind a queue.
 
     Args:
-        function: The batch function.
         options: Its options.
+        function: The batch function.
     """
 
-    def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
+    _made_by = "batched(max_size=8)(function)"
+    _status = "modelguard.serving.status:BatchStatus"
+
+    def __init__(self, options: BatchOptions, function: Callable[..., Any]) -> None:
         functools.update_wrapper(cast("Callable[..., Any]", self), function)
         super().__init__()
         self.__signature__ = call_signature(function, options.name)
@@ -341,7 +344,7 @@ class Decorated(Entered):
 
     def _bind(self, name: str, instance: Any) -> Self:
         method = self._function.__get__(instance, type(instance))
-        bound = type(self)(method, self._options)
+        bound = type(self)(self._options, method)
         bound._method_of = instance, name  # noqa: SLF001 - of its own class
         return bound
 
@@ -689,7 +692,7 @@ class Decorator(Protocol):
     ) -> BatchedMethod[S, Batched[X, Y]]: ...
 
 
-@_units.with_objects(
+@_public.with_fixes(
     max_size="AutoSize", weight="Weight", fair_by="Fair", buffer="Buffer", execution="Execution", breaker="Breaker"
 )
 def batched(
@@ -780,7 +783,7 @@ def batched(
             raise InvalidOption("function", function, why="it is batched already", fix=fix)
         check_function(function, sys._getframe(1).f_locals)  # noqa: SLF001 - the public one may return None
         suited = options.suited_to(function, options.name or _units.printable(function_name(function)))
-        made: Any = (BatchedStream if suited.streams else Batched)(function, suited)
+        made: Any = (BatchedStream if suited.streams else Batched)(suited, function)
         # For frameworks; calls look it up in the class.
         made.__call__ = MethodType(NotARoute(function, made.name), made)
         return made

@@ -57,15 +57,16 @@ class Breaker:
         _units.whole_number(self.failures, "failures")
         shortest = _units.seconds(self.cooldown, "cooldown")
         if _units.seconds(self.max_cooldown, "max_cooldown") < shortest:
-            why = f"must not be shorter than cooldown={self.cooldown!r}"
-            raise InvalidOption("max_cooldown", self.max_cooldown, why=why, fix="Give the same or more.")
+            why, fix = f"must not be shorter than cooldown={self.cooldown!r}", f"Give at least {self.cooldown!r}."
+            raise InvalidOption("max_cooldown", self.max_cooldown, why=why, fix=fix)
         kinds = self.ignore
         if not isinstance(kinds, tuple) or not all(isinstance(k, type) and issubclass(k, BaseException) for k in kinds):
             why = "must be a tuple of exception types"
             raise InvalidOption("ignore", kinds, why=why, fix="Write for example (ValueError,).")
-        if self.reload is not None and not callable(getattr(self.reload, "reload", None)):
-            why = "has no reload()"
-            raise InvalidOption("reload", self.reload, why=why, fix="Pass the guard itself: reload=nlp.")
+        given = self.reload
+        if given is not None and (isinstance(given, type) or not callable(getattr(given, "reload", None))):
+            why = f"must be an object with a reload(), not {_units.kind_of(given)}"
+            raise InvalidOption("reload", given, why=why, fix="Pass the guard itself: reload=nlp.")
 
 
 class Circuit:

@@ -24,6 +24,7 @@ from modelguard.environment import _allocator
 from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, NotSupported
 from modelguard.facts import _memory
 from modelguard.lifecycle import _models
+from modelguard.lifecycle._guard_options import outside
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
@@ -349,10 +350,14 @@ def check_immortalize(value: object) -> None:
         raise NotSupported("immortalize=True", reason=why_not)
 
 
-def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:
-    for guard in guards:
+def check_guards(given: Iterable[object]) -> None:
+    for guard in given:
         if not isinstance(guard, ModelGuard):
             raise InvalidOption("guards", guard, why="must be guards", fix=_fix_for(guard))
+
+
+def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:
+    check_guards(guards)
     marked = (guard for guard in all_guards() if guard.prefork)
     chosen = tuple(dict.fromkeys(guards)) or tuple(sorted(marked, key=lambda guard: guard.name))
     if not chosen:
@@ -388,7 +393,7 @@ def _enforce(on_hazard: OnHazard, found: tuple[Hazard, ...]) -> None:
         raise ForkUnsafe(found)
     for hazard in found:
         if hazard.severity != "fixed" or on_hazard == "warn":
-            warnings.warn(str(hazard), ForkHazard, stacklevel=4)  # the line that called prepare()
+            warnings.warn(str(hazard), ForkHazard, stacklevel=outside())  # the line that called prepare()
 
 
 def _compile_for_children(state: Prepared) -> None:
@@ -434,7 +439,7 @@ def _try(
             bad = _failed_trial(guard, result, timeout)
             if on_hazard != "warn":
                 raise ForkUnsafe((bad,))
-            warnings.warn(str(bad), ForkHazard, stacklevel=4)  # the line that called prepare()
+            warnings.warn(str(bad), ForkHazard, stacklevel=outside())  # the line that called prepare()
             failed.append(bad)
         tried[guard.name] = result.seconds
     return tried, failed

@@ -270,7 +270,7 @@ class TreeWatch:
     ) -> None:
         self._whole = tree is None or isinstance(tree, int)
         self._pids = _pids(os.getpid() if tree is None else tree)
-        self._model_bytes = None if model_bytes is None else _units.size(model_bytes, "model_bytes")
+        self._model_bytes = None if model_bytes is None else _units.size(model_bytes, "model_bytes", at_least=1000)
         self._root = root
         self._clock = clock
         self._started: dict[int, int] = {}

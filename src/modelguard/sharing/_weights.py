@@ -496,6 +496,7 @@ def publish(
     store = WeightsStore(_path(path))
     timeout = _units.seconds(wait_timeout, "wait_timeout", zero=True)
     _check_key(key)
+    _units.flag(allow_pickle, "allow_pickle")
     form = _weights_formats.format_of(source, allow_pickle=allow_pickle and not _may_make(source, key))
     if form is None:
         _check_function(source, key)
@@ -540,6 +541,7 @@ def load(build: Callable[..., M], path: str | os.PathLike[str], *, allow_pickle:
     fix = "Write weights.load(build, path): first the function that makes the model."
     _units.function(build, "build", "the published weights", fix=fix)
     store = WeightsStore(_path(path))
+    _units.flag(allow_pickle, "allow_pickle")
 
     def use(manifest: Manifest, folder: Path) -> M:
         form = _weights_formats.format_named(manifest.kind, store.path, allow_pickle=allow_pickle)
@@ -562,6 +564,8 @@ def _check_function(source: Any, key: str | None) -> None:
     if key is None:
         why = "without a key, it is unknown whether the published weights are those that this function makes"
         raise InvalidOption("key", key, why=why, fix="Name what it makes, such as key='2026-11' or the file's hash.")
+    fix = "Bind its arguments: publish(lambda: read(path), ...)."
+    _units.called_as("a function without arguments", source, "source", 0, fix=fix)
 
 
 def _check_build(build: Callable[..., Any], kind: str) -> None:
@@ -587,7 +591,7 @@ def current(path: str | os.PathLike[str]) -> Published:
 def _path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not Path(path).name:
         raise InvalidOption("path", path, why="must be the path of a file", fix="Give a path such as 'weights/net'.")
-    if why := _units.unnameable(os.fspath(path)):
+    if why := _units.no_path(os.fspath(path)):
         raise InvalidOption("path", os.fspath(path), why=why, fix="Give a path such as 'weights/net'.")
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises PermissionError before Python 3.14
         fix = f"Give a file in it, such as {os.path.join(path, 'weights')!r}."  # noqa: PTH118 - as the caller wrote it

@@ -68,7 +68,7 @@ def assert_shared_after_fork(
         LoadFailed: The guard's model could not be loaded.
     """
     __tracebackhide__ = True
-    _units.function(read, "read", "the model", fix="Give for example lambda model: model('a text').")
+    _units.function(read, "read", "the model", fix="Give for example lambda model: model('a text').", arguments=1)
     if not sys.platform.startswith("linux"):
         raise NotSupported("assert_shared_after_fork", reason=f"it requires Linux, and this is {sys.platform}")
     _prefork.check_immortalize(immortalize)

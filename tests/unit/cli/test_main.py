@@ -26,6 +26,29 @@ def test_a_command_that_does_not_exist() -> None:
     assert 2 == ended.value.code
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "run --prset torch-cpu -- ls",
+            "modelguard run: error: unrecognized arguments: --prset. Did you mean '--preset'?",
+        ),
+        (
+            "top --intervall=3",
+            "modelguard top: error: unrecognized arguments: --intervall=3. Did you mean '--interval'?",
+        ),
+        ("top 1 2", "modelguard top: error: unrecognized arguments: 2. modelguard top --help shows what it takes."),
+        ("--verson", "modelguard: error: unrecognized arguments: --verson. Did you mean '--version'?"),
+    ],
+)
+def test_an_argument_that_does_not_exist(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that it was given to names it, and the nearest one that exists."""
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert 2 == ended.value.code
+    assert says == capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(("error", "says"), [(OSError("gone"), "OSError: gone"), (KeyboardInterrupt(), "interrupted")])
 def test_an_error_of_ours_is_no_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, says: str

@@ -224,7 +224,7 @@ def test_anything_but_an_application_is_rejected(app: Any) -> None:
 def test_an_invalid_option_changes_nothing() -> None:
     """It is rejected by its name, before the application has a middleware."""
     app = web.Application()
-    with pytest.raises(InvalidOption, match="Write deadline="):
+    with pytest.raises(InvalidOption, match=r"Did you mean .deadline."):
         frameworks_aiohttp.install(app, dedline="2s")
     assert [] == list(app.middlewares)
 

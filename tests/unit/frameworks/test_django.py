@@ -237,7 +237,7 @@ def test_a_disconnect_cancels_what_waits(kind: str, model: Gated) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dedline": "2s"}, "Write deadline="),
+        ({"dedline": "2s"}, "Did you mean .deadline."),
         ({"deadline": "2"}, "has no unit"),
         (["2s"], r"MODELGUARD=\['2s'\]: must be a dict of options"),
         ({1: 2}, "must be a dict of options"),

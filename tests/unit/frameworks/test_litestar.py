@@ -198,7 +198,7 @@ def test_a_websocket_is_closed_with_a_code(error: Exception, code: int) -> None:
 
 def test_an_invalid_option_is_rejected_where_it_is_written() -> None:
     """By the plugin, before there is an application."""
-    with pytest.raises(InvalidOption, match="Write deadline="):
+    with pytest.raises(InvalidOption, match=r"Did you mean .deadline."):
         ModelGuardPlugin(dedline="2s")
 
 

@@ -111,3 +111,10 @@ def test_new_weights_are_prepared_once_for_each_load(worker: Workers, monkeypatc
         worker._renew()
     worker._renew()
     assert 1 == worker._shared.weights_version
+
+
+@pytest.mark.parametrize("given", ["nlp", dict, [guard(dict, reload_on=None, name="nlp")]])
+def test_what_is_no_guard_is_refused_at_once(given: Any) -> None:
+    """The error comes where ``install()`` is written, and not in the log of a worker that does not start."""
+    with pytest.raises(InvalidOption, match="must be guards"):
+        Workers((given,), PreforkOptions(), min_lifetime="10s")

@@ -224,7 +224,9 @@ def test_the_handler_does_not_swallow_another_error() -> None:
 # Options
 
 
-@pytest.mark.parametrize("app", [fine, flask.Blueprint("b", "b"), None, object(), ModelGuardMiddleware(fine)])
+@pytest.mark.parametrize(
+    "app", [fine, flask.Blueprint("b", "b"), None, object(), ModelGuardMiddleware(flask.Flask("b"))]
+)
 def test_anything_but_a_flask_application_is_rejected(app: Any) -> None:
     """The error says how to wrap other applications."""
     with pytest.raises(InvalidOption, match=r"application = ModelGuardMiddleware\(application\)"):

@@ -106,7 +106,7 @@ def options(**changes: object) -> IsolationOptions:
         "workers": 2,
         "timeout": 5.0,
         "start": "fork",
-        "bounds": Bounds(queue=8, transfer=100),
+        "bounds": Bounds(queue=8, transfer=1000),
         "retry": False,
         "breaker": None,
         "scope": "host",
@@ -135,9 +135,9 @@ class TestIdentity:
 
     def test_what_is_equal_joins(self) -> None:
         """Objects that are made anew in each process do not separate, nor do what a broker does not use."""
-        one = identity_of(options(breaker=Breaker(ignore=(ValueError,))), self.SOURCE)
+        one = identity_of(options(breaker=Breaker()), self.SOURCE)
         other = guard(dict, reload_on=None, warmup=print, unload=print).engine.options
-        assert one == identity_of(options(breaker=Breaker(ignore=(KeyError,))), other)
+        assert one == identity_of(options(breaker=Breaker(failures=5)), other)
 
     def test_the_guards_options_count(self) -> None:
         """The broker replaces molds by them."""

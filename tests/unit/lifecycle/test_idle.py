@@ -384,7 +384,7 @@ class TestKeep:
     @pytest.mark.parametrize("keep", ["workers", True, ""])
     def test_anything_else_is_rejected(self, keep: Any) -> None:
         """The message names ``keep``."""
-        with pytest.raises(InvalidOption, match=r"keep=.*must be 'mold' or None"):
+        with pytest.raises(InvalidOption, match=r"keep=.*Write keep='mold', or leave it out"):
             Idle("1m", keep=keep)
 
     @pytest.mark.parametrize("plain", ["5s", "10s"])

@@ -51,7 +51,7 @@ def values(calls: RecordedCalls) -> list[Any]:
     return [None if one is None else one("new")[1] for one in prepared]
 
 
-@given(sizes=st.lists(st.integers(0, 400), max_size=40), count=st.integers(1, 10), limit=st.integers(50, 1000))
+@given(sizes=st.lists(st.integers(0, 8000), max_size=40), count=st.integers(1, 10), limit=st.integers(1000, 20_000))
 def test_the_latest_calls_within_both_bounds_are_kept(sizes: list[int], count: int, limit: int) -> None:
     """As many of the latest as the number and the memory allow; one that is too large alone leaves the others."""
     calls, call = recorder(Replay(count, max_memory=limit), Clock())
