@@ -84,7 +84,7 @@ def log_event(event: Event) -> None:
         logger.log(level, "%s: %s", event.guard, describe(event), extra=fields)
 
 
-Hook = Callable[["Event"], None]
+Hook = Callable[["Event"], object]
 
 #: The modules whose functions make hooks.
 _FACTORIES = ("modelguard.telemetry.prometheus", "modelguard.telemetry.opentelemetry")
