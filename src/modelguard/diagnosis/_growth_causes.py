@@ -16,7 +16,8 @@ from modelguard.facts._holders import Held
 CauseName = Literal[
     "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",
     "metric labels", "autograd", "onednn plans", "spacy strings", "tokenizer caches", "arrow pool", "onnx runtime",
-    "tensorflow", "cuda cache", "mappings", "connections", "worker processes", "python objects", "native memory",
+    "tensorflow", "cuda cache", "mappings", "connections", "databases", "worker processes", "python objects",
+    "native memory",
 ]  # fmt: skip
 
 # What remedies have done to growth, CPU time and latency, and which of them to use.
@@ -389,6 +390,7 @@ _FIXES: dict[CauseName, str] = {
     "cuda cache": "Set PYTORCH_ALLOC_CONF=expandable_segments:True.",
     "mappings": "Close what is mapped: mmap.close().",
     "connections": "Close each connection when its call ends (contextlib.closing), or use one for all calls.",
+    "databases": "Delete rows that are done with from databases in memory, or keep them in a file.",
     "worker processes": "Replace workers in time: isolate(recycle_on=Uses(1000)), or the guard's reload_on. "
     "Diagnose the function below @isolate to learn what it keeps.",
     "python objects": "Look at the lines: they allocate what is never freed.",
@@ -522,6 +524,8 @@ def _kept(measured: Measured) -> _Found:
         if more >= max(_FEWEST_MORE, _WITH_CALLS * calls):
             yield from _of_counted(each, more, measured)
             return
+    databases = _databases(measured)
+    yield "databases", databases, f"SQLite has {format_bytes(databases)} more{_owned('databases', measured)}"
     if measured.live:
         yield from _live(measured, calls)
         return
@@ -546,6 +550,10 @@ def _of_counted(each: _Counted, more: int, measured: Measured) -> _Found:
     yield each.cause, min(size, more * each.most), "; ".join([seen, *_holders(about or alike)])
 
 
+def _databases(measured: Measured) -> int:
+    return max(0, measured.more("sqlite bytes"))
+
+
 def _calls(measured: Measured) -> int:
     return max(1, measured.count)
 
@@ -567,10 +575,11 @@ def _live(measured: Measured, calls: int) -> _Found:
     elif measured.held:
         yield from _held(measured.held)
     elif more >= _BLOCKS * calls:
-        most = _kinds(measured.types) or "of types that the collector does not track"
+        most = _kinds({kind: number for kind, number in measured.types.items() if number >= _LEAST_SHARE * more})
+        most = most or "of types that the collector does not track"
         yield "python objects", measured.growth, f"{blocks}; {most}"
     else:
-        yield "native memory", measured.growth, f"{blocks} after {calls:,} {measured.per}"
+        yield "native memory", measured.growth - _databases(measured), f"{blocks} after {calls:,} {measured.per}"
 
 
 def _held(held: Sequence[Held]) -> _Found:
@@ -611,6 +620,7 @@ def _native(measured: Measured, calls: int, python: float) -> _Found:
         seen = f"with the caches of tokenizers switched off, new inputs grow by {measured.uncached:,.0f} bytes per call"
         owned = _owned("tokenizer caches", measured)
         yield "tokenizer caches", named, f"{seen}, and not by {rate:,.0f}{owned}"
+    named += _databases(measured)
     if measured.given_out is not None:
         size = (measured.small or 0) + measured.given_out - python - named
         if size < _BESIDE * (python - _allocated(measured, calls)):

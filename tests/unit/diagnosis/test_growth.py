@@ -38,6 +38,8 @@ def grown(**fields: object) -> Measured:
         ("tokenizer caches", 1.0, {"repeats": 0.0, "uncached": 9.0}),
         ("native memory", 1.0, {"repeats": 1e5, "small": 1000, "given_out": 100 * MB}),
         ("native memory", 1.0, {"native": {"app.py:7": 100_000.0}, "traced_by": "memray"}),
+        ("databases", 1.0, {"after": {"sqlite bytes": 100 * MB}, "small": 1000, "given_out": 100 * MB}),
+        ("databases", 1.0, {"live": True, "after": {"sqlite bytes": 100 * MB, "blocks": 300}}),
         ("unbounded cache", 1.0, {"live": True, "after": {"cached results": 900, "blocks": 90_000}}),
         ("metric labels", 1.0, {"live": True, "after": {"metric series": 9000}}),
         ("tracebacks", 1.0, {"live": True, "after": {"caught errors": 900}}),
@@ -76,6 +78,12 @@ def test_entries_that_are_a_cause_name_it() -> None:
         held = Held("app.kept", "dict", 900, "app.Entry", 90 * MB, about=about, fix="Mend it.")
         cause = attribute(grown(small=100 * MB, held=(held,)))[0][0]
         assert (about, "Mend it.") == (cause.name, cause.fix)
+
+
+def test_a_few_objects_are_not_taken_for_many_blocks() -> None:
+    """Of a service whose texts grow, what else has become more by the way is not said to be them."""
+    few = grown(live=True, after={"blocks": 9000}, types={"weakref.ReferenceType": 36, "dict": 9})
+    assert attribute(few)[0][0].seen.endswith("; of types that the collector does not track")
 
 
 def test_rules_of_a_pipeline_are_no_strings() -> None:
