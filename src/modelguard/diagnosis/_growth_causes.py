@@ -357,6 +357,8 @@ def notes_on(judged: Judgement, per: Unit = "calls") -> list[str]:
 _LEAST_SHARE = 0.1
 #: A number of the census counts as growing with the calls if it grows by this many for each call.
 _WITH_CALLS = 0.002
+#: The same of tasks, threads and queued items in a service that runs, where 50 calls at a time have as many.
+_AT_WORK = 0.1
 _FEWEST_MORE = 4
 #: A rate below this share of the whole is no growth.
 _NONE = 0.3
@@ -476,21 +478,23 @@ class _Counted(NamedTuple):
         cause: The cause.
         most: Bytes that one of them can hold at most.
         marks: What is in the name of a container of them, or of its entries.
+        calls: By how many it has to grow with each call of a service: of what is at work, there is some at any time.
     """
 
     counted: str
     cause: CauseName
     most: float = math.inf
     marks: tuple[str, ...] = ()
+    calls: float = _WITH_CALLS
 
 
 #: The most that each of them has been seen to hold, several times over: what is beyond that has another cause.
 _COUNTED: tuple[_Counted, ...] = (
-    _Counted("threads", "threads", 1e6, ("threading.", "_thread.", "Thread")),
+    _Counted("threads", "threads", 1e6, ("threading.", "_thread.", "Thread"), _AT_WORK),
     _Counted("ssl contexts", "ssl contexts", 5e6),
-    _Counted("tasks", "tasks", marks=("Task", "asyncio.")),
+    _Counted("tasks", "tasks", marks=("Task", "asyncio."), calls=_AT_WORK),
     _Counted("tensors with a graph", "autograd", marks=("Tensor",)),
-    _Counted("queued items", "queues", marks=("(deque",)),  # a set of queues is a container like others
+    _Counted("queued items", "queues", marks=("(deque",), calls=_AT_WORK),  # a set of queues is a container like others
     _Counted("spacy strings", "spacy strings", 2000, ("StringStore",)),
     _Counted("mappings", "mappings", marks=("mmap",)),
     _Counted("connections", "connections", 3e6, ("Connection",)),  # SQLite caches 2 MB of pages for each
@@ -523,7 +527,8 @@ def _kept(measured: Measured) -> _Found:
         return
     for each in _COUNTED_LIVE if measured.live else _COUNTED:
         more = measured.more(each.counted)
-        if more >= max(_FEWEST_MORE, _WITH_CALLS * calls):
+        rate = each.calls if measured.live and measured.per == "calls" else _WITH_CALLS
+        if more >= max(_FEWEST_MORE, rate * calls) and more * each.most >= _LEAST_SHARE * measured.growth:
             yield from _of_counted(each, more, measured)
             return
     databases = _databases(measured)

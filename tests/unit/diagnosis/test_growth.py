@@ -86,6 +86,20 @@ def test_a_few_objects_are_not_taken_for_many_blocks() -> None:
     assert attribute(few)[0][0].seen.endswith("; of types that the collector does not track")
 
 
+@pytest.mark.parametrize("counted", ["tasks", "threads", "queued items"])
+def test_requests_at_work_are_not_what_grows(counted: str) -> None:
+    """A service under load has more tasks, threads and queued items than at its start; the holder is named."""
+    log = Held("app.log", "list", 1000, "bytes", 90 * MB)
+    busy = grown(live=True, after={counted: 50, "blocks": 2000}, held=(log,))
+    assert [("python objects", 0.9)] == [(cause.name, cause.share) for cause in attribute(busy)[0]]
+
+
+def test_what_is_too_small_hides_no_cause() -> None:
+    """Four threads more hold 4 MB at most: the rest of 100 MB has another cause."""
+    causes, _ = attribute(grown(after={"threads": 4}, traced={"app.py:7": 100_000.0}))
+    assert ["python objects"] == [cause.name for cause in causes]
+
+
 def test_rules_of_a_pipeline_are_no_strings() -> None:
     """What a matcher keeps is named beside the strings that its rules have added."""
     rules = Held("app.MATCHER", "dict", 900, "set", 60 * MB)
