@@ -80,7 +80,8 @@ def describe(event: Event) -> str:
 def log_event(event: Event) -> None:
     level = level_of(event)
     if logger.isEnabledFor(level):
-        fields = {f"modelguard_{name}": value for name, value in dataclasses.asdict(event).items()}
+        named = {"event": type(event).__name__, **dataclasses.asdict(event)}
+        fields = {f"modelguard_{name}": value for name, value in named.items()}
         logger.log(level, "%s: %s", event.guard, describe(event), extra=fields)
 
 
