@@ -190,6 +190,14 @@ def of_object(watch: weakref.ref[Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def is_counting() -> bool:
+    """Whether another thread counts all objects now, as for a diagnosis: it holds what should be gone, too."""
+    own = threading.get_ident()
+    frames = [frame for thread, frame in sys._current_frames().items() if thread != own]  # noqa: SLF001 - as below
+    running = (each.f_globals for frame in frames for each, _ in traceback.walk_stack(frame))
+    return any(map("modelguard.diagnosis._census".__eq__, map(_module, running)))
+
+
 def _kind(one: Any) -> str:
     kind = f"a {name(type(one))}"
     return f"{kind} of {len(one)}" if type(one) in {list, tuple, set, dict} else kind
