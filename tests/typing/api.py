@@ -363,6 +363,7 @@ def on_event(event: telemetry.Event) -> None:
 
 
 assert_type(telemetry.add_hook(on_event), Callable[[], None])
+telemetry.add_hook(lambda event: event.guard)  # what it returns is of no account
 
 # spaCy pipelines in memory zones: the same, by `zoned`.
 
@@ -413,6 +414,17 @@ async def zoned_later() -> None:
 @model
 def lengths(model: Model, texts: list[str]) -> list[int]:
     return [len(model.predict(text)) for text in texts]
+
+
+# One without annotations is a plain one: `submit` is no error.
+
+
+@batched(max_size=8)
+def without_annotations(texts):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201 - that is the point
+    return texts
+
+
+without_annotations.submit("a")
 
 
 @batched(max_size=8)

@@ -483,6 +483,7 @@ def owners() -> dict[str, list[Any]]:
         "tokenizer caches": _of_type("tokenizers", "Tokenizer"),
         "onednn plans": _outermost_modules(),
         "autograd": _referred_graphs(),
+        "databases": _of_type("sqlite3", "Connection"),
     }
     return {cause: some[:_OWNERS] for cause, some in found.items() if some}
 

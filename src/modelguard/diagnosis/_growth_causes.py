@@ -16,7 +16,8 @@ from modelguard.facts._holders import Held
 CauseName = Literal[
     "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",
     "metric labels", "autograd", "onednn plans", "spacy strings", "tokenizer caches", "arrow pool", "onnx runtime",
-    "tensorflow", "cuda cache", "mappings", "connections", "worker processes", "python objects", "native memory",
+    "tensorflow", "cuda cache", "mappings", "connections", "databases", "worker processes", "python objects",
+    "native memory",
 ]  # fmt: skip
 
 # What remedies have done to growth, CPU time and latency, and which of them to use.
@@ -356,6 +357,8 @@ def notes_on(judged: Judgement, per: Unit = "calls") -> list[str]:
 _LEAST_SHARE = 0.1
 #: A number of the census counts as growing with the calls if it grows by this many for each call.
 _WITH_CALLS = 0.002
+#: The same of tasks, threads and queued items in a service that runs, where 50 calls at a time have as many.
+_AT_WORK = 0.1
 _FEWEST_MORE = 4
 #: A rate below this share of the whole is no growth.
 _NONE = 0.3
@@ -389,6 +392,7 @@ _FIXES: dict[CauseName, str] = {
     "cuda cache": "Set PYTORCH_ALLOC_CONF=expandable_segments:True.",
     "mappings": "Close what is mapped: mmap.close().",
     "connections": "Close each connection when its call ends (contextlib.closing), or use one for all calls.",
+    "databases": "Delete rows that are done with from databases in memory, or keep them in a file.",
     "worker processes": "Replace workers in time: isolate(recycle_on=Uses(1000)), or the guard's reload_on. "
     "Diagnose the function below @isolate to learn what it keeps.",
     "python objects": "Look at the lines: they allocate what is never freed.",
@@ -474,21 +478,23 @@ class _Counted(NamedTuple):
         cause: The cause.
         most: Bytes that one of them can hold at most.
         marks: What is in the name of a container of them, or of its entries.
+        calls: By how many it has to grow with each call of a service: of what is at work, there is some at any time.
     """
 
     counted: str
     cause: CauseName
     most: float = math.inf
     marks: tuple[str, ...] = ()
+    calls: float = _WITH_CALLS
 
 
 #: The most that each of them has been seen to hold, several times over: what is beyond that has another cause.
 _COUNTED: tuple[_Counted, ...] = (
-    _Counted("threads", "threads", 1e6, ("threading.", "_thread.", "Thread")),
+    _Counted("threads", "threads", 1e6, ("threading.", "_thread.", "Thread"), _AT_WORK),
     _Counted("ssl contexts", "ssl contexts", 5e6),
-    _Counted("tasks", "tasks", marks=("Task", "asyncio.")),
+    _Counted("tasks", "tasks", marks=("Task", "asyncio."), calls=_AT_WORK),
     _Counted("tensors with a graph", "autograd", marks=("Tensor",)),
-    _Counted("queued items", "queues", marks=("(deque",)),  # a set of queues is a container like others
+    _Counted("queued items", "queues", marks=("(deque",), calls=_AT_WORK),  # a set of queues is a container like others
     _Counted("spacy strings", "spacy strings", 2000, ("StringStore",)),
     _Counted("mappings", "mappings", marks=("mmap",)),
     _Counted("connections", "connections", 3e6, ("Connection",)),  # SQLite caches 2 MB of pages for each
@@ -504,6 +510,8 @@ _COUNTED_LIVE: tuple[_Counted, ...] = (
 )
 #: Memory blocks of Python's allocators by which each call has to grow so that Python objects are what grows.
 _BLOCKS = 0.5
+#: Bytes that each of them has at most on average, where calls are not counted: of long texts it was 1.4 kB.
+_BLOCK = 4096
 
 
 def _kept(measured: Measured) -> _Found:
@@ -519,9 +527,12 @@ def _kept(measured: Measured) -> _Found:
         return
     for each in _COUNTED_LIVE if measured.live else _COUNTED:
         more = measured.more(each.counted)
-        if more >= max(_FEWEST_MORE, _WITH_CALLS * calls):
+        rate = each.calls if measured.live and measured.per == "calls" else _WITH_CALLS
+        if more >= max(_FEWEST_MORE, rate * calls) and more * each.most >= _LEAST_SHARE * measured.growth:
             yield from _of_counted(each, more, measured)
             return
+    databases = _databases(measured)
+    yield "databases", databases, f"SQLite has {format_bytes(databases)} more{_owned('databases', measured)}"
     if measured.live:
         yield from _live(measured, calls)
         return
@@ -546,6 +557,10 @@ def _of_counted(each: _Counted, more: int, measured: Measured) -> _Found:
     yield each.cause, min(size, more * each.most), "; ".join([seen, *_holders(about or alike)])
 
 
+def _databases(measured: Measured) -> int:
+    return max(0, measured.more("sqlite bytes"))
+
+
 def _calls(measured: Measured) -> int:
     return max(1, measured.count)
 
@@ -559,18 +574,20 @@ def _allocated(measured: Measured, calls: int) -> float:
 
 def _live(measured: Measured, calls: int) -> _Found:
     """Of a service that runs: Python's blocks tell which of the two it is."""
-    more = measured.more("blocks")
+    more, held = measured.more("blocks"), measured.held
     blocks = f"{more:,} more blocks of Python's memory"
     if measured.compiled > _COMPILED and "torch" in measured.libraries:
         seen = f"{format_bytes(measured.compiled)} more machine code was compiled"
         yield "onednn plans", _PLAN * measured.compiled, seen
-    elif measured.held:
-        yield from _held(measured.held)
-    elif more >= _BLOCKS * calls:
-        most = _kinds(measured.types) or "of types that the collector does not track"
-        yield "python objects", measured.growth, f"{blocks}; {most}"
+    elif sum(each.size for each in held) >= _LEAST_SHARE * measured.growth:
+        yield from _held(held)
+    elif more >= (_BLOCKS * calls if measured.per == "calls" else measured.growth / _BLOCK):
+        most = _kinds({kind: number for kind, number in measured.types.items() if number >= _LEAST_SHARE * more})
+        most = most or "of types that the collector does not track"
+        yield "python objects", measured.growth, "; ".join([blocks, most, *_holders(held)])
     else:
-        yield "native memory", measured.growth, f"{blocks} after {calls:,} {measured.per}"
+        seen = f"{blocks} after {calls:,} {measured.per}"
+        yield "native memory", measured.growth - _databases(measured), "; ".join([seen, *_holders(held)])
 
 
 def _held(held: Sequence[Held]) -> _Found:
@@ -611,6 +628,7 @@ def _native(measured: Measured, calls: int, python: float) -> _Found:
         seen = f"with the caches of tokenizers switched off, new inputs grow by {measured.uncached:,.0f} bytes per call"
         owned = _owned("tokenizer caches", measured)
         yield "tokenizer caches", named, f"{seen}, and not by {rate:,.0f}{owned}"
+    named += _databases(measured)
     if measured.given_out is not None:
         size = (measured.small or 0) + measured.given_out - python - named
         if size < _BESIDE * (python - _allocated(measured, calls)):

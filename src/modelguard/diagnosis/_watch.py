@@ -40,6 +40,9 @@ from modelguard.telemetry import GrowthFound
 #: Readings for a verdict. When there are twice as many, every second one is dropped, so that they cover the whole time.
 _READINGS = 24
 
+#: The share of Python's new blocks, and of the growth, below which a container is not what holds it.
+_BY_THE_WAY = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -126,6 +129,8 @@ class Observed:
         if first.free is not None and last.free is not None:
             trimmed = min(trimmed, max(0, last.free - first.free))  # some was free from the start
         begin = self._readings[0][0] if self._readings else 0
+        rise = self._readings[-1][1] - self.first if self._readings else 0
+        blocks = last.census.get("blocks", 0) - first.census.get("blocks", 0)
         grown = {name: number - first.types.get(name, 0) for name, number in last.types.items()}
         return Measured(
             calls=tuple(calls - begin for calls, _ in self._readings),
@@ -136,7 +141,8 @@ class Observed:
             compiled=last.compiled - first.compiled,
             libraries=last.libraries,
             trimmed=trimmed,
-            held=held,
+            # A few entries with little in them came by the way, as in a buffer that is written to again and again.
+            held=tuple(each for each in held if each.more >= _BY_THE_WAY * blocks or each.size >= _BY_THE_WAY * rise),
             live=True,
             per=per or "calls",
         )
@@ -321,10 +327,8 @@ def _after_fork_in_child() -> None:
 _OUTSIDE = "from outside, private memory by kind, the allocator ({}), threads, child processes and open files"
 _INSIDE = "and from inside: its objects, what holds those that grow, and the calls on its guards"
 #: How to get what was not looked at.
-_LISTEN = (
-    "call modelguard.control.listen() where its application is made, or use Python 3.14 for both; modelguard.diagnosis."
-    "watch() in it, or modelguard diagnose MODULE:FUNCTION, find it too"
-)
+_LISTEN = "call modelguard.control.listen() where its application is made, or use Python 3.14 for both"
+_ELSEWHERE = "modelguard.diagnosis.watch() in it, or modelguard diagnose MODULE:FUNCTION, find it too"
 
 
 def diagnose_process(
@@ -365,7 +369,8 @@ def diagnose_process(
             try:
                 inside = stack.enter_context(inside_of(number, python))
             except ModelGuardError as error:
-                why = f"{_reason(error)}; {_LISTEN}"
+                why = _reason(error)
+                why = "; ".join([why, *([] if "control.listen()" in why else [_LISTEN]), _ELSEWHERE])
         return Watched(number, inside, clock, sleep, progress, why=why).report(subject, seconds)
 
 

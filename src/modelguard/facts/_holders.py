@@ -190,6 +190,14 @@ def of_object(watch: weakref.ref[Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def is_counting() -> bool:
+    """Whether another thread counts all objects now, as for a diagnosis: it holds what should be gone, too."""
+    own = threading.get_ident()
+    frames = [frame for thread, frame in sys._current_frames().items() if thread != own]  # noqa: SLF001 - as below
+    running = (each.f_globals for frame in frames for each, _ in traceback.walk_stack(frame))
+    return any(map("modelguard.diagnosis._census".__eq__, map(_module, running)))
+
+
 def _kind(one: Any) -> str:
     kind = f"a {name(type(one))}"
     return f"{kind} of {len(one)}" if type(one) in {list, tuple, set, dict} else kind
@@ -263,11 +271,21 @@ def _newest(container: Any, count: int) -> list[tuple[Any, ...]]:
     """The entries that came last, each as key and value or as a value alone; of a set, any of them."""
     with contextlib.suppress(RuntimeError):  # changed meanwhile
         if _is(container, dict):
-            return list(itertools.islice(reversed(dict.items(container)), count))
+            found: list[tuple[Any, ...]] = list(itertools.islice(reversed(dict.items(container)), count))
+            linked = found and name(type(found[0][1])) == "functools._lru_list_elem"
+            return _results(found, container) if linked else found
         for kind, entries in _ENTRIES:
             if _is(container, kind):
                 return [(one,) for one in itertools.islice(entries(container), count)]
     return []
+
+
+def _results(links: list[tuple[Any, ...]], table: dict[Any, Any]) -> list[tuple[Any, ...]]:
+    """The keys and results of a bounded ``lru_cache``: its links show them to nobody, and the cache does."""
+    kind = type(links[0][1])
+    shown = next((gc.get_referents(cache) for cache in gc.get_referrers(table) if _is_cache(cache)), [])
+    ends = [at for at, one in enumerate(shown) if one is kind][: len(table)]
+    return [(shown[at - 2], shown[at - 1]) for at in ends[-len(links) :]]
 
 
 _ENTRIES: tuple[tuple[type, Callable[[Any], Iterator[Any]]], ...] = (
@@ -534,8 +552,8 @@ def _root(parent: Any, node: _Node) -> str | None:
     if _is(parent, threading.Thread) or _is_loop(parent):
         what = "the event loop" if _is_loop(parent) else f"the thread {parent.name!r}"
         return f"{what}{_dotted(_attribute(parent, node.one))}{_way(parent, node)}"
-    if type(parent).__name__ == "_lru_cache_wrapper":
-        return f"the lru_cache of {getattr(parent, '__module__', '?')}.{getattr(parent, '__qualname__', '?')}"
+    if _is_cache(parent) and hasattr(parent, "__qualname__"):  # that of a connection of SQLite has none
+        return f"the lru_cache of {getattr(parent, '__module__', '?')}.{parent.__qualname__}"
     if _is(parent, (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)):
         return f"the suspended call {parent.__qualname__}{_way(parent, node)}"
     return None
@@ -543,6 +561,10 @@ def _root(parent: Any, node: _Node) -> str | None:
 
 def _module(namespace: dict[str, Any]) -> str:
     return str(getattr(namespace.get("__spec__"), "name", None) or namespace.get("__name__"))
+
+
+def _is_cache(one: Any) -> bool:
+    return type(one).__name__ == "_lru_cache_wrapper"
 
 
 def _is_loop(one: Any) -> bool:

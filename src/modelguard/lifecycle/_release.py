@@ -35,6 +35,9 @@ NOISE = 16 * 2**20
 #: How often a collection is tried beside another one, and how many seconds apart: half a second in all.
 _TRIES, _PAUSE = 50, 0.01
 
+#: How often, with the same pauses, it is looked whether a census has ended: it may take 10 s of CPU time.
+_COUNTED = 3000
+
 #: How often, with the same pauses, a model is looked at before it is reported as alive.
 _LOOKS = 5
 
@@ -145,6 +148,12 @@ def _release(
 def _collect(runtime: Runtime) -> None:
     if thaw is not None:
         thaw()
+    from modelguard.facts import _holders  # here: most models die by reference count
+
+    for _ in range(_COUNTED):
+        if not _holders.is_counting():
+            break
+        runtime.sleep(_PAUSE)
     for _ in range(_TRIES):
         before = _collections()
         gc.collect()

@@ -679,17 +679,17 @@ class Decorator(Protocol):
     """What ``batched(...)`` returns."""
 
     @overload
-    def __call__(self, function: Callable[Concatenate[list[X], ...], Parts[Y]], /) -> BatchedStream[X, Y]: ...
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[S, list[X], ...], Parts[Y]], /
-    ) -> BatchedMethod[S, BatchedStream[X, Y]]: ...
-    @overload
     def __call__(self, function: Callable[Concatenate[list[X], ...], Results[Y]], /) -> Batched[X, Y]: ...
     @overload
     def __call__(
         self, function: Callable[Concatenate[S, list[X], ...], Results[Y]], /
     ) -> BatchedMethod[S, Batched[X, Y]]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[list[X], ...], Parts[Y]], /) -> BatchedStream[X, Y]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, list[X], ...], Parts[Y]], /
+    ) -> BatchedMethod[S, BatchedStream[X, Y]]: ...
 
 
 @_public.with_fixes(

@@ -88,7 +88,8 @@ class _Freed:
 
     @property
     def _returned(self) -> str:
-        return f"{_units.format_bytes(self.freed)} returned to the system"
+        size = _units.format_bytes(abs(self.freed))
+        return f"{size} returned to the system" if self.freed >= 0 else f"memory grew by {size} meanwhile"
 
 
 @dataclass(frozen=True, kw_only=True)

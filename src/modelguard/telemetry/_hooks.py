@@ -80,11 +80,12 @@ def describe(event: Event) -> str:
 def log_event(event: Event) -> None:
     level = level_of(event)
     if logger.isEnabledFor(level):
-        fields = {f"modelguard_{name}": value for name, value in dataclasses.asdict(event).items()}
+        named = {"event": type(event).__name__, **dataclasses.asdict(event)}
+        fields = {f"modelguard_{name}": value for name, value in named.items()}
         logger.log(level, "%s: %s", event.guard, describe(event), extra=fields)
 
 
-Hook = Callable[["Event"], None]
+Hook = Callable[["Event"], object]
 
 #: The modules whose functions make hooks.
 _FACTORIES = ("modelguard.telemetry.prometheus", "modelguard.telemetry.opentelemetry")

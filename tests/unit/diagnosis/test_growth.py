@@ -38,6 +38,8 @@ def grown(**fields: object) -> Measured:
         ("tokenizer caches", 1.0, {"repeats": 0.0, "uncached": 9.0}),
         ("native memory", 1.0, {"repeats": 1e5, "small": 1000, "given_out": 100 * MB}),
         ("native memory", 1.0, {"native": {"app.py:7": 100_000.0}, "traced_by": "memray"}),
+        ("databases", 1.0, {"after": {"sqlite bytes": 100 * MB}, "small": 1000, "given_out": 100 * MB}),
+        ("databases", 1.0, {"live": True, "after": {"sqlite bytes": 100 * MB, "blocks": 300}}),
         ("unbounded cache", 1.0, {"live": True, "after": {"cached results": 900, "blocks": 90_000}}),
         ("metric labels", 1.0, {"live": True, "after": {"metric series": 9000}}),
         ("tracebacks", 1.0, {"live": True, "after": {"caught errors": 900}}),
@@ -76,6 +78,26 @@ def test_entries_that_are_a_cause_name_it() -> None:
         held = Held("app.kept", "dict", 900, "app.Entry", 90 * MB, about=about, fix="Mend it.")
         cause = attribute(grown(small=100 * MB, held=(held,)))[0][0]
         assert (about, "Mend it.") == (cause.name, cause.fix)
+
+
+def test_a_few_objects_are_not_taken_for_many_blocks() -> None:
+    """Of a service whose texts grow, what else has become more by the way is not said to be them."""
+    few = grown(live=True, after={"blocks": 9000}, types={"weakref.ReferenceType": 36, "dict": 9})
+    assert attribute(few)[0][0].seen.endswith("; of types that the collector does not track")
+
+
+@pytest.mark.parametrize("counted", ["tasks", "threads", "queued items"])
+def test_requests_at_work_are_not_what_grows(counted: str) -> None:
+    """A service under load has more tasks, threads and queued items than at its start; the holder is named."""
+    log = Held("app.log", "list", 1000, "bytes", 90 * MB)
+    busy = grown(live=True, after={counted: 50, "blocks": 2000}, held=(log,))
+    assert [("python objects", 0.9)] == [(cause.name, cause.share) for cause in attribute(busy)[0]]
+
+
+def test_what_is_too_small_hides_no_cause() -> None:
+    """Four threads more hold 4 MB at most: the rest of 100 MB has another cause."""
+    causes, _ = attribute(grown(after={"threads": 4}, traced={"app.py:7": 100_000.0}))
+    assert ["python objects"] == [cause.name for cause in causes]
 
 
 def test_rules_of_a_pipeline_are_no_strings() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import queue
+import sqlite3
 import sys
 import types
 import weakref
@@ -35,6 +37,10 @@ class Slotted:
 @functools.lru_cache(maxsize=None)
 def cached(given):
     return str(given) * 50
+
+@functools.lru_cache(maxsize=100_000)
+def embed(given):
+    return [str(given) * 50]
 
 def make():
     kept = []
@@ -280,6 +286,7 @@ def grown_by(app: types.ModuleType, function: str, calls: int = 500) -> list[_ho
         ("keep_nested", "held_app.nested[...][...]", "list", "list"),
         ("keep_recent", "held_app.recent", "collections.deque", "str"),
         ("cached", "the lru_cache of held_app.cached", "dict", "str"),
+        ("embed", "the lru_cache of held_app.embed", "dict", "list -> str"),
         ("closure", "the closure of held_app.make.<locals>.closure", "list", "bytes"),
         ("answer", "the closure of held_app.answer (remember.<locals>.wrapper)", "dict", "str"),
         ("default", "a default argument of held_app.default", "list", "str"),
@@ -386,6 +393,13 @@ def test_connections_weigh_what_sqlite_has(app: types.ModuleType) -> None:
     assert 200 == after["connections"] - before.get("connections", 0)
     assert 200 * 10_000 < after["sqlite bytes"] - bytes_before
     assert 100 * 10_000 < found.size
+
+
+def test_a_connection_is_held_by_what_refers_to_it(app: types.ModuleType) -> None:
+    """And not by its own cache of statements, which refers to it too."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as app.chat.database:
+        app.chat.database.execute("select 1")
+        assert "held_app.chat.database" == _holders.path(app.chat.database)
 
 
 def test_a_buffer_is_a_container(app: types.ModuleType) -> None:

@@ -10,6 +10,7 @@ import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -372,6 +373,26 @@ class TestAModelThatLivesOn:
         model = Model(world, 1)
         held = [model]
         guard = world.guard([model].pop, runtime=replace(world.runtime, sleep=lambda _: held.clear()))
+        guard.load()
+        del model
+        guard.close()
+        assert (False, ()) == (world.last(GenerationReleased).alive, world.last(GenerationReleased).holders)
+
+    def test_is_not_reported_while_a_census_lists_all_objects(self, world: World) -> None:
+        """As those of ``diagnosis.watch()`` and ``diagnose --pid``: the collection waits for their end."""
+        space: dict[str, Any] = {"__name__": "modelguard.diagnosis._census"}
+        exec("def look(objects, started, ended): started.set(); ended.wait(60)", space)
+        started, ended, model, slept = threading.Event(), threading.Event(), Model(world, 1), count()
+        counting = threading.Thread(target=space["look"], args=([model], started, ended))
+        counting.start()
+        started.wait(60)
+
+        def sleep(_: float) -> None:
+            if next(slept) == 100:
+                ended.set()
+                counting.join(60)
+
+        guard = world.guard([model].pop, runtime=replace(world.runtime, sleep=sleep))
         guard.load()
         del model
         guard.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
+from pathlib import Path
 from typing import Any, Never
 
 import pytest
@@ -52,6 +54,7 @@ from modelguard.telemetry import (
 from modelguard.telemetry.prometheus import prometheus
 
 MB = 10**6
+FAQ = Path(__file__).parents[3] / "docs" / "faq.md"
 LIMIT = Reason("memory_limit", "MemoryLimit('1 GB')")
 FIRST_USE = Reason("first_use", "first use")
 
@@ -239,6 +242,11 @@ LINES: list[tuple[Event, str, str]] = [
     (released(), "INFO", "generation 3 released, 500 MB returned to the system"),
     (released(alive=None), "INFO", "generation 3 released, 500 MB returned to the system"),
     (
+        dataclasses.replace(released(), bytes_after=905 * MB),
+        "INFO",
+        "generation 3 released, memory grew by 5 MB meanwhile",
+    ),
+    (
         dataclasses.replace(released(alive=False), kept="2 kB of 20 MB came back: it is so"),
         "INFO",
         "generation 3 released, 500 MB returned to the system (2 kB of 20 MB came back: it is so)",
@@ -401,18 +409,27 @@ def test_every_kind_of_event_is_tried_here() -> None:
 
 
 def test_fields_travel_with_the_line(caplog: pytest.LogCaptureFixture) -> None:
-    """Every field of the event is in the record, so a structured log needs no parsing."""
+    """The name and every field of the event are in the record, so a structured log needs no parsing."""
     with caplog.at_level(logging.INFO, "modelguard"):
         emit(released(alive=True, holders=("a list of 3",)))
     (record,) = caplog.records
     fields = {name: value for name, value in vars(record).items() if name.startswith("modelguard_")}
-    assert ("nlp", 3, 900 * MB, True, ("a list of 3",)) == (
+    assert ("GenerationReleased", "nlp", 3, 900 * MB, True, ("a list of 3",)) == (
+        fields["modelguard_event"],
         fields["modelguard_guard"],
         fields["modelguard_generation"],
         fields["modelguard_bytes_before"],
         fields["modelguard_alive"],
         fields["modelguard_holders"],
     )
+
+
+def test_what_the_faq_looks_for_is_in_the_log() -> None:
+    """Who searches the log for the words on that page finds the line."""
+    seen = [row.split("|")[1] for row in FAQ.read_text(encoding="utf-8").splitlines() if row.startswith("|")]
+    words = [each for one in seen if "in the log" in one for each in re.findall('"(.+?)"', one)]
+    assert len(words) > 10
+    assert [] == [each for each in words if not any(each in line for _, _, line in LINES)]
 
 
 def test_what_nobody_listens_to_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
