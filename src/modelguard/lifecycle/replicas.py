@@ -107,7 +107,9 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
             try:
                 lease = yield from self.line.wait(None, limit, search=self._search)
             except TimeIsOver:
-                raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s") from None
+                raise Overloaded(
+                    f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s"
+                ) from None
             try:
                 yield from lease.until_entered(timeout)
             except LoadFailed:
