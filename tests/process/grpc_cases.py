@@ -312,6 +312,28 @@ def test_a_cancelled_call_is_not_computed(model: Gated) -> None:
     assert [["first"]] == model.batches
 
 
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
+def test_a_plain_method_of_an_asynchronous_server_is_computed(kind: str) -> None:
+    """Its thread is told nothing of its client, which is no sign that the client has gone."""
+
+    @batched(max_size=4)
+    def f(items: list[str]) -> list[str]:
+        return items
+
+    def one(request: Any, context: Any) -> str:
+        return str(f(request))
+
+    def many(request: Any, context: Any) -> Iterator[str]:
+        yield str(f(request))
+
+    async def ask(method: Any) -> str:
+        asked = method("x", timeout=TIMEOUT)
+        return str(await (asked if kind == "unary_unary" else asked.read()))
+
+    assert "x" == aio(one if kind == "unary_unary" else many, ask, kind)
+    f.close()
+
+
 @pytest.mark.parametrize("fair_by", ["X-Tenant", "tenant_id", lambda context: context.peer()])
 def test_callers_share_by_metadata_or_a_function(model: Gated, fair_by: Any) -> None:
     """A caller above its quota gets RESOURCE_EXHAUSTED."""

@@ -186,6 +186,47 @@ def test_new_weights_are_rolled_out_without_a_lost_request(tmp_path: Path) -> No
         assert_one_copy(server, workers=2)
 
 
+#: The log of this one takes its time, with a lock of its own as every buffered stream has; workers write to it too.
+LOGGED = APP.replace(
+    "    logging.basicConfig(level=logging.INFO)\n",
+    """
+    import sys, threading
+
+    class Slow:
+        lock = threading.Lock()
+
+        def write(self, text):
+            with self.lock:
+                if os.environ["LINE"] in text:
+                    (Path(__file__).parent / "writing").touch()
+                    time.sleep(2)
+                os.write(2, text.encode())
+
+        def flush(self):
+            with self.lock:
+                pass
+
+    sys.stderr = Slow()
+    logging.basicConfig(level=logging.INFO)
+""",
+).replace('if path == "/slow"', 'logging.info("asked for %s", path)\n        if path == "/slow"')
+
+
+@pytest.mark.parametrize("line", ["reload due", "loading generation 2", "prepared nlp"])
+def test_no_worker_is_forked_in_the_middle_of_a_line_about_new_weights(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for the log's lock for ever, at its first line."""
+    monkeypatch.setenv("LINE", line)
+    with Uwsgi(tmp_path, *FIT, "--processes", "1", policy="Modified(WEIGHTS, atomic=True)", app=LOGGED) as server:
+        server.wait_until_serving()
+        (old,) = server.children()
+        server.replace_file("weights", "2")
+        wait_until((tmp_path / "writing").exists, what="the master writes the line")
+        os.kill(old, signal.SIGKILL)
+        assert ["True", "True"] == server.words()[2:]
+
+
 def test_a_worker_that_cannot_warm_up_does_not_accept(tmp_path: Path) -> None:
     """It ends with the reason, and uWSGI tries again; meanwhile the other one answers every request."""
     with running(tmp_path, "--processes", "2") as server:

@@ -169,7 +169,7 @@ class Web:
         if given is None:
             return self.limit
         requested = math.nan
-        if len(given) <= _LONGEST_NUMBER and "_" not in given:  # float() reads 1_0 as ten
+        if len(given) <= _LONGEST_NUMBER and given.isascii() and "_" not in given:  # float() reads 1_0 as ten
             with contextlib.suppress(ValueError):
                 requested = float(given)
         if not 0 <= requested < math.inf:  # also false for nan

@@ -204,13 +204,13 @@ class Workers:
     def _renew(self) -> None:
         for guard in self._guards:
             guard.check()
-        with self._forking:  # no worker may be forked from a half-prepared parent
+        with self._forking:  # no worker may be forked from a half-prepared parent, nor before all of its log is written
             report = self._models.renew()
             if report is None:
                 return
             self._weights_version += 1
             self._shared.weights_version = self._weights_version
-        self.log(report)
+            self.log(report)
 
     def log(self, report: prefork.ForkReport) -> None:
         log_report(logger, report, self._options.on_hazard)

@@ -93,7 +93,7 @@ class _Middleware:
 
 def _headers_of(request: Any) -> Header:
     """Finds a header of a request; several are joined, as a proxy would."""
-    return lambda name: ", ".join(request.headers.getall(name, ())) or None
+    return lambda name: ", ".join(request.headers.getall(name)) if name in request.headers else None
 
 
 async def _note_begun(_request: Any, _response: Any) -> None:

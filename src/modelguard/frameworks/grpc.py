@@ -134,7 +134,7 @@ class _Wrapping:
     @contextmanager
     def _serving(self, context: Any, end: Callable[[Any, Exception], object]) -> Iterator[OnBehalf]:
         request = self._request(context)
-        if not context.add_callback(request.disconnect):  # it has ended already
+        if context.add_callback(request.disconnect) is False:  # it has ended; None: not told
             request.disconnect()
         try:
             with self._web.serving(request, context, _header(context)) as scope:

@@ -57,6 +57,7 @@ from modelguard.frameworks._workers import (
     log_report,
 )
 from modelguard.runtime import background, child_processes, fork_hooks
+from modelguard.runtime.background import green_threads
 from modelguard.sharing import _prefork
 from modelguard.telemetry.reasons import Reason
 
@@ -141,6 +142,10 @@ class _Master:
         if kind in _WSGI_ONLY and _is_asgi(server.app.wsgi()):
             why = "speaks WSGI only, and the application is an ASGI application: every request would fail"
             raise InvalidOption("worker_class", kind, why=why, fix='Use "asgi", or "uvicorn_worker.UvicornWorker".')
+        if kind.startswith(("gevent", "eventlet")) and green_threads() is None:
+            why = "patches threads in each worker, after the application's import: calls would wait for ever"
+            fix = 'Patch them first in your own configuration, by gevent.monkey.patch_all(), or use "gthread".'
+            raise InvalidOption("worker_class", kind, why=why, fix=fix)
         # The warm-up and the application's own start may each take this long.
         self.replacement = RollingReplacement(server, timeout=2 * _options.warm_timeout)
         self._server = server

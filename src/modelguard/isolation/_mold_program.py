@@ -5,7 +5,6 @@ It has one thread while it serves, and never runs a call. Its owner starts it, a
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import contextvars
 import functools
@@ -31,7 +30,7 @@ from modelguard.isolation._supervisor import Instructions
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.runtime import child_processes, fork_hooks
-from modelguard.runtime.background import THREADS
+from modelguard.runtime.background import THREADS, green_threads
 from modelguard.runtime.child_processes import flush_output, leave
 from modelguard.telemetry import Reason
 
@@ -262,8 +261,8 @@ class _Mold:
 
 def _check_threads() -> None:
     """Check that the imported modules have left Python's threads as they are. What is imported by now has real ones."""
-    library = str(_thread.start_new_thread.__module__).partition(".")[0]
-    if library in {"gevent", "eventlet"}:
+    library = green_threads()
+    if library is not None:
         why = f"the function's module or the main script patches threads with {library}, and a mold imports both"
         raise NotSupported("isolate", reason=f'{why}. Do that below if __name__ == "__main__":, or in the server')
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
 from collections.abc import Callable
@@ -23,6 +24,12 @@ _IDLE_THREADS = 4
 #: The same for threads of any short work.
 LINGER = 10.0
 _SHARED_THREADS = 8
+
+
+def green_threads() -> str | None:
+    """The library that has patched this process's threads; None if they are real."""
+    library = str(_thread.start_new_thread.__module__).partition(".")[0]
+    return library if library in {"gevent", "eventlet"} else None
 
 
 def start_thread(work: Work, name: str) -> threading.Thread:

@@ -102,7 +102,8 @@ def test_the_deadline_and_its_header_reach_a_handler() -> None:
     """A client can only shorten it; an invalid header, or two of them, are 400."""
     assert 59 < float(ask(application(fine, deadline="1m"))[0].body_text) <= 60
     assert 4 < float(ask(application(fine, deadline="1m"), headers={"Request-Timeout": "5"})[0].body_text) <= 5
-    assert 400 == ask(application(fine), headers={"Request-Timeout": "soon"})[0].status
+    for invalid in ("soon", "", "\u0663"):  # aiohttp reads headers as UTF-8, and Python the last one as three
+        assert 400 == ask(application(fine), headers={"Request-Timeout": invalid})[0].status
     two = [("Request-Timeout", "1"), ("Request-Timeout", "2")]
     assert 400 == ask(application(fine), headers=two)[0].status
 

@@ -16,7 +16,7 @@ from modelguard.serving.deadlines import left
 if TYPE_CHECKING:
     from tests.unit.serving.gated import Gated
 
-INVALID = [b"", b" ", b"soon", b"-1", b"nan", b"inf", b"-inf", b"1e999", b"2s", b"1,2", b"0x10", b"1_0"]
+INVALID = [b"", b" ", b"soon", b"-1", b"nan", b"inf", b"-inf", b"1e999", b"2s", b"1,2", b"0x10", b"1_0", b"\xa05"]
 INVALID += [b"1" * 5000, b"0." + b"0" * 5000, b"\xe9", b"\xff\xfe", "\N{ARABIC-INDIC DIGIT FIVE}".encode(), b"\x00"]
 
 

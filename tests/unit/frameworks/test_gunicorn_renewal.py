@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,3 +88,25 @@ def _the_fork_of_a_replacement_fails(master: Any, server: Server) -> None:
     master.replacement.request(11, "Uses(5)")
     master._manage()
     assert {11, 12} == set(server.WORKERS)
+
+
+@pytest.mark.parametrize("kind", ["gevent", "eventlet"])
+def test_workers_that_patch_threads_are_refused_unless_these_are_patched_before(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The application and modelguard have real locks by then, and a thread that is none: a call would wait for ever."""
+    monkeypatch.setattr(ours, "guards_to_share", lambda: ())
+    server = Server()
+    monkeypatch.setattr(server.cfg, "worker_class_str", kind, raising=False)
+    server.app = SimpleNamespace(wsgi=lambda: lambda environ, start_response: [])  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit):
+        ours.on_starting(server)
+    assert f"worker_class={kind!r}: patches threads in each worker" in caplog.text
+
+    def green(*_arguments: Any) -> None: ...
+
+    green.__module__ = f"{kind}.thread"
+    monkeypatch.setattr(_thread, "start_new_thread", green)
+    master = ours._Master(server)
+    for end in (master._requests, master._send_requests):
+        os.close(end)
