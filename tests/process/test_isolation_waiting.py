@@ -118,6 +118,46 @@ class TestStreams:
         with function:
             asyncio.run(main())
 
+    @pytest.mark.parametrize("function", [functions.ticks, functions.shared_ticks], ids=["process", "host"])
+    def test_a_stream_that_is_dropped_in_a_cycle_gives_its_worker_back(self, function: Any) -> None:
+        """However many are, and no worker has to end for it."""
+
+        async def main() -> None:
+            for _ in range(3):
+                in_cycle: list[Any] = [function(5)]
+                in_cycle.append(in_cycle)
+                assert 0 == await anext(in_cycle[0])
+                del in_cycle
+                gc.collect()
+            assert [0, 1] == await attempted(collected(function(2)))
+
+        with function:
+            function.load()
+            before = {one.pid for one in function.status().workers}
+            asyncio.run(main())
+            assert before == {one.pid for one in function.status().workers}
+
+    def test_a_stream_whose_loop_was_closed_gives_its_worker_back(self) -> None:
+        """Before or after its first item, and without a trace."""
+
+        async def one_item(stream: Any) -> int:
+            return await anext(stream)  # type: ignore[no-any-return]
+
+        with functions.ticks as ticks:
+            for wait in (False, True):
+                loop, stream = asyncio.new_event_loop(), ticks(5)
+                if wait:
+                    assert 0 == loop.run_until_complete(one_item(stream))
+                else:
+                    step = loop.create_task(one_item(stream))
+                    loop.run_until_complete(asyncio.sleep(0))
+                    step._log_destroy_pending = False
+                    del step
+                loop.close()
+                del loop, stream
+                wait_until(lambda: gc.collect() >= 0 == ticks.status().in_flight, "it has ended")
+            wait_until(lambda: {"idle"} == {one.state for one in ticks.status().workers}, "all workers are free")
+
 
 class TestErrors:
     def test_an_error_that_would_end_its_caller_is_named(self) -> None:

@@ -7,13 +7,15 @@ stream, or the calls of another key.
 from __future__ import annotations
 
 import concurrent.futures
+import inspect
 import math
 import operator
 import os
 import threading
 import time
+import weakref
 from asyncio import CancelledError
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -353,6 +355,12 @@ _RESENDS = 8
 #: and a short answer that is late by less than this is an answer.
 _LEAST = 0.01
 
+#: What comes after the last item of a stream.
+NO_ITEM = object()
+
+#: The name of threads that close streams.
+CLOSE = "modelguard-isolated-close"
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -411,6 +419,37 @@ class _Thread(threading.local):
 Finish = Callable[[_Call, Taken, int, Any], Any]
 
 
+class Items:
+    """A stream that has begun. Who drops it closes it.
+
+    Until then its worker and its lease are not the garbage collector's, which takes a cycle of references apart in any
+    order: the lease might end before the worker is free.
+    """
+
+    __slots__ = ("__weakref__", "_generator")
+
+    def __init__(self, generator: Generator[Any, None, None]) -> None:
+        self._generator = generator
+        weakref.finalize(self, _close_dropped, generator).atexit = False
+
+    def next(self) -> Any:
+        return next(self._generator, NO_ITEM)
+
+    def close(self) -> None:
+        _close(self._generator)
+
+
+def _close(stream: Generator[Any, None, None]) -> None:
+    with suppress(ValueError):  # another thread closes it
+        stream.close()
+
+
+def _close_dropped(stream: Generator[Any, None, None]) -> None:
+    # In another thread, and not started here: the collector may have come in the middle of such a start.
+    if inspect.getgeneratorstate(stream) != inspect.GEN_CLOSED:
+        supervisor().call(partial(SHARED.start, partial(_close, stream), CLOSE))
+
+
 class Caller:
     """Makes the calls of one isolated function. Thread-safe."""
 
@@ -437,9 +476,9 @@ class Caller:
         """Begin a call. No thread waits with it for a worker; one computes it then."""
         return self._submit(arguments, limits, self._result, awaited=awaited)
 
-    def open(self, arguments: Arguments, limits: Limits) -> Future[Iterator[Any]]:
+    def open(self, arguments: Arguments, limits: Limits) -> Future[Items]:
         """Begin a stream as :meth:`submit` begins a call. Its items are computed by the threads that ask for them."""
-        return self._submit(arguments, limits, self._opened, awaited=True)
+        return self._submit(arguments, limits, lambda *begun: Items(self._opened(*begun)), awaited=True)
 
     # The steps
 
@@ -448,14 +487,14 @@ class Caller:
             raise value.pop()
         return value
 
-    def _opened(self, call: _Call, taken: Taken, kind: int, value: Any) -> Iterator[Any]:
+    def _opened(self, call: _Call, taken: Taken, kind: int, value: Any) -> Generator[Any, None, None]:
         if kind == _ERROR:
             raise value.pop()
         items = self._items(taken, call.limits)
         next(items)  # has begun, so that to close it ends the stream in the worker too
         return items
 
-    def _items(self, taken: Taken, limits: Limits) -> Iterator[Any]:
+    def _items(self, taken: Taken, limits: Limits) -> Generator[Any, None, None]:
         step, close = _channel.dumps(StreamStep.NEXT), _channel.dumps(StreamStep.CLOSE)
         kind, value, process = _ITEM, None, os.getpid()
         try:

@@ -16,7 +16,7 @@ from modelguard import _public, _units
 from modelguard._units import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _isolation_options, _processes, _supervisor, status
-from modelguard.isolation._calls import Arguments, Caller, Limits
+from modelguard.isolation._calls import CLOSE, NO_ITEM, Arguments, Caller, Items, Limits
 from modelguard.isolation._isolation_options import (
     Bounds,
     Host,
@@ -79,8 +79,6 @@ def _call_of(reference: weakref.ref[Any], *, coroutine: bool) -> Callable[..., A
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)  # pyright knows a coroutine function by a type of its own
 T = TypeVar("T")
-
-_NO_ITEM = object()
 
 
 class Isolated(status.IsolatedFunction, Generic[P, R_co]):
@@ -201,16 +199,16 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
         try:
             items = await _result(opening)
             while True:
-                step = waiting.start(functools.partial(next, items, _NO_ITEM), thread, SHARED.start)
+                step = waiting.start(items.next, thread, SHARED.start)
                 item = await _result(step)
-                if item is _NO_ITEM:
+                if item is NO_ITEM:
                     return
                 yield item
-        except (Exception, GeneratorExit):  # left early, or an error was thrown in
-            await _result(_close_after(step, opening))
-            raise
-        except BaseException:  # cancelled: the step that a worker has begun runs to its end
-            _close_after(step, opening)
+        except BaseException as error:
+            closed = _close_after(step, opening)
+            # Cancelled, or on a loop that is gone: the step that a worker has begun runs to its end.
+            if isinstance(error, (Exception, GeneratorExit)) and waiting.on_any_loop():
+                await _result(closed)
             raise
 
     def _refuse_streams(self) -> None:
@@ -334,7 +332,7 @@ async def _result(future: Future[T]) -> T:
         del future  # it refers to the error, and that to this frame
 
 
-def _close_after(step: Future[Any], opening: Future[Any]) -> Future[None]:
+def _close_after(step: Future[Any], opening: Future[Items]) -> Future[None]:
     """Close a stream in a thread, after the step that still runs; the future tells when it is closed."""
     closed: Future[None] = waiting.promise()
 
@@ -342,7 +340,7 @@ def _close_after(step: Future[Any], opening: Future[Any]) -> Future[None]:
         if not opening.cancelled() and opening.exception() is None:
             opening.result().close()
 
-    step.add_done_callback(lambda _: waiting.start(close, "modelguard-isolated-close", SHARED.start, closed))
+    step.add_done_callback(lambda _: waiting.start(close, CLOSE, SHARED.start, closed))
     return closed
 
 
