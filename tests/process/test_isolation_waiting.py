@@ -141,7 +141,7 @@ class TestStreams:
         """Before or after its first item, and without a trace."""
 
         async def one_item(stream: Any) -> int:
-            return await anext(stream)  # type: ignore[no-any-return]
+            return await anext(stream)
 
         with functions.ticks as ticks:
             for wait in (False, True):
