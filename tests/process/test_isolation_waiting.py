@@ -151,7 +151,7 @@ class TestStreams:
                 else:
                     step = loop.create_task(one_item(stream))
                     loop.run_until_complete(asyncio.sleep(0))
-                    step._log_destroy_pending = False
+                    step._log_destroy_pending = False  # type: ignore[attr-defined]
                     del step
                 loop.close()
                 del loop, stream
