@@ -141,7 +141,7 @@ class TestStreams:
         """Before or after its first item, and without a trace."""
 
         async def one_item(stream: Any) -> int:
-            return await anext(stream)  # type: ignore[no-any-return]
+            return await anext(stream)
 
         with functions.ticks as ticks:
             for wait in (False, True):
@@ -151,7 +151,7 @@ class TestStreams:
                 else:
                     step = loop.create_task(one_item(stream))
                     loop.run_until_complete(asyncio.sleep(0))
-                    step._log_destroy_pending = False
+                    step._log_destroy_pending = False  # type: ignore[attr-defined]
                     del step
                 loop.close()
                 del loop, stream
