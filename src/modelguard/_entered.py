@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pkgutil import resolve_name
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -40,6 +39,8 @@ class Entered:
 
     def _hint(self, name: str) -> str:
         """What to write in place of an attribute that is not there."""
+        from pkgutil import resolve_name  # here, because only errors need it
+
         if name.startswith("_") or name not in resolve_name(self._status).__dataclass_fields__:
             return ""
         return ", its status() has"
