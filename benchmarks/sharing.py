@@ -205,7 +205,7 @@ class Worker:
     """A forked process that does one step after another, each on request."""
 
     def __init__(self, subject: Subject, model: Any, requests: int, seed: int) -> None:
-        self._reports, ours = os.pipe()
+        self._memory_report, ours = os.pipe()
         theirs, self._tell = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -215,7 +215,7 @@ class Worker:
 
     def wait(self) -> None:
         """Wait until it has done the next step."""
-        if not os.read(self._reports, 1):
+        if not os.read(self._memory_report, 1):
             raise RuntimeError(f"worker {self.pid} died")
 
     def go_on(self) -> None:

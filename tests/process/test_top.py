@@ -14,7 +14,7 @@ from typing import IO
 import pytest
 from tests.process.harness import run_python
 
-from modelguard.sharing._reports import ProcessReport, TreeWatch, python_trees, report
+from modelguard.sharing._memory_report import ProcessReport, TreeWatch, python_trees, report
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -225,7 +225,7 @@ def test_another_users_process_is_refused() -> None:
     """Without permission nothing is guessed, and the error says who may read it."""
     program = """
     import json, os
-    from modelguard.sharing._reports import report
+    from modelguard.sharing._memory_report import report
     report()  # what is imported late is there before the rights go
     read, write = os.pipe()
     if os.fork() == 0:

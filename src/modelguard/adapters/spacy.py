@@ -139,7 +139,7 @@ def _fields(value: Any) -> Iterable[str]:
 # 3.8.18, preshed 3.0.15). A separate zone for each call costs 17 microseconds per call.
 
 
-class Request(NamedTuple):
+class ZoneRequest(NamedTuple):
     """A call's request for the zone: the thread that it is made in, and whether the call blocks that thread."""
 
     thread: int
@@ -156,7 +156,7 @@ class ZoneLock:
     def __init__(self) -> None:
         self.epoch = 0
         self._opened: tuple[Language, AbstractContextManager[Any]] | None = None
-        self._line: Line[Request, Request] = Line(self._take, self.release)
+        self._line: Line[ZoneRequest, ZoneRequest] = Line(self._take, self.release)
         self._renew()
 
     def _renew(self) -> None:
@@ -164,11 +164,11 @@ class ZoneLock:
         self._lock = threading.RLock()
         self._line.renew()
         self._blocked: list[int] = []  # the threads that calls block while they wait
-        self._admitted: Request | None = None
-        self._overtaken: Request | None = None  # whose turn it was, and is again after that of the admitted one
+        self._admitted: ZoneRequest | None = None
+        self._overtaken: ZoneRequest | None = None  # whose turn it was, and is again after that of the admitted one
         self._inside = 0
 
-    def admission(self, request: Request, limit: Timeout) -> Steps[None]:
+    def admission(self, request: ZoneRequest, limit: Timeout) -> Steps[None]:
         """Wait until the caller may open the zone.
 
         One that blocks its thread goes before the coroutines of that thread's event loop: they cannot enter meanwhile.
@@ -186,11 +186,11 @@ class ZoneLock:
                 self._unblock(request)
                 self._line.serve()
 
-    def _unblock(self, request: Request) -> None:
+    def _unblock(self, request: ZoneRequest) -> None:
         with suppress(ValueError):  # a child that was forked in the meantime has its own list
             self._blocked.remove(request.thread)
 
-    def _take(self, request: Request) -> Request | None:
+    def _take(self, request: ZoneRequest) -> ZoneRequest | None:
         with self._lock:
             other = self._admitted
             if other is request:  # after the one that went first
@@ -203,7 +203,7 @@ class ZoneLock:
                 self._admitted, self._overtaken = request, other
             return request if admitted else None
 
-    def release(self, request: Request) -> None:
+    def release(self, request: ZoneRequest) -> None:
         """Let the next one open the zone, if it is this caller's turn and it has not opened it."""
         if request.blocks:
             self._unblock(request)  # where an exception of a signal handler has kept admission() from it
@@ -275,7 +275,7 @@ class ZoneLock:
         self.epoch += 1
         mine = [part for part in _entered() if part.zone is self]
         if mine:
-            self._inside, self._admitted = len(mine), Request(threading.get_ident(), blocks=True)
+            self._inside, self._admitted = len(mine), ZoneRequest(threading.get_ident(), blocks=True)
             for part in mine:
                 part.epoch, part.request = self.epoch, self._admitted
         elif self._opened is not None:
@@ -302,7 +302,7 @@ class Part:
         self.zone = zone
         self.outer: Part | None = None
         self.inside = False
-        self.request: Request | None = None
+        self.request: ZoneRequest | None = None
         self.epoch = 0
 
 
@@ -328,7 +328,7 @@ class ZoneContext:
         self._begin()
 
     def _entry(self, *, blocks: bool) -> Steps[None]:
-        request = Request(threading.get_ident(), blocks)
+        request = ZoneRequest(threading.get_ident(), blocks)
         try:
             yield from self.zone.admission(request, Timeout(self._timeout))
             self._pool = self.zone.open(self._language, self._part)

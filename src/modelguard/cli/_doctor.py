@@ -59,7 +59,7 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from modelguard.diagnosis._report import as_json, examine, without_accepted
+    from modelguard.diagnosis._doctor_report import as_json, examine, without_accepted
 
     try:
         report = examine(_gather(options), ignore=options.ignore)
@@ -99,7 +99,7 @@ def _gather(options: argparse.Namespace) -> Facts:
 
 
 def _show(report: DoctorReport, stream: TextIO) -> None:
-    from modelguard.diagnosis._report import as_text
+    from modelguard.diagnosis._doctor_report import as_text
 
     live = stream.isatty()
     plain = not live or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"

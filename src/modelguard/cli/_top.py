@@ -27,7 +27,7 @@ from modelguard.errors import InvalidOption
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from modelguard.sharing._reports import ProcessReport, TreeReport, TreeWatch
+    from modelguard.sharing._memory_report import ProcessReport, TreeReport, TreeWatch
 
 #: Seconds between readings; a reading takes 50 - 150 ms for each process with torch or spaCy.
 INTERVAL = 2.0
@@ -72,21 +72,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_reader(pid: int | None, model_bytes: int | str | None) -> Callable[[], list[TreeReport]]:
-    from modelguard.sharing import _reports
+    from modelguard.sharing import _memory_report
 
     if pid is not None:
-        watch = _reports.TreeWatch(pid, model_bytes=model_bytes)
+        watch = _memory_report.TreeWatch(pid, model_bytes=model_bytes)
         return lambda: [watch.look()]
     watches: dict[int, TreeWatch] = {}
 
     def read() -> list[TreeReport]:
-        found = _reports.python_trees(without=(os.getpid(),))
+        found = _memory_report.python_trees(without=(os.getpid(),))
         for ended in watches.keys() - found:
             del watches[ended]
         trees = []
         for top in found:
             if top not in watches:
-                watches[top] = _reports.TreeWatch(top, model_bytes=model_bytes)
+                watches[top] = _memory_report.TreeWatch(top, model_bytes=model_bytes)
             try:
                 trees.append(watches[top].look())
             except (ProcessLookupError, PermissionError):  # it has just ended, or is hidden

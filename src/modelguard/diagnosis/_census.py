@@ -214,8 +214,8 @@ def _sqlite_bytes() -> int:
 # What has grown
 
 
-class Moment(NamedTuple):
-    """One moment.
+class ObjectCounts(NamedTuple):
+    """What a census has found at one moment.
 
     Attributes:
         lengths: The number of entries of each container, by its id.
@@ -250,7 +250,7 @@ class Grown(NamedTuple):
     native: dict[str, int]
 
 
-def moment() -> Moment | None:
+def moment() -> ObjectCounts | None:
     """Count entries and objects; None where there are too many. Call ``gc.collect()`` before.
 
     Takes 0.8 s for a million objects, and then 8 bytes for each.
@@ -260,9 +260,9 @@ def moment() -> Moment | None:
     return None
 
 
-def _moment() -> Moment:
+def _moment() -> ObjectCounts:
     walk = _Walk(gc.get_objects(), _PATIENCE)  # before what follows, which grows while it walks
-    found, numbers = Moment({}, {}, array.array("Q")), Counter[int]()
+    found, numbers = ObjectCounts({}, {}, array.array("Q")), Counter[int]()
     for chunk, keys in walk:
         numbers.update(keys)
         found.ids.extend(map(id, chunk))
@@ -270,7 +270,7 @@ def _moment() -> Moment:
     return found._replace(numbers=dict(numbers))
 
 
-def grown(before: Moment | None, calls: int) -> Grown:
+def grown(before: ObjectCounts | None, calls: int) -> Grown:
     """What has grown since a moment; nothing where that could not be found out."""
     with contextlib.suppress(Exception):  # as above
         if before is not None:
@@ -278,7 +278,7 @@ def grown(before: Moment | None, calls: int) -> Grown:
     return Grown([], [], {})
 
 
-def _grown(before: Moment, calls: int) -> Grown:
+def _grown(before: ObjectCounts, calls: int) -> Grown:
     least = max(_FEWEST, calls // 50)
     walk, numbers = _Walk(gc.get_objects(), _PATIENCE), Counter[int]()
     found: dict[int, tuple[int, Any]] = {}
@@ -327,7 +327,7 @@ class _Chains:
     """Objects of types of which there are more: which of them refer to each other, and to which others do."""
 
     def __init__(
-        self, walk: _Walk, before: Moment, kinds: dict[int, int], containers: list[tuple[int, int, Any]]
+        self, walk: _Walk, before: ObjectCounts, kinds: dict[int, int], containers: list[tuple[int, int, Any]]
     ) -> None:
         self._kinds = kinds
         self._among = {

@@ -186,7 +186,7 @@ def _failed(target: Target) -> dict[str, Any]:
     return {"failures": target.failures, "failed": target.failed, "errors": list(target.errors)[:_MOST_ERRORS]}
 
 
-def _named(before: _census.Moment | None, calls: int) -> dict[str, Any]:
+def _named(before: _census.ObjectCounts | None, calls: int) -> dict[str, Any]:
     """What holds what has grown, and what the memory of libraries belongs to."""
     found: dict[str, Any] = {"held": [], "owners": {}}
     with suppress(Exception):  # foreign objects can raise anything; what holds them is an extra

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from modelguard import _units, telemetry
 from modelguard.diagnosis import _census, _counts
-from modelguard.diagnosis._census import Moment
+from modelguard.diagnosis._census import ObjectCounts
 from modelguard.diagnosis._counts import Counts, Growing, compiled
 from modelguard.diagnosis._diagnose import within_a_day
 from modelguard.diagnosis._facts_process import (
@@ -53,7 +53,7 @@ class Look:
     compiled: int = 0
     libraries: tuple[str, ...] = ()
     free: int | None = None
-    moment: Moment | None = None
+    moment: ObjectCounts | None = None
 
 
 class Calls:

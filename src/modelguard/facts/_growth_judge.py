@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = ["FEWEST", "LEAST", "Judgement", "Step", "Verdict", "judge"]
+__all__ = ["FEWEST", "LEAST", "Judgement", "Rise", "Verdict", "judge"]
 
 Verdict = Literal["grows", "steady", "undecided"]
 
@@ -56,7 +56,7 @@ _Readings = Sequence[_Reading]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Rise:
     """Memory that rose at once."""
 
     calls: float
@@ -81,7 +81,7 @@ class Judgement:
     growth: float = 0.0
     low: float = -math.inf
     high: float = math.inf
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Rise, ...] = ()
     reason: str = ""
     more: float = 1.0
 
@@ -181,7 +181,7 @@ class _Run:
         ends = sorted({0, *self.cuts, *(readings.index(low) for low in falls), len(readings)})
         self.parts = [readings[begin:end] for begin, end in itertools.pairwise(ends)]
         self.steps = tuple(
-            Step(readings[at].calls, extra[at - 1])
+            Rise(readings[at].calls, extra[at - 1])
             for at in self.cuts
             if extra[at - 1] > step and len(readings) - at >= _STAYS
         )

@@ -34,7 +34,7 @@ from modelguard.lifecycle._reload import Unwanted
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.runtime import child_processes
 from modelguard.runtime.background import TICKER
-from modelguard.runtime.child_processes import flush_output, leave
+from modelguard.runtime.child_processes import exit_now, flush_output
 from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.sharing import _immortal, _prefork
 from modelguard.telemetry import _hooks
@@ -164,14 +164,14 @@ class Molds:
                 return
             asked, self._asked = self._asked, []
         try:
-            self._made = self._forked(asked)
+            self._made = self._fork_mold_process(asked)
         except OSError as error:
             _refuse(asked, error)
             return
         self._molds.append(self._made)
         self._metric_files.worker_started(self._made.pid)  # a loader may count
 
-    def _forked(self, asked: _Asked) -> _Mold:
+    def _fork_mold_process(self, asked: _Asked) -> _Mold:
         ours, theirs = pair()
         flush_output()
         with theirs:
@@ -352,7 +352,7 @@ class Molds:
             self._become_mold(control)
         except Exception:  # noqa: BLE001 - above this are frames of the master; a worker leaves them by SystemExit
             traceback.print_exc()
-            leave(1)
+            exit_now(1)
 
     def _become_mold(self, control: Channel) -> NoReturn:
         server, beside_workers = self._server, self._current is not None
@@ -402,7 +402,7 @@ class Molds:
                 signal.alarm(_UNLOAD)  # a hook that hangs
                 with _hooks.muted():
                     unload(self._guards)
-                leave(0)
+                exit_now(0)
             control.send(self._fork_worker(control, age, listeners, fds))
             for fd in fds:
                 os.close(fd)

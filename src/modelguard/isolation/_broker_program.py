@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from modelguard import telemetry
 from modelguard.errors import told
 from modelguard.isolation import _host, _supervisor
-from modelguard.isolation._calls import Claim, Followed, Limits, Taken
+from modelguard.isolation._calls import CallTimes, Claim, Followed, Taken
 from modelguard.isolation._channel import AT_ONCE, Channel, Unreadable
 from modelguard.isolation._host import Answer, BrokerOrders, Request
 from modelguard.isolation._mold_owner import MoldGuard, end_all
@@ -35,7 +35,7 @@ from modelguard.isolation._scopes import ProcessScope, TakenWorker
 from modelguard.isolation._supervisor import Files, supervisor
 from modelguard.isolation.status import IsolationStatus
 from modelguard.runtime.background import start_thread
-from modelguard.runtime.child_processes import leave
+from modelguard.runtime.child_processes import exit_now
 from modelguard.telemetry import Event, Reason, WorkerEndCause, logger
 
 #: Seconds for the rest of a message that has begun, and for room for an answer: both are there at once, unless the
@@ -153,7 +153,7 @@ class ClientConnection:
     # One worker
 
     def _take(self) -> None:
-        claim = Claim(Limits(time.monotonic()), client=self.token, tell=self._tell)
+        claim = Claim(CallTimes(time.monotonic()), client=self.token, tell=self._tell)
         self._claim = Followed(self._broker.scope.until_taken(claim), self._claimed, self._broker.scope.waits)
         self._claim.begin()
 
@@ -259,7 +259,7 @@ def main(starter: int, lock: int) -> NoReturn:
     channel.close()
     gc.freeze()
     broker.serve()
-    leave(0)
+    exit_now(0)
 
 
 def _allow_descriptors() -> None:

@@ -47,7 +47,7 @@ from modelguard.runtime.waiting import Steps, Timeout, Wait
 from modelguard.telemetry import Reason, WorkerEndCause, logger
 
 
-class Limits(NamedTuple):
+class CallTimes(NamedTuple):
     """The times of one call, on the monotonic clock."""
 
     arrived: float
@@ -92,7 +92,7 @@ class Claim:
         loading: Whether it waits for a load.
     """
 
-    limits: Limits
+    limits: CallTimes
     key: object = None
     client: Hashable = None
     tell: Callable[[bool], object] | None = None
@@ -265,7 +265,7 @@ class WorkerScope:
 
     # Calls
 
-    def take(self, limits: Limits, key: Any = None) -> Taken:
+    def take(self, limits: CallTimes, key: Any = None) -> Taken:
         """Take a worker; start what is missing. Blocks.
 
         Raises:
@@ -391,7 +391,7 @@ class _NeverRead(Exception):
 @dataclass(slots=True, eq=False, repr=False)
 class _Call:
     arguments: Arguments
-    limits: Limits
+    limits: CallTimes
     key: Any
     tries: int
     trace: _channel.Carrier | None
@@ -463,20 +463,20 @@ class Caller:
         self._key_of = key_of
         self._thread = _Thread()
 
-    def call(self, arguments: Arguments, limits: Limits) -> Any:
+    def call(self, arguments: Arguments, limits: CallTimes) -> Any:
         call = self._new_call(arguments, limits)
         return self._result(call, *self._begin(call))
 
-    def stream(self, arguments: Arguments, limits: Limits) -> Iterator[Any]:
+    def stream(self, arguments: Arguments, limits: CallTimes) -> Iterator[Any]:
         """Compute the items of a generator one by one. It keeps its worker until it ends or is closed."""
         call = self._new_call(arguments, limits)
         yield from self._opened(call, *self._begin(call))
 
-    def submit(self, arguments: Arguments, limits: Limits, *, awaited: bool = False) -> Future[Any]:
+    def submit(self, arguments: Arguments, limits: CallTimes, *, awaited: bool = False) -> Future[Any]:
         """Begin a call. No thread waits with it for a worker; one computes it then."""
         return self._submit(arguments, limits, self._result, awaited=awaited)
 
-    def open(self, arguments: Arguments, limits: Limits) -> Future[Items]:
+    def open(self, arguments: Arguments, limits: CallTimes) -> Future[Items]:
         """Begin a stream as :meth:`submit` begins a call. Its items are computed by the threads that ask for them."""
         return self._submit(arguments, limits, lambda *begun: Items(self._opened(*begun)), awaited=True)
 
@@ -494,7 +494,7 @@ class Caller:
         next(items)  # has begun, so that to close it ends the stream in the worker too
         return items
 
-    def _items(self, taken: Taken, limits: Limits) -> Generator[Any, None, None]:
+    def _items(self, taken: Taken, limits: CallTimes) -> Generator[Any, None, None]:
         step, close = _channel.dumps(StreamStep.NEXT), _channel.dumps(StreamStep.CLOSE)
         kind, value, process = _ITEM, None, os.getpid()
         try:
@@ -504,7 +504,7 @@ class Caller:
                 if os.getpid() != process:
                     reason = "its worker answers the process that began it. Begin another one"
                     raise NotSupported(f"a stream of {self._name}() in a forked child", reason=reason)
-                kind, value = self._await_answer(taken, step, Limits(time.monotonic(), limits.until))
+                kind, value = self._await_answer(taken, step, CallTimes(time.monotonic(), limits.until))
                 if kind != _ITEM:
                     break
                 yield value
@@ -513,13 +513,13 @@ class Caller:
         finally:
             if kind == _ITEM and os.getpid() == process:
                 with suppress(WorkerCrashed, DeadlineExceeded, _NeverRead):
-                    self._await_answer(taken, close, Limits(time.monotonic()))
+                    self._await_answer(taken, close, CallTimes(time.monotonic()))
         if kind == _ERROR:
             raise value.pop()
 
     # One call
 
-    def _new_call(self, arguments: Arguments, limits: Limits) -> _Call:
+    def _new_call(self, arguments: Arguments, limits: CallTimes) -> _Call:
         return _Call(arguments, limits, self._key(arguments), self._tries, _channel.outgoing())
 
     def _pickled(self, call: _Call) -> _channel.Content:
@@ -587,7 +587,7 @@ class Caller:
 
     # Without a thread that waits
 
-    def _submit(self, arguments: Arguments, limits: Limits, finish: Finish, *, awaited: bool) -> Future[Any]:
+    def _submit(self, arguments: Arguments, limits: CallTimes, finish: Finish, *, awaited: bool) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             call = self._new_call(arguments, limits)
@@ -664,7 +664,7 @@ class Caller:
 
     # Messages
 
-    def _await_answer(self, taken: Taken, content: _channel.Content, limits: Limits) -> tuple[int, Any]:
+    def _await_answer(self, taken: Taken, content: _channel.Content, limits: CallTimes) -> tuple[int, Any]:
         """Send a message to the worker and wait for the answer; give the worker back unless it goes on."""
         channel = taken.channel
         try:

@@ -391,7 +391,7 @@ def collect(pause: float = math.inf) -> None:
     """Collect what has ended now, and look again after so many seconds if there is more to come."""
     now = time.monotonic()
     for number, until in tuple(_remains.items()):
-        if child_processes.collected(number, own=until == math.inf) or now > until:
+        if child_processes.reap(number, own=until == math.inf) or now > until:
             _remains.pop(number, None)
     if pause < _REMAINING and any(until < math.inf for until in tuple(_remains.values())):
         supervisor().later(pause, partial(collect, 3 * pause))

@@ -162,7 +162,7 @@ class Membership:
             self._joined.channel.send(("leave",))
             if patience:
                 _, last = self._joined.channel.receive()
-                if last and (broker := child_processes.opened(self.pid)) is not None:
+                if last and (broker := child_processes.open_pidfd(self.pid)) is not None:
                     child_processes.await_end(broker, limit.left() or 0.0)
                     os.close(broker)
         self._end()

@@ -329,7 +329,7 @@ class Mold(MoldOrders):
                 self._supervisor.forget(worker.channel.fileno())
                 worker.channel.close()
             worker.has_exited(how)
-        self._supervisor.later(1.0, lambda: child_processes.collected(-program.process.pid))
+        self._supervisor.later(1.0, lambda: child_processes.reap(-program.process.pid))
         self._die(how)
 
     def end_late(self, number: int) -> None:
@@ -432,7 +432,7 @@ class SpawnedWorkers(Mold):
             return
         self._add_worker(worker, ours)
         worker.pid = program.process.pid
-        worker.pidfd = child_processes.opened(worker.pid)  # a child that nobody has waited for, so it is this one
+        worker.pidfd = child_processes.open_pidfd(worker.pid)  # a child that nobody has waited for, so it is this one
         self._programs[worker.number] = program
         self._listen_to(program, lambda: self._worker_gone(program, worker))
         self._kill_if_ending()

@@ -31,7 +31,7 @@ from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.runtime import child_processes, fork_hooks
 from modelguard.runtime.background import THREADS, green_threads
-from modelguard.runtime.child_processes import flush_output, leave
+from modelguard.runtime.child_processes import exit_now, flush_output
 from modelguard.telemetry import Reason
 
 
@@ -46,7 +46,7 @@ def main(control: int, news: int) -> NoReturn:
     try:
         instructions: Instructions = channel.receive()
     except (EOFError, OSError):  # the owner is gone already
-        leave(1)
+        exit_now(1)
     # While it loads, Python runs no signal handler in time.
     child_processes.end_with_parent(instructions.owner, signal.SIGKILL)
     reporter = _supervisor.Reporter(socket.socket(fileno=news), instructions.options.name)
@@ -73,7 +73,7 @@ def loading(
     except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
         with suppress(OSError):
             owner.send(("failed", *_channel.load_failure(error, name, plain=plain, unwrap=unwrap)))
-        leave(status)
+        exit_now(status)
 
 
 def unload(guards: Iterable[ModelGuard[Any]]) -> None:
@@ -176,7 +176,7 @@ class _Mold:
         order, number, *beside_calls = self._control.receive()
         if order == "end":
             unload([self.guard])
-            leave(0)
+            exit_now(0)
         # What a fresh worker does before its first call must not take the time of calls.
         with _processes.at_lower_priority() if beside_calls == [True] else nullcontext():
             self._fork_worker(number, self._control.take_fd())
@@ -198,7 +198,7 @@ class _Mold:
         self._handle_signals()
         os.close(fd)
         self._children[pid] = number
-        pidfd = child_processes.opened(pid)  # before anything can reap it, so that it is this child's
+        pidfd = child_processes.open_pidfd(pid)  # before anything can reap it, so that it is this child's
         fds = [] if pidfd is None else [pidfd]
         try:
             self._control.send(("born", number, pid, len(fds)), fds)
@@ -235,10 +235,10 @@ class _Mold:
             prefork.in_child()
             self._work(fd)
             _processes.lower_priority(self._priority)  # to give back the memory takes a while
-            leave(0)
+            exit_now(0)
         except BaseException:  # noqa: BLE001 - above this are frames of the mold, which must not run here
             traceback.print_exc()
-        leave(1)
+        exit_now(1)
 
     def become_spawned_worker(self) -> NoReturn:
         """Take calls in this process, which no fork made. It dies with its owner, by SIGKILL as while it loads."""
@@ -247,9 +247,9 @@ class _Mold:
             self._control.receive()
             self._work(self._control.take_fd())
         except (EOFError, OSError):  # the owner is gone
-            leave(0)
+            exit_now(0)
         unload([self.guard])
-        leave(0)
+        exit_now(0)
 
     def _work(self, fd: int) -> None:
         _processes.set_oom_score(_processes.OOM_SCORE)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from modelguard import _units
 from modelguard.errors import GuardClosed, ModelGuardError, Overloaded
 from modelguard.isolation import _processes
-from modelguard.isolation._calls import Claim, Limits, Taken, WorkerScope
+from modelguard.isolation._calls import CallTimes, Claim, Taken, WorkerScope
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
 from modelguard.isolation._mold_owner import Mold, MoldGuard
@@ -142,7 +142,7 @@ class MoldScope(WorkerScope):
 
     # Calls
 
-    def take(self, limits: Limits, key: Any = None) -> Taken:
+    def take(self, limits: CallTimes, key: Any = None) -> Taken:
         loan = self._lend(key)
         if loan is not None and (taken := self._take_now(loan)) is not None:
             return taken

@@ -16,7 +16,7 @@ from modelguard import _public, _units
 from modelguard._units import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _isolation_options, _processes, _supervisor, status
-from modelguard.isolation._calls import CLOSE, NO_ITEM, Arguments, Caller, Items, Limits
+from modelguard.isolation._calls import CLOSE, NO_ITEM, Arguments, Caller, CallTimes, Items
 from modelguard.isolation._isolation_options import (
     Bounds,
     Host,
@@ -357,10 +357,10 @@ def _scope_of(
     return HostScope(options, guard_options, paused=paused)
 
 
-def _limits() -> Limits:
+def _limits() -> CallTimes:
     now = time.monotonic()
     left = None if deadlines.current_scope.get() is None else deadlines.left()  # most calls have none
-    return Limits(now, math.inf if left is None else now + left)
+    return CallTimes(now, math.inf if left is None else now + left)
 
 
 R = TypeVar("R")

@@ -256,7 +256,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         if state.leave(generation, False) and (generation.retired or state.watched):  # noqa: FBT003 - by position, it is the hot path
             self._in_background(partial(self.after_call, generation))
 
-    def plain_call(  # noqa: C901, PLR0915 - the hot path is written out
+    def plain_wrapper(  # noqa: C901, PLR0915 - the hot path is written out
         self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]
     ) -> Wrapper:
         """Make the body of a decorated plain function.

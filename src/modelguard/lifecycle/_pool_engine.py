@@ -170,7 +170,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         with self._lock:
             if not self._watching:
                 self._watch(watched=True)
-            self._evict_over()
+            self._evict_due()
             return None if any(self._models.get(key) is model for key, model in ending.items()) else True
 
     def set_paused(self, *, paused: bool) -> None:
@@ -232,7 +232,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
     def tick(self) -> None:
         """Ask the probes for which it is time, and release what is over or idle. Waits for neither."""
         with self._lock:
-            self._evict_over()
+            self._evict_due()
             probes = [model.probe for model in self._models.values() if model.probe is not None]
             if not self._evicted and not self._has_to_look():
                 TICKER.remove(self)  # a process that forks should have few threads
@@ -256,7 +256,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             if self.runtime.ticks:
                 TICKER.add(self)
 
-    def _evict_over(self) -> None:
+    def _evict_due(self) -> None:
         """Evict what nobody uses and is to go: on request, or because nobody has used it for long enough."""
         now, after = self.runtime.clock(), math.inf if self.paused else self.options.idle
         for key, model in list(self._models.items()):

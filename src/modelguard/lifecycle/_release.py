@@ -110,7 +110,7 @@ def _release(
     collected = not immortal and (watch is None or watch() is not None)
     if collected:
         _collect(runtime)
-    trim, after = _return_memory(runtime)
+    trim, after = _trim(runtime)
     gpu_after = use_of(runtime.gpu)
     if not (collected or immortal) and (
         _too_little_came_back(guard, generation, before, after) or _stays_on_gpu(generation, gpu_before, gpu_after)
@@ -118,7 +118,7 @@ def _release(
         # The model itself died by reference count, but memory is still held: most likely by cycles inside it.
         _collect(runtime)
         collected = True
-        trim, after = _return_memory(runtime)
+        trim, after = _trim(runtime)
         gpu_after = use_of(runtime.gpu)
     alive = None if watch is None else immortal or _lives_on(watch, runtime)
     return telemetry.GenerationReleased(
@@ -232,7 +232,7 @@ def unload(guard: GuardContext[M], model: M) -> str | None:
     return None
 
 
-def _return_memory(runtime: Runtime) -> tuple[Trim, int]:
+def _trim(runtime: Runtime) -> tuple[Trim, int]:
     runtime.gpu.empty_cache()
     return runtime.try_trim(), runtime.private()
 

@@ -308,7 +308,7 @@ class GuardState(Generic[M]):
     def enter(self, mine: Enclosing) -> Generation[M] | None:
         """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
 
-        :meth:`Engine.plain_call` writes out the common case of this.
+        :meth:`Engine.plain_wrapper` writes out the common case of this.
 
         Args:
             mine: The lease, to be filled.

@@ -677,7 +677,7 @@ class Jittered(Value):
 # Policies on memory: of this process, and of its GPUs.
 
 
-class Bounded(NamedTuple):
+class BoundedLevel(NamedTuple):
     """Readings of one figure, and the bound on them, in bytes; ``fresh`` says how much a fresh model has there."""
 
     level: Level
@@ -697,7 +697,7 @@ class Sized(Jittered):
         size = str(self.size) if isinstance(self.size, _units.Percentage) else _units.format_bytes(self.size)
         return f"{type(self).__name__}({size!r})"
 
-    def _bounds(self, now: Snapshot) -> Iterator[Bounded]:
+    def _bounds(self, now: Snapshot) -> Iterator[BoundedLevel]:
         raise NotImplementedError
 
     def _bound(self, whole: int) -> int:
@@ -731,10 +731,10 @@ class _Memory(Sized):
 
     reads_memory = True
 
-    def _bounds(self, now: Snapshot) -> Iterator[Bounded]:
+    def _bounds(self, now: Snapshot) -> Iterator[BoundedLevel]:
         if now.limit is not None or not isinstance(self.size, _units.Percentage):
             fresh = "the process holds {} with a fresh model"
-            yield Bounded(Level(now.memory, now.baseline), self._bound(now.limit or 0), fresh)
+            yield BoundedLevel(Level(now.memory, now.baseline), self._bound(now.limit or 0), fresh)
 
 
 class MemoryGrowth(_Memory, _Growth):
@@ -798,9 +798,9 @@ class GpuPolicy(Sized):
             return f"no GPU has more than {_units.format_bytes(max(gpu.total for gpu in now.gpus))} for this process"
         return super().ignored_because(now)
 
-    def _bounds(self, now: Snapshot) -> Iterator[Bounded]:
+    def _bounds(self, now: Snapshot) -> Iterator[BoundedLevel]:
         for gpu in now.gpus or ():
-            yield Bounded(gpu.allocated, self._bound(gpu.total), f"a fresh model has {{}} on GPU {gpu.device}")
+            yield BoundedLevel(gpu.allocated, self._bound(gpu.total), f"a fresh model has {{}} on GPU {gpu.device}")
 
 
 class GpuMemoryGrowth(GpuPolicy, _Growth):
@@ -830,10 +830,10 @@ class GpuMemoryGrowth(GpuPolicy, _Growth):
     def cache_too_large(self, now: Snapshot) -> bool:
         return any(_growth(_cached(gpu)) >= self._bound(gpu.total) for gpu in now.gpus or ())
 
-    def _bounds(self, now: Snapshot) -> Iterator[Bounded]:
+    def _bounds(self, now: Snapshot) -> Iterator[BoundedLevel]:
         yield from super()._bounds(now)
         if isinstance(self.size, int):
-            yield Bounded(now.pinned, self.size)
+            yield BoundedLevel(now.pinned, self.size)
 
 
 class GpuMemoryLimit(GpuPolicy, _Limit):

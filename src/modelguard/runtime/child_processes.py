@@ -51,7 +51,7 @@ def adopt_orphans() -> Iterator[None]:
         _libc().prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def leave(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """End this process without the exit handlers that it has inherited."""
     flush_output()
     os._exit(status)
@@ -68,7 +68,7 @@ def flush_output() -> None:
 # may belong to another process by then.
 
 
-def opened(pid: int) -> int | None:
+def open_pidfd(pid: int) -> int | None:
     """Open a process; None if the system cannot do it, or the process is gone."""
     try:
         return os.pidfd_open(pid)
@@ -110,7 +110,7 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def collected(number: int, *, own: bool = False) -> bool:
+def reap(number: int, *, own: bool = False) -> bool:
     """Collect a process that has ended or, of a negative number, a whole group; whether it is gone.
 
     Where it may become this process's child by the death of its parent, as in a container's first process, what is no
@@ -142,7 +142,7 @@ class ForkedChild:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._handle = opened(pid)
+        self._handle = open_pidfd(pid)
 
     def read(self, reader: int, deadline: float) -> tuple[bytes, bool]:
         """Read what the child writes until it ends or closes the pipe, or until ``deadline``.
@@ -293,7 +293,7 @@ _ASK = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else getattr(signal, "
 _ASKED_BEFORE_KILL = 0.5
 
 
-def _read_child(run: Callable[[int, set[int]], NoReturn], timeout: float) -> tuple[bytes, bool, int | None]:
+def _fork_and_read(run: Callable[[int, set[int]], NoReturn], timeout: float) -> tuple[bytes, bool, int | None]:
     """Fork, and read what the child writes until it ends or the time is over; then it is killed.
 
     Args:
@@ -364,7 +364,7 @@ def run_trial(work: Callable[[], object], timeout: float) -> TrialResult:
         The result.
     """
     started, parent = time.monotonic(), os.getpid()
-    output, ended, status = _read_child(partial(_try, work, parent), timeout)
+    output, ended, status = _fork_and_read(partial(_try, work, parent), timeout)
     seconds = time.monotonic() - started
     ok = output.startswith(_DONE)
     report = output.removeprefix(_DONE).decode(errors="replace")

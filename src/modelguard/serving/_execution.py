@@ -355,14 +355,14 @@ def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Co
     if function.suspects:
         known = [function.suspects.find(request.item, request.group) for request in batch.requests]
         if any(known):
-            return _compute_suspicious(function, _Parts(function, batch, answer), known)
+            return _compute_suspicious(function, _BadItemSearch(function, batch, answer), known)
     try:
         results = function(batch.items, batch.extras)
     except AllLeft:
         return Computed([None] * batch.count, 0, "inconclusive", whole=False)
     except BaseException as error:  # noqa: BLE001 - not even sys.exit() in a model may end the thread
-        parts = _Parts(function, batch, answer)
-        parts.isolate([*range(batch.count)], error)
+        parts = _BadItemSearch(function, batch, answer)
+        parts.find_bad_items([*range(batch.count)], error)
         return parts.computed(error)
     for kind in {*map(type, results)}:
         if issubclass(kind, BaseException):
@@ -372,7 +372,7 @@ def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Co
     return Computed(results)
 
 
-def _compute_suspicious(function: BatchFunction, batch: _Parts, known: list[BadItem | None]) -> Computed:
+def _compute_suspicious(function: BatchFunction, batch: _BadItemSearch, known: list[BadItem | None]) -> Computed:
     """Run a batch; items that failed before run alone and last, or not at all if they have failed repeatedly."""
     now = function.clock()
     healthy: list[int] = []
@@ -386,7 +386,7 @@ def _compute_suspicious(function: BatchFunction, batch: _Parts, known: list[BadI
             alone.append(at)
     error = batch.run(healthy) if healthy else None
     if error is not None:
-        batch.isolate(healthy, error)
+        batch.find_bad_items(healthy, error)
     for at in alone:
         with call_context.reruns():
             failed = batch.run([at]) if batch.live(at) else None
@@ -402,7 +402,7 @@ def _compute_suspicious(function: BatchFunction, batch: _Parts, known: list[BadI
 _EVEN = 0.7
 
 
-class _Parts:
+class _BadItemSearch:
     """Runs parts of a batch that raised, until each error belongs to one item or the model turns out to be at fault.
 
     * The innermost function in the traceback often works on a single item. The others run without it first: if they
@@ -472,7 +472,7 @@ class _Parts:
         for at in part:
             self.outcomes[at] = Failure(error_for_caller(error, self._function.name, count or len(part)))
 
-    def isolate(self, part: list[int], first: BaseException) -> None:
+    def find_bad_items(self, part: list[int], first: BaseException) -> None:
         """Find the items at fault in a part that raised this error, if it is one that tells them apart."""
         no_memory = free_after(TORCH_CUDA, first)
         if not self._function.isolate or len(part) == 1 or isinstance(first, _WHOLE_BATCH):

@@ -166,7 +166,7 @@ class BatchTimes:
     def __init__(self) -> None:
         self._unread: deque[tuple[int, float, Hashable, float]] = deque(maxlen=_RUNS)
         self._unread_seconds = 0.0
-        self._line = _Line()
+        self._line = _FittedLine()
         self._factors: OrderedDict[Hashable, float] = OrderedDict()
         self._ratios: deque[float] = deque(maxlen=_KEPT)
         self._last: deque[tuple[float, int, float, float]] = deque(maxlen=_DRIFT)  # time over estimate, and the run
@@ -342,7 +342,7 @@ class BatchTimes:
         if max(counts) < _DIFFER * min(counts):
             self._scale(ratio)
             return
-        self._line = _Line()
+        self._line = _FittedLine()
         self._sizes.scale(ratio)
         for _, count, weight, seconds in itertools.islice(self._last, _DRIFT - 1):
             self._line.add(count, weight, seconds)
@@ -455,7 +455,7 @@ class _Sizes:
         return tuple((items / many, seconds / many * by) for items, seconds, many in merged)
 
 
-class _Line:
+class _FittedLine:
     """The line through counts, weights and times, of which older ones count less and less.
 
     Attributes:

@@ -14,7 +14,7 @@ import pytest
 
 from modelguard import diagnosis
 from modelguard.cli import _doctor, main
-from modelguard.diagnosis import _report as report
+from modelguard.diagnosis import _doctor_report as report
 from modelguard.diagnosis._facts import Facts, Variable
 
 SECRET = "hunter2-word"

@@ -10,8 +10,8 @@ import os
 import pytest
 
 from modelguard.cli import _top, main
-from modelguard.sharing import _reports
-from modelguard.sharing._reports import Places, ProcessReport, TreeReport, TreeWatch
+from modelguard.sharing import _memory_report
+from modelguard.sharing._memory_report import Places, ProcessReport, TreeReport, TreeWatch
 
 PROCESS = ProcessReport(
     pid=10,
@@ -326,7 +326,7 @@ def test_json_is_one_line_for_each_look(capsys: pytest.CaptureFixture[str]) -> N
 def found(monkeypatch: pytest.MonkeyPatch, *looks: list[int]) -> None:
     """The Python processes of this user are these, look by look."""
     answers = iter(looks)
-    monkeypatch.setattr(_reports, "python_trees", lambda without: next(answers))
+    monkeypatch.setattr(_memory_report, "python_trees", lambda without: next(answers))
 
 
 def test_without_a_process_id_every_tree_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from modelguard.diagnosis import examine
+from modelguard.diagnosis._doctor_report import as_json, as_text
 from modelguard.diagnosis._facts import Facts, Guarded, Interpreter, Variable
 from modelguard.diagnosis._facts_process import facts_of_process, facts_of_tree
-from modelguard.diagnosis._report import as_json, as_text
 from modelguard.environment import _allocator_problems
 from modelguard.errors import InvalidOption, NotSupported
 

@@ -235,7 +235,7 @@ def keep_error(given):
 """
 
 
-def grown(before: _census.Moment, calls: int) -> list[_holders.Held]:
+def grown(before: _census.ObjectCounts, calls: int) -> list[_holders.Held]:
     return _holders.of_growth(_census.grown(before, calls))
 
 

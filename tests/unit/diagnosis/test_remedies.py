@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from modelguard.diagnosis._doctor_report import one_line
 from modelguard.diagnosis._facts import Finding, Remedy
-from modelguard.diagnosis._report import one_line
 
 
 def line(*remedies: Remedy | None, words: tuple[str, ...], server: str | None = None) -> str:

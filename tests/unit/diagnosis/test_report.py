@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from modelguard.diagnosis._doctor_report import as_json, as_text, examine
 from modelguard.diagnosis._facts import Check, Evidence, Facts, Level, Remedy
-from modelguard.diagnosis._report import as_json, as_text, examine
 from modelguard.errors import InvalidOption
 
 

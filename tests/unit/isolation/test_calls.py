@@ -8,7 +8,7 @@ import pytest
 
 from modelguard import isolate
 from modelguard.errors import WorkerCrashed
-from modelguard.isolation._calls import _RESENDS, Caller, Limits
+from modelguard.isolation._calls import _RESENDS, Caller, CallTimes
 from modelguard.isolation._channel import AnswerKind, Channel, pair
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.telemetry import Reason
@@ -59,7 +59,7 @@ class Scope:
         self.dead = dead
         self.taken = self.lost = self.released = self.leases = 0
 
-    def take(self, _: Limits, key: object = None) -> Taken:
+    def take(self, _: CallTimes, key: object = None) -> Taken:
         """Take a worker."""
         assert key is None
         self.taken += 1
@@ -77,7 +77,7 @@ def caller_of(dead: int) -> tuple[Caller, Scope]:
 def test_a_call_is_sent_until_a_worker_reads_it() -> None:
     """Without retry=True: nothing of it had begun."""
     caller, scope = caller_of(_RESENDS)
-    assert "answer" == caller.call((("x",), {}), Limits(0.0))
+    assert "answer" == caller.call((("x",), {}), CallTimes(0.0))
     assert (_RESENDS, 1, 0) == (scope.lost, scope.released, scope.leases)
 
 
@@ -85,5 +85,5 @@ def test_there_is_an_end_to_it() -> None:
     """Workers that end again and again before they read are named as what they are."""
     caller, scope = caller_of(10**6)
     with pytest.raises(WorkerCrashed, match="SIGKILL"):
-        caller.call((("x",), {}), Limits(0.0))
+        caller.call((("x",), {}), CallTimes(0.0))
     assert (_RESENDS + 1, 0) == (scope.lost, scope.leases)

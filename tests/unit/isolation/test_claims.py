@@ -17,14 +17,14 @@ import pytest
 
 from modelguard import Bounds
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull, Reloading
-from modelguard.isolation._calls import Claim, Followed, Limits, Withdrawn, WorkerScope
+from modelguard.isolation._calls import Claim, Followed, CallTimes, Withdrawn, WorkerScope
 from modelguard.isolation._mold_workers import Waiter
 from modelguard.isolation._scopes import MoldScope
 from modelguard.runtime.waiting import Steps, Wait, promise
 
 PATIENCE = 10.0
 
-UNBOUNDED = Limits(0.0)
+UNBOUNDED = CallTimes(0.0)
 
 
 class Scope(MoldScope):
@@ -87,7 +87,7 @@ def scope() -> Scope:
     return Scope()
 
 
-def followed(scope: Scope, ended: list[Any], limits: Limits = UNBOUNDED) -> Followed[Any]:
+def followed(scope: Scope, ended: list[Any], limits: CallTimes = UNBOUNDED) -> Followed[Any]:
     """A call that waits without a thread; with what it has ended."""
     one = Followed(scope.until_taken(Claim(limits)), lambda taken, error: ended.append(taken or error), scope.waits)
     one.begin()
@@ -161,7 +161,7 @@ class TestEnds:
         scope.load, scope.seconds = promise(), 0.05
         late: list[Any] = []
         followed(scope, late)
-        followed(scope, late, Limits(time.monotonic(), time.monotonic() + 0.001))
+        followed(scope, late, CallTimes(time.monotonic(), time.monotonic() + 0.001))
         until(lambda: len(late) == 2)
         assert [DeadlineExceeded, Reloading] == [type(how) for how in late]
         assert (0, 0) == (scope.queued, len(list(scope.waits)))

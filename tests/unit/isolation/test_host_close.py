@@ -12,7 +12,7 @@ import pytest
 from modelguard import Isolated, guard, isolate
 from modelguard.errors import GuardClosed
 from modelguard.isolation import _host_scope
-from modelguard.isolation._calls import Claim, Limits
+from modelguard.isolation._calls import Claim, CallTimes
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._host import Folder, Joined
 from modelguard.isolation._host_scope import ANSWER, Connection
@@ -56,7 +56,7 @@ def granted_to(scope: Any) -> tuple[Any, Connection, Channel, Any, tuple[socket.
     ours, theirs = pair()
     membership: Any = Membership()
     connection, broker = Connection(ours, membership), Channel(theirs)
-    steps = scope._until_answered(Claim(Limits(0.0), blocks=True), connection)
+    steps = scope._until_answered(Claim(CallTimes(0.0), blocks=True), connection)
     next(steps)
     worker, other = socket.socketpair()
     broker.send(("granted", os.getpid()), [worker.fileno()])

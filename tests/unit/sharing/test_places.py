@@ -9,8 +9,8 @@ import pytest
 
 from modelguard.facts import _proc
 from modelguard.facts._proc import MemoryMapping
-from modelguard.sharing import _reports
-from modelguard.sharing._reports import Places
+from modelguard.sharing import _memory_report
+from modelguard.sharing._memory_report import Places
 
 KB = 1024
 MIB = 1 << 20
@@ -39,7 +39,7 @@ def read(*lines: str) -> list[MemoryMapping]:
 
 
 def placed(*lines: str, arenas: bool = True) -> Places:
-    return _reports.places(read(*lines), arenas=arenas)
+    return _memory_report.places(read(*lines), arenas=arenas)
 
 
 def only(name: str) -> Places:
@@ -86,8 +86,8 @@ def test_the_places_add_up_to_private_memory() -> None:
     """No private page is counted twice or left out."""
     lines = (mapping(0, MIB), mapping(MIB, 4 * KB, PYTHON), mapping(2 * MIB, 8 * KB), mapping(3 * MIB, KB, "[heap]"))
     found = read(*lines)
-    where = _reports.places(found, arenas=True)
-    uss = _reports.total(found, "Private_Clean", "Private_Dirty")
+    where = _memory_report.places(found, arenas=True)
+    uss = _memory_report.total(found, "Private_Clean", "Private_Dirty")
     assert uss == (where.python or 0) + where.heap + where.mixed + where.stacks + where.files
 
 
@@ -105,7 +105,7 @@ def test_the_places_add_up_to_private_memory() -> None:
 )
 def test_a_python_is_recognised_by_its_files(file: str, expected: bool) -> None:  # noqa: FBT001
     """A program that loads Python, such as uWSGI, counts; one in a Python's folder does not."""
-    assert expected == _reports.is_python(read(mapping(0, MIB, file)))
+    assert expected == _memory_report.is_python(read(mapping(0, MIB, file)))
 
 
 @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ def test_a_python_is_recognised_by_its_files(file: str, expected: bool) -> None:
 )
 def test_arenas_are_expected_where_python_has_them(file: str, pythonmalloc: str, expected: bool) -> None:  # noqa: FBT001
     """Python's own allocator can be switched off, and a free-threaded Python does not have it."""
-    assert expected == _reports.has_arenas(read(mapping(0, MIB, file)), pythonmalloc)
+    assert expected == _memory_report.has_arenas(read(mapping(0, MIB, file)), pythonmalloc)

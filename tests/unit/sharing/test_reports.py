@@ -10,7 +10,7 @@ import pytest
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.facts import _proc
 from modelguard.facts._proc import MemoryMapping
-from modelguard.sharing._reports import TreeReport, TreeWatch, python_trees, report
+from modelguard.sharing._memory_report import TreeReport, TreeWatch, python_trees, report
 
 KB = 1024
 TICKS = os.sysconf("SC_CLK_TCK")
