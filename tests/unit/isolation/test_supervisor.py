@@ -153,7 +153,7 @@ def test_a_worker_s_descriptor_is_not_closed_while_it_is_used(monkeypatch: pytes
 def test_a_mold_that_has_ended_is_held_by_no_worker_that_has_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a program that the model has started holds that worker's connection open: it is heeded no more."""
     monkeypatch.setattr(Mold, "_collect", lambda *_: "it was killed")
-    monkeypatch.setattr(child_processes, "collected", lambda _: None)
+    monkeypatch.setattr(child_processes, "reap", lambda _: None)
     supervisor, worker = Supervisor(), Worker(1)
     ours, theirs = socket.socketpair()
     mold = Mold.__new__(Mold)
