@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from modelguard import _extras, _units
 from modelguard.cli import _docs, _doctor, _output, _run, _top
@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """Refuses an unknown argument where its command's own options are known, and names the nearest of them."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = super().parse_known_args(args, namespace)
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        found, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
             near = _units.nearest(unknown[0].partition("=")[0], self._option_string_actions).strip()
             fix = near or f"{self.prog} --help shows what it takes."
@@ -49,9 +49,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _status(argv: Sequence[str] | None) -> int:
-    parser: argparse.ArgumentParser = _Parser(
-        prog="modelguard", description="Keep a model inside a web service from exhausting the machine's memory."
-    )
+    description = "Keep a model inside a web service from exhausting the machine's memory."
+    parser = cast("argparse.ArgumentParser", _Parser(prog="modelguard", description=description))
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_completion(commands, parser)

@@ -20,7 +20,7 @@ from tests.unit.interrupts import interrupted_everywhere, traces_instructions
 spacy = pytest.importorskip("spacy")
 
 from modelguard import ModelGuard, guard  # noqa: E402 - after the check above
-from modelguard.adapters.spacy import Part, ZoneRequest, Zoned, ZoneLock, _current, _zone_of, zoned  # noqa: E402
+from modelguard.adapters.spacy import Part, Zoned, ZoneLock, ZoneRequest, _current, _zone_of, zoned  # noqa: E402
 from modelguard.errors import NotSupported, Overloaded  # noqa: E402
 from modelguard.lifecycle.runtime import Runtime  # noqa: E402
 from modelguard.runtime.waiting import Timeout  # noqa: E402

@@ -17,7 +17,7 @@ import pytest
 
 from modelguard import Bounds
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull, Reloading
-from modelguard.isolation._calls import Claim, Followed, CallTimes, Withdrawn, WorkerScope
+from modelguard.isolation._calls import CallTimes, Claim, Followed, Withdrawn, WorkerScope
 from modelguard.isolation._mold_workers import Waiter
 from modelguard.isolation._scopes import MoldScope
 from modelguard.runtime.waiting import Steps, Wait, promise
