@@ -193,11 +193,11 @@ WAITING_AT_A_FORK = """
     waiting = threading.Thread(target=model.load)
     waiting.start()
     begun.wait(30)
-    while not _engine._waiting:
+    while not _engine.waits:
         time.sleep(0.01)
     pid = os.fork()
     if pid == 0:
-        os._exit(len(_engine._waiting))
+        os._exit(len(list(_engine.waits)))
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     over.set()
     waiting.join()

@@ -85,7 +85,7 @@ def value(server: Gunicorn, name: str, **labels: str) -> float | None:
 
 
 def told(server: Gunicorn, name: str, **labels: str) -> float:
-    """What a scrape says; -1 if it failed: a file has been renamed since the folder was listed."""
+    """What a scrape says; -1 if it failed: a file was renamed since the folder was listed, or is being made."""
     with contextlib.suppress(RemoteDisconnected):  # what gunicorn does after an OSError
         answer = server.ask("/metrics")
         if answer.status == 200:
@@ -118,8 +118,10 @@ def live_files(folder: Path) -> set[int]:
 def test_one_scrape_tells_of_all_workers(tmp_path: Path) -> None:
     """Whichever worker answers, the figures are the sum over both, and the load is the master's one."""
     with serving(tmp_path, "None") as server:
-        # An item is counted after it is answered: the one with which the server showed that it is up as well.
-        wait_until(lambda: value(server, "batch_size_sum", function="predict"), what="the first item is counted")
+        # An item is counted after it is answered: the one with which the server showed that it is up as well. A worker
+        # that begins makes files meanwhile.
+        first = "modelguard_batch_size_sum"
+        wait_until(lambda: told(server, first, function="predict") > 0, what="the first item is counted")
         before = value(server, "batch_size_sum", function="predict") or 0.0
         workers: set[int] = set()
         sent = 0

@@ -97,7 +97,7 @@ class TestTheKey:
     def test_has_to_be_a_name_or_a_function(self, key: Any) -> None:
         """Anything else is rejected where it is given."""
         with pytest.raises(
-            InvalidOption, match=r"must be a parameter's name or a function.*Name a parameter"
+            InvalidOption, match=r"must be a parameter's name or a plain function.*Name a parameter"
         ) as refusal:
             voices(key=key)
         assert "key" == refusal.value.argument
