@@ -136,12 +136,12 @@ def test_one_scrape_tells_of_all_workers(tmp_path: Path) -> None:
         wait_until(
             lambda: value(server, "batch_size_sum", function="predict") == before + sent, what="each item is counted"
         )
-        told = [samples(server) for _ in range(4)]
-        assert [told[0]] * 4 == told, "every scrape is the same, whoever answers it"
+        scrapes = [samples(server) for _ in range(4)]
+        assert [scrapes[0]] * 4 == scrapes, "every scrape is the same, whoever answers it"
         assert 1 == value(server, "loads_total", guard="nlp", swap="first")
         assert 1 == value(server, "generation", guard="nlp"), "a gauge of the master's, not a sum"
         assert 0 == value(server, "queue_depth", function="predict")
-        assert not any(label == "pid" for _, labels in told[0] for label, _ in labels)
+        assert not any(label == "pid" for _, labels in scrapes[0] for label, _ in labels)
 
 
 def test_a_recycled_workers_counts_stay_and_its_gauges_go(tmp_path: Path) -> None:
