@@ -125,10 +125,12 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
 
     def _load_one_more(self) -> None:
         """Load a free replica for a call that has to wait: it goes on as soon as any is free, this one or another."""
-        could = [engine for at in list(self._free) if (engine := self._engines[at]).state.current is None]
-        if self._has_model() and (idle := [engine for engine in could if not engine.loading]):
-            with suppress(LoadFailed, GuardClosed):  # its backoff has not passed, or all are closed
-                idle[0].join_load()
+        for at in list(self._free) if self._has_model() else ():
+            engine = self._engines[at]
+            if engine.state.current is None and not engine.loading:
+                with suppress(LoadFailed, GuardClosed):  # its backoff has not passed, or all are closed
+                    engine.join_load()
+                    return
 
     def _has_model(self) -> bool:
         return any(engine.state.current is not None for engine in self._engines)

@@ -115,6 +115,23 @@ def test_a_replica_that_cannot_be_loaded_fails_no_call_while_another_serves(
         number()
 
 
+def test_a_replica_that_cannot_be_loaded_keeps_no_other_from_it(
+    modelguard_clock: Clock, modelguard_loader: Loader
+) -> None:
+    """While the second one waits for its backoff, a call that has to wait gets the third."""
+    del modelguard_clock
+    three = replicas(guard(modelguard_loader, reload_on=None, name="nlp"), 3)
+    three._free._wait = 0.05
+    number = three(lambda model: model.number)
+    assert number() == 1
+    modelguard_loader.fail(1)
+    with three.lease():
+        with pytest.raises(Overloaded):
+            in_another_thread(number)
+        three._free._wait = TIMEOUT
+        assert in_another_thread(number) == 3
+
+
 def in_another_thread(work: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(work).result(TIMEOUT)
