@@ -242,7 +242,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             self.state.raise_if_closed()  # whatever the loop
             await waiting.suspend(self.until_entered(mine, timeout))
 
-    def leave(self, generation: Generation[M], *, failed: bool) -> None:
+    def leave(self, generation: Generation[M], *, failed: bool | None) -> None:
         if self.state.leave(generation, failed):
             self.after_call(generation)
 
@@ -288,7 +288,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
             mine: Enclosing | None = None
-            token, failed = None, False
+            token, failed = None, None  # nothing is known of the model yet
             try:
                 generation = state.current
                 if generation is None or enclosing.get():
@@ -304,11 +304,12 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
                 try:
                     result = wrapped(generation.model, *args, **kwargs)
                     if (kind := type(result)) in EAGER or not is_lazy(kind):
+                        failed = False
                         return result
                     return hand_over(generation, result)
                 except TypeError as error:
                     if (misuse := _misuse.wrong_arguments(error, wrapped, args, kwargs)) is not None:
-                        raise misuse from None  # says nothing about the model, so it does not count as its failure
+                        raise misuse from None  # says nothing about the model
                     failed = True
                     raise
                 except Exception as error:
@@ -323,7 +324,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
                     used: Generation[M] = mine[0]
                     del mine[:]
                     used.leases.pop()
-                    if failed:
+                    if failed is not False:
                         look_further = state.leave(used, failed)
                     else:
                         used.uses = uses = used.uses + 1

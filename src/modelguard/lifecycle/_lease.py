@@ -175,7 +175,7 @@ class Lease(Generic[M]):
         if isinstance(error, GeneratorExit):  # of a generator that may have been dropped
             self.drop()
         elif isinstance(error, Misused):
-            self.end(failed=False)
+            self.end(failed=None)
             raise error.error from None
         elif isinstance(error, Exception):
             try:
@@ -183,7 +183,7 @@ class Lease(Generic[M]):
             finally:
                 self.end(failed=True)
         else:
-            self.end(failed=False)
+            self.end(failed=False if error is None else None)
 
     def repair(self, error: Exception, *, last: bool = False) -> bool:
         """Do what a failed call needs; whether it may run again on this lease. It must be ended in any case.
@@ -194,7 +194,8 @@ class Lease(Generic[M]):
         generation = self.generation
         return generation is not None and self._engine.repair(generation, error, last=last)
 
-    def end(self, *, failed: bool) -> None:
+    def end(self, *, failed: bool | None) -> None:
+        """Return the lease; ``failed`` is None if nothing is known of the model."""
         generation = self._give_up()
         if generation is not None:
             self._engine.leave(generation, failed=failed)

@@ -344,8 +344,16 @@ class GuardState(Generic[M]):
             return self.current
 
     @staticmethod
-    def leave(generation: Generation[M], failed: bool) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
-        """Count a use whose lease was returned; true if a policy may be due or a drain waits."""
+    def leave(generation: Generation[M], failed: bool | None) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
+        """Count a use whose lease was returned.
+
+        Args:
+            generation: What it was a use of.
+            failed: Whether the model has; None if the call says nothing about it: it was cancelled, or did not fit.
+
+        Returns:
+            Whether a policy may be due or a drain waits.
+        """
         generation.uses = uses = generation.uses + 1
         if failed:
             if generation.errors == 0 and uses > 1:
@@ -353,7 +361,8 @@ class GuardState(Generic[M]):
             if not call_context.is_rerun():
                 generation.errors += 1
             return True
-        generation.errors = 0
+        if failed is not None:
+            generation.errors = 0
         return uses >= generation.alarm
 
     def retired_call_ended(self, generation: Generation[M]) -> bool:

@@ -404,9 +404,11 @@ def _coroutine(atake: AsyncTake) -> Wrapper:
     async def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         taken = atake(args, kwargs)
         lease = taken if isinstance(taken, Lease) else await taken
-        failed = False
+        failed: bool | None = None
         try:
-            return await wrapped(lease.enter_taken(), *args, **kwargs)
+            result = await wrapped(lease.enter_taken(), *args, **kwargs)
+            failed = False
+            return result
         except TypeError as error:
             if (misuse := _misuse.wrong_arguments(error, wrapped, args, kwargs)) is not None:
                 raise misuse from None

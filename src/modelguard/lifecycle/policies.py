@@ -158,7 +158,7 @@ class Snapshot:
         idle: Seconds for which no call has run or ended, as the regular checks have seen it. 0 in a forked process for
             a model that its parent has loaded.
         uses: Calls and leases that have ended on it.
-        consecutive_errors: Consecutive calls, up to the latest, that raised an ``Exception``.
+        consecutive_errors: Consecutive calls, up to the latest, that raised an ``Exception``; see :class:`Errors`.
         fruitless_reloads: Reloads for errors in a row, up to this generation, that did not help: no call has succeeded
             since. 0 as soon as one has.
         memory: The latest readings of private memory in bytes, oldest first, at most three,
@@ -953,8 +953,9 @@ class Uses(Jittered):
 class Errors(Value):
     """Due when this many consecutive calls have raised an ``Exception``.
 
-    Interrupts and cancellations are not errors of the model and do not count. Of a batch that raised and is run again
-    in parts, to find the item at fault, the first run counts.
+    A call that was interrupted or cancelled, or whose arguments do not fit, says nothing about the model: it does not
+    count, and does not end the row. Of a batch that raised and is run again in parts, to find the item at fault, the
+    first run counts.
 
     A reload does not help against an input or a dependency that makes every call fail. So if no call has succeeded
     since a reload for errors, the next one waits: until the model is a minute old, then two, then four, up to an hour,

@@ -233,7 +233,7 @@ class _ExclusiveLease(Lease[M]):
     def until_entered(self, timeout: float | None) -> Steps[object]:
         return self._engine.until_entered(self.slot(), timeout)
 
-    def end(self, *, failed: bool) -> None:
+    def end(self, *, failed: bool | None) -> None:
         """Return the lease, once; the replica is free then."""
         try:
             super().end(failed=failed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ class TestADuePolicy:
         assert ("Uses(3)",) == world.reasons(LoadFinished)
 
     def test_counts_errors_in_a_row(self, world: World) -> None:
-        """``Errors``: only exceptions count, only in a row; interrupts and cancellations do not."""
+        """``Errors``: a good call ends the row. One that was interrupted or cancelled says nothing about the model."""
         world.inline = True
         guard = world.guard(reload_on=Errors(consecutive=2))
         bad: list[type[BaseException] | None] = [
@@ -44,9 +44,7 @@ class TestADuePolicy:
             None,
             ValueError,
             KeyboardInterrupt,
-            ValueError,
             asyncio.CancelledError,
-            ValueError,
             ValueError,
         ]
         served = []
@@ -55,7 +53,41 @@ class TestADuePolicy:
                 served.append(model.number)
                 if kind is not None:
                     raise kind
-        assert ([1] * 8, 2) == (served, number(guard))
+        assert ([1] * 6, 2) == (served, number(guard))
+
+    @pytest.mark.parametrize("kind", ["function", "coroutine", "of a coroutine", "generator"])
+    def test_overlooks_calls_that_do_not_fit(self, world: World, kind: str) -> None:
+        """A call with wrong arguments between two that failed is no good call, whatever the kind of the function."""
+        world.inline = True
+        guard = world.guard(reload_on=Errors(consecutive=2))
+
+        async def fail(_model: Any, value: int) -> int:
+            raise ValueError(value)
+
+        def generate(_model: Any, value: int) -> Iterator[int]:
+            yield 1 // value
+
+        functions: dict[str, Callable[..., Any]] = {
+            "function": lambda _model, value: 1 // value,
+            "coroutine": fail,
+            "of a coroutine": lambda model, value: fail(model, value),
+            "generator": generate,
+        }
+        decorated = guard(functions[kind])
+
+        def call(*arguments: int) -> None:
+            with suppress(ValueError, ZeroDivisionError, TypeError):
+                result = decorated(*arguments)
+                if kind == "generator":
+                    list(result)
+                elif kind != "function":
+                    asyncio.run(result)
+
+        call(0)
+        call(0, 1)
+        assert guard.status().generation == 1
+        call(0)
+        assert guard.status().generation == 2
 
     def test_begins_one_reload(self, world: World) -> None:
         """Calls that end while the reload is under way do not ask for another."""
