@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,11 +256,11 @@ def load(name: str) -> Callable[..., Any]:
 def held_by_workers() -> int:
     """Private memory of the workers of isolated functions: what these keep is there, and not in their caller."""
     registry = sys.modules.get("modelguard.isolation.status")
-    functions = () if registry is None else registry.live()
+    functions = () if registry is None else registry.functions
     return sum(_memory.private_of(pid) for pid in settled_workers(functions, time.monotonic() + _REPLACED))
 
 
-def settled_workers(functions: Sequence[Any], until: float, sleep: Callable[[float], None] = time.sleep) -> list[int]:
+def settled_workers(functions: Iterable[Any], until: float, sleep: Callable[[float], None] = time.sleep) -> list[int]:
     """The workers of isolated functions, when none is being replaced: a new one beside the old one is no growth."""
     before: list[int] | None = None
     while True:

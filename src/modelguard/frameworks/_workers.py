@@ -91,7 +91,7 @@ def guards_to_share() -> tuple[ModelGuard[Any], ...]:
     """
     found = sorted(all_guards(), key=lambda guard: guard.name)
     found = [guard for guard in found if guard.prefork] or found
-    if not found and not (_batcher.batchers or _isolated.live() or all_pools()):
+    if not found and not (_batcher.batchers or _isolated.functions or all_pools()):
         why = "must not be empty: the application made no guard while it was imported"
         raise InvalidOption("guards", (), why=why, fix="Make it at the top of a module: nlp = guard(load_model, ...).")
     return tuple(found)

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Never, ParamSpec, Protocol, TypeVar, overload
 
 from modelguard import _public, _units
 from modelguard._units import FunctionKind
@@ -108,7 +108,7 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
         _supervisor.note_path()
         self._start()
         mark(self, coroutine=options.kind == "coroutine")
-        status.add(self)
+        status.functions.add(self)
 
     def _start(self, *, paused: bool = False) -> None:
         self._scope = _scope_of(self._options, self._source, paused=paused)
@@ -312,14 +312,8 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
             self.refuse_calls()
 
     # By reference, as functions are pickled and copied.
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str:
         return str(self.__qualname__)  # type: ignore[attr-defined]
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
 
 
 async def _result(future: Future[T]) -> T:

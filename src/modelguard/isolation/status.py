@@ -119,16 +119,7 @@ class IsolatedFunction(LoadingHandle):
         raise NotImplementedError
 
 
-_functions: WeakRegistry[IsolatedFunction] = WeakRegistry()
-
-
-def add(function: IsolatedFunction) -> None:
-    _functions.add(function)
-
-
-def live() -> tuple[IsolatedFunction, ...]:
-    """The isolated functions of this process."""
-    return tuple(_functions)
+functions: WeakRegistry[IsolatedFunction] = WeakRegistry()
 
 
 @functools.cache
@@ -139,12 +130,12 @@ def refuse_calls_at_exit() -> None:
 
 def refuse_calls() -> None:
     """Raise ``GuardClosed`` from now on. Once more does nothing."""
-    for function in live():
+    for function in functions:
         function.refuse_calls()
 
 
 def _renew() -> None:
-    for function in live():
+    for function in functions:
         function.renew_in_child()
 
 

@@ -27,7 +27,7 @@ from modelguard.telemetry import Reason
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModelGuard[Any], ModelGuard[Any]]]:
     """The only guards of this process: one with a model, one that was never loaded."""
     monkeypatch.setattr(guard_module, "_guards", weakref.WeakSet())
-    monkeypatch.setattr(status, "_functions", weakref.WeakSet())
+    monkeypatch.setattr(status, "functions", weakref.WeakSet())
     monkeypatch.setattr("modelguard.lifecycle.pool._pools", weakref.WeakSet())
     loaded, new = guard(dict, reload_on=None, name="nlp"), guard(dict, reload_on=None, name="asr")
     with loaded:
@@ -141,7 +141,7 @@ class Isolated:
         self.paused = False
         self.did: list[str] = []
         self.refusal: Exception | None = None
-        status.add(self)
+        status.functions.add(self)
 
     def status(self) -> IsolationStatus:
         """As a function with one worker."""

@@ -25,4 +25,4 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guards, batched or isolated functions of other tests are known."""
     monkeypatch.setattr(guard_module, "_guards", weakref.WeakSet())
     monkeypatch.setattr(_batcher, "batchers", weakref.WeakSet())
-    monkeypatch.setattr(_isolated, "_functions", weakref.WeakSet())
+    monkeypatch.setattr(_isolated, "functions", weakref.WeakSet())

@@ -88,7 +88,7 @@ def ask(request: pytest.FixtureRequest) -> Ask:
 def nlp(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelGuard[Any]]:
     """The only guard of this process that has a model, without isolated functions."""
     monkeypatch.setattr(guard_module, "_guards", weakref.WeakSet())
-    monkeypatch.setattr(status, "_functions", weakref.WeakSet())
+    monkeypatch.setattr(status, "functions", weakref.WeakSet())
     monkeypatch.setattr("modelguard.lifecycle.pool._pools", weakref.WeakSet())
     with guard(dict, reload_on=None, name="nlp") as made:
         yield made

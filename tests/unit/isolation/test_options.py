@@ -257,7 +257,7 @@ class TestReadiness:
         """A readiness probe must not wait for a model that is never loaded here."""
         isolated: Isolated[Any, Any] = isolate()(predict)
         assert guard_of(predict) not in guards()
-        assert isolated in status.live()
+        assert isolated in status.functions
         assert not isolated.ready
 
     def test_status_before_the_first_call(self) -> None:

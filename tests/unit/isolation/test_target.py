@@ -143,7 +143,7 @@ def test_a_host_shares_by_target_and_stub() -> None:
     identities = [identity_of(it._options, it._source.guard.engine.options) for it in (one, one, other)]  # type: ignore[union-attr]
     assert identities[0] == identities[1] != identities[2]
     assert "json.loads" == identities[0]["function"]
-    assert one in status.live()
+    assert one in status.functions
 
 
 @pytest.fixture
