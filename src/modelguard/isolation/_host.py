@@ -349,9 +349,7 @@ def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
     try:
         with theirs:
             words = "broker", ".".join(orders.options.function)
-            process = start_interpreter(
-                "_broker_program", (theirs.fileno(), lock), *words, prints=False, start_new_session=True
-            )
+            process = start_interpreter("_broker_program", (theirs.fileno(), lock), *words, outlives_this=True)
     except BaseException:
         channel.close()
         raise

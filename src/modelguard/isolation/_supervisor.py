@@ -494,7 +494,7 @@ def launch(instructions: Instructions) -> Launched:
         ours.enter_context(news)
         theirs.enter_context(its_news)
         words = "mold", ".".join(instructions.options.function)
-        process = start_interpreter("_mold_program", (its_control.fileno(), its_news.fileno()), *words, process_group=0)
+        process = start_interpreter("_mold_program", (its_control.fileno(), its_news.fileno()), *words)
         ours.pop_all()
     channel = Channel(control)
     channel.send_pickled(*content)
@@ -502,14 +502,9 @@ def launch(instructions: Instructions) -> Launched:
 
 
 def start_interpreter(
-    module: str,
-    fds: Sequence[int],
-    *words: str,
-    prints: bool = True,
-    process_group: int | None = None,
-    start_new_session: bool = False,
+    module: str, fds: Sequence[int], *words: str, outlives_this: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a fresh interpreter like this one, which runs the ``main`` of a module of this package.
+    """Start a fresh interpreter like this one, which runs the ``main`` of a module of this package in a process group.
 
     Where this process has closed its own input or output, or something else has the number, the new one gets
     ``/dev/null``: what it prints must not reach a descriptor of another purpose.
@@ -518,9 +513,7 @@ def start_interpreter(
         module: Its name.
         fds: Descriptors that are passed on; ``main`` gets their numbers.
         words: What lists of processes show.
-        prints: Whether it may print to this process's output; without, it does not hold that open either.
-        process_group: As for ``Popen``.
-        start_new_session: As for ``Popen``.
+        outlives_this: Whether it may live longer than this process: in a session of its own, without this one's output.
 
     Raises:
         OSError: No process or no descriptor is left.
@@ -535,11 +528,11 @@ def start_interpreter(
         return subprocess.Popen(  # noqa: S603
             command,
             stdin=subprocess.DEVNULL,
-            stdout=None if prints and _is_inherited(1) else subprocess.DEVNULL,
-            stderr=None if prints and _is_inherited(2) else subprocess.DEVNULL,
+            stdout=None if _is_inherited(1) and not outlives_this else subprocess.DEVNULL,
+            stderr=None if _is_inherited(2) and not outlives_this else subprocess.DEVNULL,
             pass_fds=passed,
-            process_group=process_group,
-            start_new_session=start_new_session,
+            process_group=None if outlives_this else 0,
+            start_new_session=outlives_this,
         )
 
 
