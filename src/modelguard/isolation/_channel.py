@@ -107,7 +107,7 @@ def _needed(module: str) -> str:
 
 def size(content: Content) -> int:
     body, buffers = content
-    return len(body) + sum(buffer.nbytes for buffer in buffers) if buffers else len(body)
+    return len(body) + sum(buffer.nbytes for buffer in buffers)
 
 
 def _reduce_tensor(tensor: Any) -> Any:
@@ -116,9 +116,7 @@ def _reduce_tensor(tensor: Any) -> Any:
     plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
     if not plain or tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return tensor.__reduce_ex__(_PROTOCOL)
-    flat = (
-        tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
-    )
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return _rebuild_tensor, (pickle.PickleBuffer(flat.numpy()), str(tensor.dtype).removeprefix("torch."), tensor.shape)
 
 
@@ -311,7 +309,7 @@ class Channel:
             OSError: The time is over.
             Unreadable: Its content could not be received or unpickled.
         """
-        data = self._rest or self._chunk()
+        data = self._rest
         while len(data) < _HEADER.size:
             data += self._chunk()
         size, parts, fds, shared = _HEADER.unpack_from(data)

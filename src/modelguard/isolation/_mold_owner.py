@@ -149,8 +149,6 @@ class Mold(MoldOrders):
         return len(numbers or ())
 
     def end_at_once(self) -> None:
-        if not self.belongs_here:
-            return
         self._ending = True
         self._kill()
 

@@ -331,7 +331,7 @@ class Serving:
             if self._kind == "coroutine":
                 result = self._run(result)
         except BaseException as error:  # noqa: BLE001 - it is the caller's
-            self._fail(error, error)
+            self._fail(error)
             return
         finally:
             if leave_trace is not None:
@@ -354,7 +354,7 @@ class Serving:
             except (StopIteration, StopAsyncIteration):
                 break
             except BaseException as error:  # noqa: BLE001 - it is the caller's
-                self._fail(error, error)
+                self._fail(error)
                 return
             if not self._answer(AnswerKind.ITEM, item):
                 _close(items, self._run)
@@ -396,10 +396,10 @@ class Serving:
         return True
 
     def _refuse(self, what: Any, why: str) -> None:
-        self._fail(TransferRefused(self._name, what=what, why=why), None)
+        self._fail(TransferRefused(self._name, what=what, why=why))
 
-    def _fail(self, error: BaseException, raised: BaseException | None) -> None:
-        text = None if raised is None else "".join(traceback.format_exception(raised))
+    def _fail(self, error: BaseException) -> None:
+        text = None if error.__traceback__ is None else "".join(traceback.format_exception(error))  # it was not raised
         sent = _channel.portable(error, self._name, plain=self._mold.options.stub is not None)
         content = _channel.dumps((int(AnswerKind.ERROR), (sent, text), self._mold.worn))
         size = _channel.size(content)
