@@ -76,11 +76,9 @@ class ObjectKinds(dict[type, str]):
             self._sized.add(cls)
         return kind
 
-    def size_of(self, *items: Any) -> int:
-        """The size of objects whose types were seen by ``sys.getsizeof``, in bytes; runs no code of theirs."""
-        if not self._sized:
-            return sum(map(sys.getsizeof, items))
-        return sum(object.__sizeof__(item) if type(item) in self._sized else sys.getsizeof(item) for item in items)
+    def size_of(self, item: Any) -> int:
+        """The size of an object whose type was seen by ``sys.getsizeof``, in bytes; runs no code of the object's."""
+        return object.__sizeof__(item) if type(item) in self._sized else sys.getsizeof(item)
 
     def belongs_to_model(self, item: Any) -> bool:
         """Whether an object of the kind :data:`UNDECIDED` is the model's own."""

@@ -182,8 +182,6 @@ class ImmortalReport:
 
     Attributes:
         objects: The number of objects that it made immortal.
-        bytes_held: Their size by ``sys.getsizeof``, in bytes: memory that is never freed. It does not include what
-            native libraries hold for them.
         seconds: How long it took.
         complete: Whether all of the model's data became immortal; False if ``limit`` ended the walk, or if ``mortal``
             is not empty.
@@ -193,7 +191,6 @@ class ImmortalReport:
     """
 
     objects: int
-    bytes_held: int
     seconds: float
     complete: bool
     skipped: tuple[Skipped, ...]
@@ -249,7 +246,6 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     mortal = _graph.behind_code(walk.code.values())
     return ImmortalReport(
         objects=limit - walk.left,
-        bytes_held=walk.held,
         seconds=time.perf_counter() - started,
         complete=walk.complete and not mortal,
         skipped=tuple(Skipped(kind, example, len(seen)) for kind, (example, seen) in walk.skipped.items()),
@@ -316,7 +312,6 @@ class _Walk:
 
     def __init__(self, limit: int) -> None:
         self.left = limit
-        self.held = 0
         self.complete = True
         self.skipped: dict[str, tuple[str, set[int]]] = {}  # an example of each kind, and which there are
         self._kinds = ObjectKinds()
@@ -354,14 +349,14 @@ class _Walk:
         self.complete = len(mortal) <= self.left
         for one in mortal[: self.left]:
             self._words[id(one) >> 3] = self._words[id(one) >> 3] & _graph.KEPT | self._value
-        self._count(mortal[: self.left])
+            self.left -= 1
         return made
 
     def _mark(self, found: Sequence[Any], holders: Sequence[Any]) -> None:
         """Make those objects immortal that are the model's own. This loop takes most of the time."""
         count, kinds, first_use, branches = sys.getrefcount, self._kinds, self._first_use, self._branches
         words, value, kept, immortal = self._words, self._value, _graph.KEPT, _graph.IMMORTAL
-        marked: list[Any] = []
+        left = self.left
         for item in found:
             if count(item) >= immortal:  # made immortal by CPython or by this walk, which ends cycles
                 if type(item) is str and not item.isascii():  # CPython's own: a name in a program, for one
@@ -373,20 +368,16 @@ class _Walk:
             elif kind != LEAF and not self._follow(item, kind):
                 self._skip(item, kind, holders)
                 continue
-            if len(marked) == self.left:
+            if not left:
                 self.complete = False
                 break
+            left -= 1
             use = first_use[type(item)]
             if use is not None:
                 use(item)
             at = id(item) >> 3
             words[at] = words[at] & kept | value
-            marked.append(item)
-        self._count(marked)
-
-    def _count(self, marked: list[Any]) -> None:
-        self.left -= len(marked)
-        self.held += self._kinds.size_of(*marked)
+        self.left = left
 
     def _follow(self, item: Any, kind: str) -> bool:
         """Visit an object's referents later; False if it is not the model's own."""

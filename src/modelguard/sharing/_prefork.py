@@ -2,7 +2,7 @@
 
 A forked child shares its parent's memory until one of them writes to it. So the parent loads the model, and its
 children must not write to it: neither by a warm-up at first use, nor by the collector's marks, nor by reference counts.
-:func:`prepare` prevents this in the parent just before it forks. :mod:`._prepared` repairs in each child what the fork
+:func:`prepare` prevents this in the parent just before it forks. :func:`in_child` repairs in each child what the fork
 broke.
 """
 
@@ -199,7 +199,6 @@ class ForkReport:
         guards: Names of the guards whose models are shared.
         hazards: What does not survive a fork, worst first.
         tried: The guards whose warm-up was run in a trial child, each with the seconds that it took.
-        collected: Number of objects that the garbage collector freed.
         frozen: Number of objects that the collector ignores from now on; 0 if ``freeze`` was off.
         immortal: What was made immortal; None if nothing was.
         why_mortal: Why models were not made immortal, or some of them; None if all were.
@@ -210,7 +209,6 @@ class ForkReport:
     guards: tuple[str, ...]
     hazards: tuple[Hazard, ...]
     tried: dict[str, float]
-    collected: int
     frozen: int
     immortal: ImmortalReport | None
     why_mortal: str | None
@@ -326,13 +324,12 @@ def prepare_chosen(
     _compile_for_children(state)
     with _installed(state):
         tried, failed = _try(chosen, warm_timeout, on_hazard)
-        collected, frozen = _freeze(again=before is not None) if freeze else (0, 0)
+        frozen = _freeze(again=before is not None) if freeze else 0
         made = _immortalize(kept) if immortalize else None
     return ForkReport(
         guards=tuple(guard.name for guard in chosen),
         hazards=(*failed, *found),
         tried=tried,
-        collected=collected,
         frozen=frozen,
         immortal=made,
         why_mortal=why_mortal,
@@ -462,12 +459,12 @@ def _failed_trial(guard: ModelGuard[Any], result: child_processes.TrialResult, t
     return Hazard("warm-up", owner, f"its warm-up failed in a child:\n{result.report}", "Fix the warm-up.", "fatal")
 
 
-def _freeze(*, again: bool) -> tuple[int, int]:
+def _freeze(*, again: bool) -> int:
     if again:  # otherwise the replaced model's garbage would stay frozen forever
         gc.unfreeze()
-    collected = gc.collect()
+    gc.collect()
     gc.freeze()
-    return collected, gc.get_freeze_count()
+    return gc.get_freeze_count()
 
 
 def _immortalize(guards: tuple[ModelGuard[Any], ...]) -> ImmortalReport | None:

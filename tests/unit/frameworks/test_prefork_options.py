@@ -60,7 +60,7 @@ def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -
         assert expected == _workers.guards_to_share()
     monkeypatch.setattr(_workers, "all_guards", tuple)
     monkeypatch.setattr(_workers._batcher, "batchers", ())
-    monkeypatch.setattr(_workers._isolated, "live", tuple)
+    monkeypatch.setattr(_workers._isolated, "functions", ())
     monkeypatch.setattr(_workers, "all_pools", tuple)
     with pytest.raises(InvalidOption, match="made no guard"):
         _workers.guards_to_share()
@@ -114,7 +114,7 @@ class Log:
 def test_a_hazard_that_no_child_repairs_is_logged_as_a_warning(severity: Any, on_hazard: str, level: str) -> None:
     """Logs are filtered by level: what may break a worker must not look like information."""
     hazard = Hazard("connection", "db:5432", "a connection is open", "Open it later.", severity)
-    report = ForkReport(("nlp",), (hazard,), {}, 0, 0, None, "not asked for", 0, 1.0)
+    report = ForkReport(("nlp",), (hazard,), {}, 0, None, "not asked for", 0, 1.0)
     log = Log()
     log_report(log, report, on_hazard)
     assert ["info", "info", level] == [line.split()[0] for line in log.lines]
