@@ -374,9 +374,8 @@ class Molds:
         with (
             loading(control, name, beside_calls=beside_workers, plain=True, unwrap=only, status=0),
             _hooks.muted(),  # the master reports its own
-            warnings.catch_warnings(),
+            warnings.catch_warnings(action="ignore", category=ForkHazard),  # the report has them
         ):
-            warnings.simplefilter("ignore", ForkHazard)  # the report has them
             report = self._prepare()
         with suppress(BrokenPipeError):  # the master has ended meanwhile, and no order will come
             control.send(

@@ -116,8 +116,7 @@ class SharedModels:
         if _prefork.loading() or found == self.prepared or not all(guard.ready for guard in self.guards):
             return None
         self.prepared = found
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ForkHazard)  # the report has them
+        with warnings.catch_warnings(action="ignore", category=ForkHazard):  # the report has them
             return self._options.prepare(self.guards)
 
     def _generations(self) -> tuple[int, ...]:

@@ -173,8 +173,7 @@ class _Master:
         self._manage_workers, server.manage_workers = server.manage_workers, self._manage
         self._spawn_worker, server.spawn_worker = server.spawn_worker, self._spawn
         if not with_molds:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ForkHazard)  # the report has them
+            with warnings.catch_warnings(action="ignore", category=ForkHazard):  # the report has them
                 self._log_report(self._models.prepare())
             return
         self._molds = Molds(
