@@ -335,17 +335,15 @@ class HostScope(WorkerScope):
     def until_taken(self, claim: Claim) -> Steps[Taken]:
         self._raise_if_refusing()
         self._admit(claim)
-        since: float | None = None
+        gone_since = math.inf
         while True:
             try:
                 connection = yield from self._until_connected(claim)
                 return (yield from self._until_answered(claim, connection))
-            except BrokerGone:
-                pass  # the next one is asked
-            now = time.monotonic()
-            since = now if since is None else since
-            if now - since > self.wait_timeout():
-                raise self._reloading(since)
+            except BrokerGone:  # the next one is asked
+                gone_since = min(gone_since, time.monotonic())
+            if time.monotonic() - gone_since > self.wait_timeout():
+                raise self._reloading(gone_since)
             with self._counted(claim, loading=True):
                 yield Wait(waiting.promise(), Timeout(_AGAIN))
 
@@ -462,14 +460,14 @@ class HostScope(WorkerScope):
 
     def _ask(self, what: Any, *details: Any, timeout: float | None = None) -> Any:
         """Ask the broker; the one that comes next, if it ends meanwhile."""
-        limit, since = Timeout(timeout), None
+        limit, gone_since = Timeout(timeout), math.inf
         while True:
             try:
                 return self._joined(limit).ask(what, *details, limit=limit.left())
             except BrokerGone:
-                since = time.monotonic() if since is None else since
-                if time.monotonic() - since > self.wait_timeout():
-                    raise self._reloading(since) from None
+                gone_since = min(gone_since, time.monotonic())
+                if time.monotonic() - gone_since > self.wait_timeout():
+                    raise self._reloading(gone_since) from None
                 time.sleep(_AGAIN)
             except BlockingIOError:
                 raise Reloading(self.name, waited=limit.waited(), command=f"the {what}") from None

@@ -344,9 +344,9 @@ class Workers:
                 return
             cause: WorkerEndCause = "closed" if self._closed else "crashed"
             was_starting = worker.state == "starting"
-            delay = self._take_out(worker, cause, how, blame=True)
+            self._take_out(worker, cause, how, blame=True)
             worker.channel.close()
-        self._emit_all(then_settle_in=delay)
+        self._emit_all()
         if was_starting:
             self._warn_of_lost_start(how)
 
@@ -542,8 +542,8 @@ class Workers:
         worker.channel.close()
         self._count(worker, cause, "")
 
-    def _take_out(self, worker: Worker, cause: WorkerEndCause, how: str, *, blame: bool) -> float:
-        """Forget a worker that has ended, and start others; returns after how many seconds to look again."""
+    def _take_out(self, worker: Worker, cause: WorkerEndCause, how: str, *, blame: bool) -> None:
+        """Forget a worker that has ended, and start others: now, or after the backoff."""
         now = time.monotonic()
         if self._members.pop(worker.number, None) is not None:
             if worker.state != "starting":  # else its start was not reported either
@@ -555,7 +555,8 @@ class Workers:
                 self._circuit.probe_inconclusive()
         self._settle(now)
         self._hand_over()
-        return self._start_at - now
+        if self._start_at > now:
+            self._mold.settle_later(self._start_at - now)
 
     def _note_loss(self, worker: Worker) -> None:
         self._keeps_spare = True
@@ -602,10 +603,10 @@ class Workers:
 
     def _remove(self, worker: Worker, cause: WorkerEndCause, how: str, *, blame: bool) -> None:
         with self._lock:
-            delay = self._take_out(worker, cause, how, blame=blame)
-        self._emit_all(then_settle_in=delay)
+            self._take_out(worker, cause, how, blame=blame)
+        self._emit_all()
 
-    def _emit_all(self, then_settle_in: float = 0.0) -> None:
+    def _emit_all(self) -> None:
         """Answer who waits, and emit what has happened: what that brings about never runs while the lock is held."""
         with self._lock:
             answers, self._answers = self._answers, []
@@ -617,5 +618,3 @@ class Workers:
                 waiter.set_result(answer)
         for event in events:
             telemetry.emit(event)
-        if then_settle_in > 0:
-            self._mold.settle_later(then_settle_in)
