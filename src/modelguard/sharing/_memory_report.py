@@ -8,7 +8,7 @@ actually uses. USS, private memory, is what one process would release if it ende
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -92,14 +92,13 @@ def is_python(mappings: Iterable[MemoryMapping]) -> bool:
     return any(mapping.is_file and _PYTHON.search(mapping.name) for mapping in mappings)
 
 
-def has_arenas(mappings: Iterable[MemoryMapping], pythonmalloc: str) -> bool:
+def has_arenas(mappings: Sequence[MemoryMapping], pythonmalloc: str) -> bool:
     """Whether Python's own allocator serves its small objects.
 
     Args:
         mappings: The mappings of the process.
         pythonmalloc: The variable ``PYTHONMALLOC`` of the process; empty if it is not set.
     """
-    mappings = list(mappings)
     if not is_python(mappings) or any(_FREE_THREADED.search(mapping.name) for mapping in mappings if mapping.is_file):
         return False
     return pythonmalloc in {"", "default", "debug", "pymalloc", "pymalloc_debug"}
@@ -360,25 +359,24 @@ class TreeWatch:
         )
 
 
-def python_trees(*, root: Path = _proc.ROOT, user: int | None = None, without: Iterable[int] = ()) -> list[int]:
-    """Find the trees of Python processes of a user.
+def python_trees(*, root: Path = _proc.ROOT, without: Collection[int] = ()) -> list[int]:
+    """Find the trees of Python processes of this process's user.
 
     A process counts if it executes Python or has loaded it, as uWSGI does. The top of a tree is a Python process whose
     parent is not one.
 
     Args:
         root: The folder that holds ``proc``.
-        user: The user id. Default: that of this process.
         without: Processes to leave out, such as the calling one.
 
     Returns:
         The process at the top of each tree.
     """
-    user = os.geteuid() if user is None else user
-    left_out = set(without)
     processes = _proc.processes(root)
     # A process that cannot be read has ended, or belongs to another user.
-    owned = (pid for pid in processes if pid not in left_out and _proc.if_readable(_proc.owner, pid, root) == user)
+    owned = (
+        pid for pid in processes if pid not in without and _proc.if_readable(_proc.owner, pid, root) == os.geteuid()
+    )
     found = [pid for pid in owned if is_python(_proc.if_readable(_proc.maps, pid, root) or ())]
     return [pid for pid in found if processes[pid].parent not in found]
 

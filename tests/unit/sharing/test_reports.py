@@ -336,13 +336,15 @@ def test_circles_of_parents_end(machine: Machine) -> None:
     assert {10, 11, 12} == {process.pid for process in report(10, root=machine.root).processes}
 
 
-def test_pythons_are_found(machine: Machine) -> None:
+def test_pythons_are_found(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tree of Python processes of this user is found by its top."""
     (machine.root / "proc" / "99" / "maps").write_text("7f00-7f01 r-xp 0 08:01 9    /usr/bin/redis-server\n")
     machine.start(50, 99)
     assert [10, 50] == python_trees(root=machine.root)
     assert [50] == python_trees(root=machine.root, without=(10, 11, 12))
-    assert [] == python_trees(root=machine.root, user=os.geteuid() + 1)
+    another = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: another)
+    assert [] == python_trees(root=machine.root)
 
 
 def test_what_cannot_be_read_is_left_out(machine: Machine) -> None:
