@@ -192,7 +192,6 @@ def test_growth_since_the_first_look() -> None:
         assert second.since_birth is None
         assert second.since_seen is not None
         assert 45 * MB < second.since_seen < 80 * MB
-        assert 0 < second.watched
 
 
 def test_a_python_that_was_started_by_one_is_no_fork_of_it() -> None:

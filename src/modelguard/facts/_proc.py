@@ -285,12 +285,6 @@ def is_fork(process: ProcessStat, others: Iterable[ProcessStat]) -> bool:
     )
 
 
-def age(process: ProcessStat, root: Path = ROOT) -> float:
-    """Seconds since a process started."""
-    up = float((root / "proc" / "uptime").read_text(encoding="ascii").split()[0])
-    return max(0.0, up - process.started / os.sysconf("SC_CLK_TCK"))
-
-
 def owner(pid: int, root: Path = ROOT) -> int:
     return folder(pid, root).stat().st_uid
 

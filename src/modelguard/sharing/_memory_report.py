@@ -7,8 +7,7 @@ actually uses. USS, private memory, is what one process would release if it ende
 
 import os
 import re
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -131,7 +130,6 @@ class ProcessReport:
     Attributes:
         pid: The process.
         parent: Its parent.
-        age: Seconds since it started.
         command: The words of its command line, unchanged; they may include secrets.
         threads: Its number of threads.
         allocator: The allocator that most probably serves ``malloc`` in it (:func:`modelguard.allocator.observe`).
@@ -144,7 +142,6 @@ class ProcessReport:
             this equals ``private``: what it has allocated itself, and each page that it or its parent has written to
             since. None for a process that is not a fork of a process that still runs.
         since_seen: How much ``private`` has grown since the first reading; None at the first reading.
-        watched: Seconds since the first reading.
         where: Where ``uss`` is.
         swap: Its share of the memory that was moved to swap.
         rss: All its pages in memory, shared or not: misleading if processes share memory.
@@ -155,7 +152,6 @@ class ProcessReport:
 
     pid: int
     parent: int
-    age: float
     command: tuple[str, ...] = field(repr=False)
     threads: int
     allocator: Kind
@@ -164,7 +160,6 @@ class ProcessReport:
     private: int
     since_birth: int | None
     since_seen: int | None
-    watched: float
     where: Places
     swap: int
     rss: int
@@ -252,7 +247,6 @@ class TreeWatch:
         tree: As for :func:`report`.
         model_bytes: As for :func:`report`.
         root: The folder that holds ``proc``.
-        clock: A monotonic clock, in seconds.
 
     Raises:
         InvalidOption: ``tree`` is not a process id, or ``model_bytes`` is not a size.
@@ -260,21 +254,15 @@ class TreeWatch:
     """
 
     def __init__(
-        self,
-        tree: int | Iterable[int] | None = None,
-        *,
-        model_bytes: int | str | None = None,
-        root: Path = _proc.ROOT,
-        clock: Callable[[], float] = time.monotonic,
+        self, tree: int | Iterable[int] | None = None, *, model_bytes: int | str | None = None, root: Path = _proc.ROOT
     ) -> None:
         self._whole = tree is None or isinstance(tree, int)
         self._pids = _pids(os.getpid() if tree is None else tree)
         self._model_bytes = None if model_bytes is None else _units.size(model_bytes, "model_bytes", at_least=1000)
         self._root = root
-        self._clock = clock
         self._started: dict[int, int] = {}
-        # The first reading of each process: its private memory, and the time.
-        self._first: dict[tuple[object, ...], tuple[int, float]] = {}
+        # The private memory of each process at its first reading.
+        self._first: dict[tuple[object, ...], int] = {}
         if not (_proc.folder(None, root) / "smaps").exists():
             reason = "there is no /proc that shows the mappings of processes"
             raise NotSupported("a report of a process tree", reason=reason)
@@ -334,13 +322,11 @@ class TreeWatch:
         environ = _proc.if_readable(_proc.environment, pid, root) or {}
         arenas = has_arenas(mappings, environ.get("PYTHONMALLOC", ""))
         private = _memory.private_of(pid, root)
-        now = self._clock()
         known = process.identity in self._first
-        first, since = self._first.setdefault(process.identity, (private, now))
+        first = self._first.setdefault(process.identity, private)
         return ProcessReport(
             pid=pid,
             parent=process.parent,
-            age=_proc.age(process, root),
             command=_proc.if_readable(_proc.command_line, pid, root) or (),
             threads=process.threads,
             allocator=kind,
@@ -349,7 +335,6 @@ class TreeWatch:
             private=private,
             since_birth=private if _proc.is_fork(process, processes.values()) else None,
             since_seen=private - first if known else None,
-            watched=now - since,
             where=places(mappings, arenas=arenas),
             swap=total(mappings, "SwapPss"),
             rss=total(mappings, "Rss"),
