@@ -14,7 +14,6 @@ import itertools
 import operator
 import reprlib
 import sys
-import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -182,7 +181,6 @@ class ImmortalReport:
 
     Attributes:
         objects: The number of objects that it made immortal.
-        seconds: How long it took.
         complete: Whether all of the model's data became immortal; False if ``limit`` ended the walk, or if ``mortal``
             is not empty.
         skipped: Handles that were left unchanged, one entry for each kind.
@@ -191,7 +189,6 @@ class ImmortalReport:
     """
 
     objects: int
-    seconds: float
     complete: bool
     skipped: tuple[Skipped, ...]
     mortal: tuple[Mortal, ...] = ()
@@ -227,7 +224,7 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
         limit: The largest number of objects to make immortal. Default: 50 million.
 
     Returns:
-        How many objects, how many seconds, and which handles were left unchanged.
+        How many objects, and which handles were left unchanged.
 
     Raises:
         InvalidOption: There are no roots, or ``limit`` is not a whole number of at least 1.
@@ -239,14 +236,12 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     reason = immortalize_unsupported()
     if reason is not None:
         raise NotSupported("making objects immortal", reason=reason)
-    started = time.perf_counter()
     walk = _Walk(limit)
     walk.run(roots)
     gc.collect()
     mortal = _graph.behind_code(walk.code.values())
     return ImmortalReport(
         objects=limit - walk.left,
-        seconds=time.perf_counter() - started,
         complete=walk.complete and not mortal,
         skipped=tuple(Skipped(kind, example, len(seen)) for kind, (example, seen) in walk.skipped.items()),
         mortal=mortal,
