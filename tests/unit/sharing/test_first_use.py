@@ -47,7 +47,8 @@ def content(one: object) -> bytes:
 
     flags = type(one).__flags__
     before = 0 if not flags & 1 << 14 else 32 if flags & 0b11 << 3 else 16  # HAVE_GC; MANAGED_WEAKREF, MANAGED_DICT
-    return ctypes.string_at(id(one) - before, before + type(one).__basicsize__)
+    own = min(type(one).__basicsize__, one.__sizeof__())  # a short text is smaller than its type says
+    return ctypes.string_at(id(one) - before, before + own)
 
 
 def bind(value: str) -> None:
