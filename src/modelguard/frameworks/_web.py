@@ -97,7 +97,8 @@ class Web:
         known = [name for name in cls.__dataclass_fields__ if name in kinds.__annotations__]
         for name, value in options.items():
             if name not in known:
-                raise InvalidOption(name, value, why=f"is not an option of {owner}", fix=_meant(name, known))
+                fix = f"{_units.nearest(name, known)}Its options are {', '.join(known)}."
+                raise InvalidOption(name, value, why=f"is not an option of {owner}", fix=fix)
         return cls(**options)
 
     def __post_init__(self) -> None:
@@ -217,10 +218,6 @@ class Web:
         if answer is None:
             raise error
         return answer
-
-
-def _meant(name: str, known: list[str]) -> str:
-    return f"{_units.nearest(name, known)}Its options are {', '.join(known)}."
 
 
 def _is_header(name: object) -> bool:

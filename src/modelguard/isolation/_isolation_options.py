@@ -314,7 +314,6 @@ class IsolationOptions:
 
 
 def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, **given: Any) -> IsolationOptions:
-    """Check and parse the options."""
     where, stub = (reference(function), None) if target is None else target
     name, timeout, start = given["name"], given["timeout"], given["start"]
     breaker, bounds, scope = given["breaker"], given["bounds"], Host.parse(given["scope"])

@@ -301,7 +301,6 @@ class Serving:
         self._asks_policies = mold.guard.engine.options.reload_on is not None
         self._pid = os.getpid()
         self._look_again = 0.0
-        self._streams = mold.kind in {"generator", "async generator"}
         self._runner: asyncio.Runner | None = None
 
     def run(self) -> None:
@@ -324,7 +323,7 @@ class Serving:
         args, kwargs, carrier = message
         leave_trace = None if carrier is None else _channel.attach(carrier)
         try:
-            if self._streams:
+            if "generator" in self._kind:
                 self._stream(args, kwargs)
                 return
             result = self._call(*args, **kwargs)
