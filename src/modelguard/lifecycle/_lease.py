@@ -23,16 +23,7 @@ class Lease(Generic[M]):
     block run on the same generation.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_engine",
-        "_entered",
-        "_epoch",
-        "_taken",
-        "_thread",
-        "_timeout",
-        "_token",
-    )
+    __slots__ = ("__weakref__", "_engine", "_entered", "_epoch", "_taken", "_thread", "_timeout", "_token")
 
     def __init__(self, engine: Engine[M], timeout: float | None = None) -> None:
         self._engine = engine

@@ -129,7 +129,8 @@ class KeptThreads:
         with self._lock:
             if key in self._idle or len(self._idle) >= most:
                 return None
-            thread.name = "modelguard-idle"
+            if self._shared:
+                thread.name = "modelguard-idle"
             self._idle[key] = inbox, thread
         try:
             return inbox.get(timeout=seconds)
