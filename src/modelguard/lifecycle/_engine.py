@@ -79,6 +79,9 @@ def _unload_all(seconds: float) -> None:
         engine.unload_at_exit(max(0.0, until - time.monotonic()))
 
 
+fork_hooks.before_exit("models", _unload_all)
+
+
 class Engine(GuardContext[M], fork_hooks.Forkable):
     """Runs one guard. Its loads run one at a time, and all who need the model join them.
 
@@ -97,8 +100,6 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         self.end_load: Callable[[], object] = lambda: None
         _hooks.import_events()
         _engines.add(self)
-        if options.unload is not None:
-            fork_hooks.before_exit("models", _unload_all)
         fork_hooks.register(self)
 
     def __repr__(self) -> str:

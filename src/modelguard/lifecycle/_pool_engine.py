@@ -420,9 +420,9 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                 model = self._touch(key)
             except Exception as error:  # noqa: BLE001 - of a key's own code, which compares with those that are there
                 raise _units.key_error(key, error) from None
-            if model is None or not self._lends(model):
+            if model is None or model.engine is None or not self._lends(model):
                 return None
-            return None if model.engine is None else Lease.take_now(model.engine)
+            return Lease.take_now(model.engine)
 
     def _touch(self, key: K) -> PooledModel[M] | None:
         model = self._models.get(key)

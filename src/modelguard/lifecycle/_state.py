@@ -334,7 +334,7 @@ class GuardState(Generic[M]):
 
     def held_here(self) -> list[Generation[M]]:
         """The generations of leases that objects hold and that this thread last used."""
-        return [one for lease in list(self.held_leases) if (one := lease.held_here()) is not None]
+        return [one for lease in self.held_leases if (one := lease.held_here()) is not None]
 
     def hold_current(self) -> Generation[M] | None:
         """Take a lease on the current generation, if there is one, whatever call encloses this. It is no use of it."""

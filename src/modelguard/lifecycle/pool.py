@@ -313,8 +313,8 @@ class Keyed(Decorator[M]):
         def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lease[M]:
             return engine.take(key_of(args, kwargs), wait)
 
-        async def atake(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lease[M]:
-            return await engine.atake(key_of(args, kwargs), wait)
+        def atake(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Lease[M]]:
+            return engine.atake(key_of(args, kwargs), wait)
 
         owner = PooledFunction(function, engine.options, key_of)
         return wrap(function, take=take, atake=atake, owner=owner)
