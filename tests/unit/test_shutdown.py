@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import threading
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from modelguard.runtime import fork_hooks
 
@@ -12,20 +11,19 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_two_threads_that_come_first_register_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exit waits for all work together, and not twice as long."""
-    registered: list[Any] = []
+def test_work_of_several_kinds_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit waits for all work together, and not as long for each kind."""
+    now = 100.0
 
-    def register(wait: Any) -> None:
-        registered.append(wait)
-        if len(registered) == 1:  # the other thread comes in this very moment
-            fork_hooks.before_exit("loads", waited.append)
+    def batches(seconds: float) -> None:
+        nonlocal now
+        given.append(seconds)
+        now += 3.0
 
-    waited: list[float] = []
-    monkeypatch.setattr(atexit, "register", register)
+    given: list[float] = []
+    monkeypatch.setattr(fork_hooks, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(fork_hooks, "_waits", {})
-    monkeypatch.setattr(fork_hooks, "_first", threading.Lock(), raising=False)
-    fork_hooks.before_exit("batches", waited.append)
-    assert 1 == len(registered)
-    registered[0]()
-    assert 2 == len(waited)
+    fork_hooks.before_exit("loads", given.append)
+    fork_hooks.before_exit("batches", batches)
+    fork_hooks._wait()
+    assert [fork_hooks.GRACE, fork_hooks.GRACE - 3.0] == given

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
-from types import FrameType
+from types import CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard import _units, telemetry
@@ -54,6 +54,16 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset})
 EAGER |= {io.BytesIO, io.StringIO}
 
+
+def is_lazy(kind: type) -> bool:
+    """Whether a result of this type does its work after the call has returned: a generator, a coroutine, a future."""
+    if kind in EAGER:
+        return False
+    if hasattr(kind, "__next__") or hasattr(kind, "__anext__"):
+        return True
+    return kind is CoroutineType or hasattr(kind, "add_done_callback")
+
+
 _engines: WeakRegistry[Engine[Any]] = WeakRegistry()
 fork_hooks.at_fork(fork_hooks.Rank.IMPORTS, before=fork_hooks.finish_imports)
 
@@ -67,6 +77,9 @@ def _unload_all(seconds: float) -> None:
     until = time.monotonic() + seconds
     for engine in engines():
         engine.unload_at_exit(max(0.0, until - time.monotonic()))
+
+
+fork_hooks.before_exit("models", _unload_all)
 
 
 class Engine(GuardContext[M], fork_hooks.Forkable):
@@ -87,8 +100,6 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         self.end_load: Callable[[], object] = lambda: None
         _hooks.import_events()
         _engines.add(self)
-        if options.unload is not None:
-            fork_hooks.before_exit("models", _unload_all)
         fork_hooks.register(self)
 
     def __repr__(self) -> str:
@@ -257,7 +268,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             self._in_background(partial(self.after_call, generation))
 
     def plain_wrapper(  # noqa: C901, PLR0915 - the hot path is written out
-        self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]
+        self, keep: Callable[[Generation[M], Any], Any]
     ) -> Wrapper:
         """Make the body of a decorated plain function.
 
@@ -265,7 +276,6 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         nothing but the context's list and token: 300 ns over a bare decorator. Everything else uses leases.
 
         Args:
-            is_lazy: Whether a result of this type does its work later.
             keep: Has a lazy result take a lease of its own on this generation.
         """
         state = self.state
@@ -379,7 +389,6 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
     # Loads
 
     def load(self, timeout: _units.Duration | None = None) -> None:
-        self.state.raise_if_closed()
         waiting.block(self._until_loaded(Timeout(timeout)))
 
     async def aload(self, timeout: _units.Duration | None = None) -> None:
@@ -393,8 +402,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         if wait:
             waiting.raise_on_event_loop(self.name, "reload", "await guard.areload()")
             self.raise_inside_call("reload")
-            with LoadWait(self.state):
-                pass  # a loader that asks for its own reload is refused before the request makes its load stale
+            raise_on_circle(self.state)  # a loader is refused before its request makes its own load stale
             waiting.block(self._until_reloaded(limit))
         else:
             self._request_reload()
@@ -602,7 +610,7 @@ class LoadWait:
     def __enter__(self) -> None:
         waits.add(self)  # first: if two threads close a circle at once, the second one sees it
         try:
-            _raise_on_circle(self.state, self.thread)
+            raise_on_circle(self.state)
         except BaseException:
             waits.discard(self)
             raise
@@ -678,8 +686,13 @@ _RUN_LOOP = asyncio.BaseEventLoop.run_forever.__code__
 _WAITS = {Future.result.__code__, Future.exception.__code__, threading.Thread.join.__code__, _RUN_LOOP}
 
 
-def _raise_on_circle(state: GuardState[Any], me: int) -> None:
-    pending, seen = [state], {state}
+def raise_on_circle(state: GuardState[Any]) -> None:
+    """Check that a load does not wait for this thread: its loader runs here, or waits for a load whose loader does.
+
+    Raises:
+        WouldDeadlock: It does.
+    """
+    pending, seen, me = [state], {state}, threading.get_ident()
     while pending:
         job = pending.pop().job
         for thread in list(job.threads) if job is not None else ():

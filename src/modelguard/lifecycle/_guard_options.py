@@ -447,26 +447,24 @@ def check_min_lifetime(policy: Policy | None, seconds: float) -> None:
             raise InvalidOption("min_lifetime", given, why=why, fix=fix)
 
 
-def memory_bound(argument: str, value: int | str | _units.Percentage, limit: Callable[[], int | None]) -> int:
+def memory_bound(argument: str, size: int | _units.Percentage, limit: int | None) -> int:
     """The bytes of a size, or of a percentage of the memory limit.
 
     Raises:
         NoMemoryLimit: It is a percentage, and nothing limits this process.
     """
-    size = value if isinstance(value, _units.Percentage) else _units.size_or_percentage(value, argument)
     if not isinstance(size, _units.Percentage):
         return size
-    whole = limit()
-    if whole is None:
+    if limit is None:
         why = "is a percentage of the memory limit, but no cgroup limits this process"
         fix = "Give bytes, as in '2 GB', or run the service under a memory limit."
         raise NoMemoryLimit(argument, str(size), why=why, fix=fix)
-    return int(whole * size.fraction)
+    return int(limit * size.fraction)
 
 
 def _check_memory(policy: policies.MemoryLimit | policies.MemoryGrowth, limit: int | None) -> None:
     if isinstance(policy.size, _units.Percentage):
-        memory_bound("size", policy.size, lambda: limit)
+        memory_bound("size", policy.size, limit)
     elif limit is not None and policy.size >= limit:
         warn_never_due(policy, f"the process is killed before that, at its limit of {_units.format_bytes(limit)}")
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import Token
-from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._misuse import Misused
@@ -23,16 +23,7 @@ class Lease(Generic[M]):
     block run on the same generation.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_engine",
-        "_entered",
-        "_epoch",
-        "_taken",
-        "_thread",
-        "_timeout",
-        "_token",
-    )
+    __slots__ = ("__weakref__", "_engine", "_entered", "_epoch", "_taken", "_thread", "_timeout", "_token")
 
     def __init__(self, engine: Engine[M], timeout: float | None = None) -> None:
         self._engine = engine
@@ -70,6 +61,10 @@ class Lease(Generic[M]):
 
     def slot(self) -> Enclosing:
         """What this thread is about to take."""
+        if self._entered:
+            raise RuntimeError(
+                f"a lease of guard {self._engine.name!r} can be used once; call lease() again for another"
+            )
         if self._taken:
             self.drop()  # a signal handler has raised as it was entered before
         self._thread = threading.get_ident()
@@ -85,14 +80,10 @@ class Lease(Generic[M]):
             )
 
     def __enter__(self) -> M:
-        if self._entered:
-            self._raise_on_second_use()
         self._engine.enter(self.slot(), self._timeout)
         return self.enter_taken()
 
     async def __aenter__(self) -> M:
-        if self._entered:
-            self._raise_on_second_use()
         await self._engine.aenter(self.slot(), self._timeout)
         return self.enter_taken()
 
@@ -242,6 +233,3 @@ class Lease(Generic[M]):
         if (generation := self.generation) is not None:
             self._epoch = self._engine.state.epoch
             generation.leases.append(None)
-
-    def _raise_on_second_use(self) -> Never:
-        raise RuntimeError(f"a lease of guard {self._engine.name!r} can be used once; call lease() again for another")

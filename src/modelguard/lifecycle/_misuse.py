@@ -55,9 +55,9 @@ def wrong_arguments(
         return None
     if (signature := _units.signature_of(function)) is None:
         return None
+    name = getattr(function, "__qualname__", repr(function))
     first = next(iter(signature.parameters), None)
     if first in kwargs and first in _RECEIVERS:  # a method that is called through its class: wrapt does not bind it
-        name = getattr(function, "__qualname__", repr(function))
         return TypeError(
             f"{name}() got its instance by name. Pass it by position: {name}(instance), not {first}=instance."
         )
@@ -65,7 +65,6 @@ def wrong_arguments(
     try:
         seen_by_callers.bind(*args, **kwargs)
     except TypeError as misfit:
-        name = getattr(function, "__qualname__", repr(function))
         why = _unknown(seen_by_callers, kwargs) or misfit
         return TypeError(
             f"{name}{seen_by_callers}: {why}. The guard passes the model as the first argument: leave the model out "

@@ -38,8 +38,8 @@ _ADVICE = (
 
 M = TypeVar("M")
 
-#: Seconds between two checks of an idle guard, whose memory does not grow by itself.
-_IDLE = 1.0
+#: Seconds between two checks of an idle guard, whose memory does not grow by itself, and of what has to wait.
+_UNHURRIED = 1.0
 
 
 class Due(NamedTuple, Generic[M]):
@@ -74,9 +74,6 @@ def _name(policy: Policy) -> str:
             return repr(policy)
     return type(policy).__name__
 
-
-#: Seconds between two checks of what has to wait, so that what is no longer due does not go on waiting.
-_INTERVAL = 1.0
 
 #: Asks the server for a fresh process.
 Ask = Callable[[tuple[Reason, ...]], object]
@@ -134,7 +131,7 @@ class PolicyChecks(Generic[M]):
         if waits is None:
             return self._pause
         until = math.inf if waits.until is None else waits.until
-        return min(_INTERVAL, max(0.0, until - self._guard.runtime.clock()))
+        return min(_UNHURRIED, max(0.0, until - self._guard.runtime.clock()))
 
     def tick(self) -> None:
         """:meth:`ask`, as the ticker calls it: a policy of the author's, which may block, has a thread of its own."""
@@ -161,12 +158,11 @@ class PolicyChecks(Generic[M]):
             sample: Whether there is time to read memory and files, which the end of a call does not have.
             insist: Whether a thread that is asking at this moment has to ask again.
         """
-        if call_context.is_inline():
+        due = None if call_context.is_inline() else self._due(sample=sample, insist=insist)
+        if due is None:
             return False
-        due = self._due(sample=sample, insist=insist)
-        over = None if due is None else due.generation
-        if due is None or over is None:
-            return due is not None and self._retry(due)
+        if (over := due.generation) is None:
+            return self._retry(due)
         if self._postpones(due, over):
             return False
         if due.action != "load":  # several replicas may be released at once
@@ -174,7 +170,7 @@ class PolicyChecks(Generic[M]):
         with self._guard.options.turn() as mine:
             if mine:
                 return self._act(due, over, sample=sample)
-        self._pause = max(self._pause, _INTERVAL)
+        self._pause = max(self._pause, _UNHURRIED)
         self._guard.state.set_alarm(over, over.uses + 1)
         return False
 
@@ -334,7 +330,7 @@ class PolicyChecks(Generic[M]):
     def _due_now(self, *, sample: bool) -> Due[M] | None:
         state = self._guard.state
         if state.closed or state.job is not None:
-            self._pause = _IDLE
+            self._pause = _UNHURRIED
             return None
         if state.failure is not None:
             return self._due_retry()
@@ -361,7 +357,7 @@ class PolicyChecks(Generic[M]):
     def _due_retry(self) -> Due[M] | None:
         state = self._guard.state
         if state.paused and state.current is not None:
-            self._pause = _IDLE
+            self._pause = _UNHURRIED
             return None
         self._pause = max(0.0, state.retry_at - self._guard.runtime.clock())
         return None if self._pause > 0 else Due((Reason("retry", f"retry after failure {state.failures}"),), None)
@@ -393,19 +389,20 @@ class PolicyChecks(Generic[M]):
         for part in policy.parts():
             detail = part.ignored_because(snapshot)
             if detail is not None and self._first_report(f"ignored {(named := _units.plain(repr(part)))}"):
+                grown = runtime.found() if part.reads_memory else None
                 event = telemetry.PolicyIgnored(
                     guard=self._guard.name,
                     generation=snapshot.generation,
                     policy=named,
                     detail=_units.plain(detail),
-                    cause=runtime.cause() if part.reads_memory else None,
+                    cause=None if grown is None else grown.cause,
                 )
                 telemetry.emit(event)
 
     def _set_alarm(self, generation: Generation[M], snapshot: Snapshot) -> None:
         members = self._asked()
         if not members:
-            self._pause = _IDLE if self._members else math.inf
+            self._pause = _UNHURRIED if self._members else math.inf
             self._guard.state.set_alarm(generation, math.inf)
             return
         uses, seconds = math.inf, math.inf
@@ -418,7 +415,7 @@ class PolicyChecks(Generic[M]):
         idle = snapshot.uses == self._uses_seen
         self._uses_seen = snapshot.uses
         until_reading = self.readings.interval
-        self._pause = min(seconds, max(until_reading, _IDLE) if idle else until_reading)
+        self._pause = min(seconds, max(until_reading, _UNHURRIED) if idle else until_reading)
         self._guard.state.set_alarm(generation, snapshot.uses + uses)
 
     def _asked(self) -> tuple[Policy, ...]:

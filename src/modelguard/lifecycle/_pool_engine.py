@@ -152,10 +152,8 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         with self._lock:
             self._raise_if_closed()
             self._raise_inside_lease(keys)
-        for state in self._states_of_loads():
-            with _engine.LoadWait(state):
-                pass  # a loader that waits for the end of its own model is refused
-        with self._lock:
+            for state in self._states_of_loads():
+                _engine.raise_on_circle(state)  # a loader that waits for the end of its own model is refused
             ending = self._request_end(keys)
         over = partial(Reloading, self.name, command="the release")
         try:
@@ -237,8 +235,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             if not self._evicted and not self._has_to_look():
                 TICKER.remove(self)  # a process that forks should have few threads
             self._release_evicted_in_background()
-        if self.line:
-            self.line.serve()
+        self.line.serve()
         for probe in probes:
             probe.poll(self.runtime)
 
@@ -423,9 +420,9 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                 model = self._touch(key)
             except Exception as error:  # noqa: BLE001 - of a key's own code, which compares with those that are there
                 raise _units.key_error(key, error) from None
-            if model is None or not self._lends(model):
+            if model is None or model.engine is None or not self._lends(model):
                 return None
-            return None if model.engine is None else Lease.take_now(model.engine)
+            return Lease.take_now(model.engine)
 
     def _touch(self, key: K) -> PooledModel[M] | None:
         model = self._models.get(key)
@@ -518,8 +515,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
 
     def _call_ended(self) -> None:
         """A call or a load has ended."""
-        if self.line:
-            self.line.serve()
+        self.line.serve()
         if not self.line:
             with self._lock:
                 self._watch(watched=bool(self.line))
@@ -540,8 +536,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             gone = Overloaded(f"pool {self.name!r}: who was to load key {shortened(key)} is gone")
             self._drop(key, pin.model, gone)
         pin.to_load = False
-        if self.line:
-            self.line.serve()
+        self.line.serve()
 
     def _evict_until_fits(self, need: int, *, models: int = 0) -> bool:
         """Evict unused models, the least recently used first, until so many more bytes and models fit."""

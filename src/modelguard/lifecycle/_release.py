@@ -110,16 +110,14 @@ def _release(
     collected = not immortal and (watch is None or watch() is not None)
     if collected:
         _collect(runtime)
-    trim, after = _trim(runtime)
-    gpu_after = use_of(runtime.gpu)
+    trim, after, gpu_after = _trim(runtime)
     if not (collected or immortal) and (
         _too_little_came_back(guard, generation, before, after) or _stays_on_gpu(generation, gpu_before, gpu_after)
     ):
         # The model itself died by reference count, but memory is still held: most likely by cycles inside it.
         _collect(runtime)
         collected = True
-        trim, after = _trim(runtime)
-        gpu_after = use_of(runtime.gpu)
+        trim, after, gpu_after = _trim(runtime)
     alive = None if watch is None else immortal or _lives_on(watch, runtime)
     return telemetry.GenerationReleased(
         guard=guard.name,
@@ -232,9 +230,10 @@ def unload(guard: GuardContext[M], model: M) -> str | None:
     return None
 
 
-def _trim(runtime: Runtime) -> tuple[Trim, int]:
+def _trim(runtime: Runtime) -> tuple[Trim, int, GpuUse | None]:
+    """What came of it, and what the process has from then on: private memory, and GPU memory."""
     runtime.gpu.empty_cache()
-    return runtime.try_trim(), runtime.private()
+    return runtime.try_trim(), runtime.private(), use_of(runtime.gpu)
 
 
 def _is_immortal(model: object) -> bool:

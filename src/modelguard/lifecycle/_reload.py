@@ -102,7 +102,7 @@ def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
     """Validate and warm up. Guarded functions that this calls run on the new generation."""
     with guard.state.running_on(generation), call_context.stay():
         if guard.options.validate is not None:
-            _validate(guard, generation)
+            _validate(guard, generation, guard.options.validate)
         if guard.options.warmup is not None:
             resolve(guard.options.warmup(generation.model))
         if guard.options.swap.replay is not None and guard.recorded is not None:
@@ -111,9 +111,9 @@ def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
         _guard_options.check_gpu(guard.options.reload_on, guard.runtime.gpu, loaded=True)
 
 
-def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:
+def _validate(guard: GuardContext[M], generation: Generation[M], validate: Callable[..., object]) -> None:
     try:
-        answer = _verdict(guard, generation)
+        answer = _verdict(guard, generation, validate)
         rejected = answer is not None and not answer
     except Rejected:
         raise
@@ -123,9 +123,7 @@ def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:
         raise Rejected(f"validate returned {shortened(answer)}")
 
 
-def _verdict(guard: GuardContext[M], generation: Generation[M]) -> object:
-    validate = guard.options.validate
-    assert validate is not None  # noqa: S101 - the caller has looked
+def _verdict(guard: GuardContext[M], generation: Generation[M], validate: Callable[..., object]) -> object:
     if not guard.options.validates_both:
         return resolve(validate(generation.model))
     with _lent_current(guard) as old:

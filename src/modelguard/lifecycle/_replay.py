@@ -97,8 +97,6 @@ class Exclusion:
         return False
 
 
-_Function: TypeAlias = Callable[..., Any]
-
 #: The share of the time that may go into copying arguments, once the first calls are kept. As for readings of memory.
 _SHARE = 0.01
 
@@ -111,8 +109,8 @@ class RecordedCall:
 
     __slots__ = ("_arguments", "_function")
 
-    def __init__(self, function: _Function, arguments: bytes) -> None:
-        self._function: Callable[[], _Function | None] = (
+    def __init__(self, function: Callable[..., Any], arguments: bytes) -> None:
+        self._function: Callable[[], Callable[..., Any] | None] = (
             weakref.WeakMethod(function) if isinstance(function, types.MethodType) else weakref.ref(function)
         )
         self._arguments = arguments
@@ -169,7 +167,7 @@ class RecordedCalls:
         """Make the body of a decorated function record its calls."""
         clock = self._clock
 
-        def recorded(wrapped: _Function, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def recorded(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if clock() >= self._next:
                 self._record(wrapped, args, kwargs)
             return call(wrapped, instance, args, kwargs)
@@ -191,7 +189,7 @@ class RecordedCalls:
         self.exclusion.renew_locks()
         self._size = sum(call.size for call in self._calls)
 
-    def _record(self, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # If another thread records, this call is left out: no call waits for another one's copy.
         if self._enclosing.get() or not self._lock.acquire(blocking=False):
             return

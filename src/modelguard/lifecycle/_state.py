@@ -334,7 +334,7 @@ class GuardState(Generic[M]):
 
     def held_here(self) -> list[Generation[M]]:
         """The generations of leases that objects hold and that this thread last used."""
-        return [one for lease in list(self.held_leases) if (one := lease.held_here()) is not None]
+        return [one for lease in self.held_leases if (one := lease.held_here()) is not None]
 
     def hold_current(self) -> Generation[M] | None:
         """Take a lease on the current generation, if there is one, whatever call encloses this. It is no use of it."""
@@ -511,13 +511,8 @@ class GuardState(Generic[M]):
     # Waiting for a generation
 
     def wait_for(self, request: int = 0) -> Future[Outcome]:
-        """Wait for a model whose load began after ``request`` was made; 0: for any, since there is none.
-
-        Raises:
-            GuardClosed: The guard is closed.
-        """
+        """Wait for a model whose load began after ``request`` was made; 0: for any, since there is none."""
         with self.lock:
-            self.raise_if_closed()
             future: Future[Outcome] = promise()
             self.waiting[future] = request
             return future
@@ -535,7 +530,6 @@ class GuardState(Generic[M]):
         return done
 
     def raise_if_closed(self) -> None:
-        """Raise GuardClosed after ``close()``."""
         if self.closed:
             raise GuardClosed(self.name)
 
@@ -844,5 +838,4 @@ class GuardContext(Generic[M]):
 
     @property
     def name(self) -> str:
-        """The guard's name, for events and errors."""
         return self.options.name

@@ -13,7 +13,7 @@ import wrapt
 from modelguard import _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle._engine import EAGER, Engine, Wrapper
+from modelguard.lifecycle._engine import EAGER, Engine, Wrapper, is_lazy
 from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._misuse import first_name, plain_function, receivers, takes_positional, without_model
 
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from modelguard.lifecycle._replay import RecordedCalls
 
 # Results that do their work after the call has returned: generators, iterators, coroutines. They keep the lease.
-
-
-def is_lazy(kind: type) -> bool:
-    """Whether a result of this type does its work later."""
-    if kind in EAGER:
-        return False
-    if hasattr(kind, "__next__") or hasattr(kind, "__anext__"):
-        return True
-    return kind is types.CoroutineType or hasattr(kind, "add_done_callback")
 
 
 def keep(lease: Lease[Any], result: Any) -> Any:
@@ -244,7 +235,8 @@ class _BoundGuarded(BoundByReference):
     @property
     def __signature__(self) -> inspect.Signature:
         bound = isinstance(self.__wrapped__, types.MethodType) or self._self_binding == "staticmethod"
-        return without_model(self.__wrapped__, at=0 if bound else self._self_parent.receivers)
+        at = 0 if bound else self._self_parent._self_receivers  # noqa: SLF001 - of its own kind
+        return without_model(self.__wrapped__, at=at)
 
 
 class Guarded(ByReference):
@@ -262,11 +254,6 @@ class Guarded(ByReference):
         # Frameworks such as Litestar read the hints of an instance's `__call__` if that is a method, as the one below
         # is. This attribute is for them alone; calls look `__call__` up in the class.
         self.__call__ = partial(_call, self._self_call)  # type: ignore[method-assign]
-
-    @property
-    def receivers(self) -> int:
-        """How many parameters come before the model: 1 in a method, else 0."""
-        return self._self_receivers
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._self_call(args, kwargs)
@@ -305,7 +292,7 @@ class _MethodFunction(wrapt.CallableObjectProxy[Any]):
 def decorate(engine: Engine[Any], function: Any, *, owner: object) -> Guarded:
     return wrap(
         function,
-        call=engine.plain_wrapper(is_lazy, lambda generation, result: keep(Lease.of(engine, generation), result)),
+        call=engine.plain_wrapper(lambda generation, result: keep(Lease.of(engine, generation), result)),
         take=lambda _args, _kwargs: Lease.take(engine),
         atake=lambda _args, _kwargs: Lease.take_now(engine) or Lease.atake(engine),
         owner=owner,

@@ -51,8 +51,6 @@ __all__ = [
 #: Of a cron expression: minute, hour, day of the month, month, day of the week.
 CRON_FIELDS = 5
 
-_EXAMPLE = "Write for example TTL('1h') | MemoryGrowth('500 MB')."
-
 
 def fix_for(given: object) -> str:
     """The fix to suggest for a value that was given instead of a policy."""
@@ -65,7 +63,7 @@ def fix_for(given: object) -> str:
     if isinstance(given, int) and not isinstance(given, bool):
         return f"Write Uses({given}) for a number of calls, or TTL({given}) for seconds."
     meant = _meant_by(given)
-    return f"Write {meant}({given!r})." if meant else _EXAMPLE
+    return f"Write {meant}({given!r})." if meant else "Write for example TTL('1h') | MemoryGrowth('500 MB')."
 
 
 def _meant_by(given: Any) -> str:
@@ -284,9 +282,6 @@ class Value(Policy):
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"cannot assign to field {name!r}: a policy is a value")
-
-    def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"cannot delete field {name!r}: a policy is a value")
 
     def __eq__(self, other: object) -> bool:
         return self.__dict__ == other.__dict__ if type(other) is type(self) else NotImplemented

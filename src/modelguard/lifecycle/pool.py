@@ -214,6 +214,7 @@ def pool(
         _units.whole_number(max_models, "max_models")
     title = _guard_options.loader_name(load) if name is None else name
     world = runtime.default()
+    budget = _units.size_or_percentage(max_memory, "max_memory")
     common = _guard_options.GuardOptions[Any](
         load=lambda: None,  # replaced for each key
         swap=_guard_options.Swap(defer=0),
@@ -237,7 +238,7 @@ def pool(
     options = PoolOptions(
         name=common.name,
         options_for=options_for,
-        max_memory=_guard_options.memory_bound("max_memory", max_memory, world.limit),
+        max_memory=_guard_options.memory_bound("max_memory", budget, world.limit()),
         max_models=math.inf if max_models is None else max_models,
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
         ttl=ttl,
@@ -312,8 +313,8 @@ class Keyed(Decorator[M]):
         def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lease[M]:
             return engine.take(key_of(args, kwargs), wait)
 
-        async def atake(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lease[M]:
-            return await engine.atake(key_of(args, kwargs), wait)
+        def atake(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Lease[M]]:
+            return engine.atake(key_of(args, kwargs), wait)
 
         owner = PooledFunction(function, engine.options, key_of)
         return wrap(function, take=take, atake=atake, owner=owner)

@@ -327,11 +327,8 @@ class ModelReplicas(ModelHandle[M]):
 
     def _until_rolled(self, limit: Timeout) -> Steps[None]:
         self._raise_inside_call("reload")
-        rolling = waiting.start(
-            partial(self._roll, self._loaded()),
-            f"modelguard-roll-{self._name}",
-            self._guards[0].engine.runtime.start_thread,
-        )
+        start = self._engines[0].runtime.start_thread
+        rolling = waiting.start(partial(self._roll, self._loaded()), f"modelguard-roll-{self._name}", start)
         yield Wait(rolling, limit)
         if not rolling.done():
             raise Reloading(self._name, waited=limit.waited())

@@ -273,9 +273,3 @@ def note(event: GrowthFound | None) -> None:
 def found() -> GrowthFound | None:
     """What was found last; None if nothing was, or if nobody watches. A forked child starts with None."""
     return _found if _found is not None and _pid == os.getpid() else None
-
-
-def cause() -> str | None:
-    """The main cause of growth; None if it is not known."""
-    event = found()
-    return None if event is None else event.cause

@@ -109,8 +109,7 @@ class KeptThreads:
         job = inbox.get()
         while job is not None:
             work, name = job
-            if self._shared:
-                threading.current_thread().name = name
+            threading.current_thread().name = name
             try:
                 work()
             finally:
@@ -205,9 +204,9 @@ class Ticker(fork_hooks.Forkable):
         """
         with self._lock:
             self._stopped = True
-            thread = self._thread if self._running else None
+            thread = self._thread
         self._wakeup.set()
-        if thread is not None and thread.is_alive():  # a thread that is about to start sees it by itself
+        if thread is not None:  # one that is about to start sees it by itself
             thread.join()
 
     def _run(self) -> None:
@@ -244,7 +243,7 @@ class Ticker(fork_hooks.Forkable):
 
     def start_again(self) -> None:
         """Start a thread for the child, once its guards have locks of their own."""
-        for guard in list(self._guards):
+        for guard in self._guards:
             self.add(guard)
 
 

@@ -77,7 +77,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def send_kill(pidfd: int) -> None:
-    with suppress(ProcessLookupError, OSError):
+    with suppress(OSError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 

@@ -101,7 +101,7 @@ class _Timer:
             RuntimeError: The system gives no thread.
         """
         with self._lock:
-            self._push(at, weakref.ref(watch))
+            heapq.heappush(self._heap, (at, next(self._number), weakref.ref(watch)))
             if len(self._heap) > self._sweep_at:
                 self._heap = [entry for entry in self._heap if entry[2]() is not None]
                 heapq.heapify(self._heap)
@@ -112,10 +112,6 @@ class _Timer:
                 self._wakeup = wakeup
             elif self._heap[0][0] >= at or at <= now():  # a clock that was moved makes others due, too
                 self._wakeup.set()
-
-    def _push(self, at: float, reference: weakref.ref[Watch]) -> None:
-        with self._lock:
-            heapq.heappush(self._heap, (at, next(self._number), reference))
 
     def _run(self, wakeup: Wakeup) -> None:
         woken = True
@@ -138,7 +134,7 @@ class _Timer:
             try:
                 watch.begin()
             except RuntimeError:  # no thread can be started now
-                self._push(now() + 1.0, reference)
+                self.add(now() + 1.0, watch)
 
 
 _timer = _Timer()

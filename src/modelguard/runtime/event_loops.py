@@ -108,19 +108,14 @@ _of_parents: list[Loop] = []
 
 def _run(loop: Loop) -> None:
     with asyncio.Runner(loop_factory=lambda: loop) as runner:  # at its end, it cancels what a function has left there
-        while not _runs_to_its_end(runner.get_loop()):
-            pass
-
-
-def _runs_to_its_end(loop: Loop) -> bool:
-    try:
-        loop.run_forever()
-    except (SystemExit, KeyboardInterrupt) as error:  # of a task or callback; other batches run here too
-        logging.getLogger("modelguard").warning(
-            "modelguard: %s in a task of a batch ends only that task", type(error).__name__
-        )
-        return False
-    return True
+        while True:
+            try:
+                runner.get_loop().run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:  # of a task or callback; other batches run here too
+                logger = logging.getLogger("modelguard")
+                logger.warning("modelguard: %s in a task of a batch ends only that task", type(error).__name__)
+            else:
+                return
 
 
 def run_on(

@@ -273,17 +273,14 @@ GRACE = 5.0
 _ORDER = ("batches", "loads", "models")
 
 _waits: dict[str, Callable[[float], object]] = {}
-#: Taken by the first call, and never released.
-_first = threading.Lock()
 
 
 def before_exit(what: Literal["batches", "loads", "models"], wait: Callable[[float], object]) -> None:
     """Call ``wait`` at interpreter exit, with the seconds that it may take."""
     _waits[what] = wait
-    if _first.acquire(blocking=False):
-        atexit.register(_wait)
 
 
+@atexit.register
 def _wait() -> None:
     until = time.monotonic() + GRACE
     for what in _ORDER:

@@ -106,11 +106,9 @@ def _lock(descriptor: int) -> bool:
 
 def private_folder() -> Path:
     """``$MODELGUARD_RUNTIME_DIR``, else ``$XDG_RUNTIME_DIR/modelguard``, else ``modelguard-UID`` in the temp folder."""
-    named = os.environ.get("MODELGUARD_RUNTIME_DIR")
-    if named:
+    if named := os.environ.get("MODELGUARD_RUNTIME_DIR"):
         return Path(named)
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime:
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime, "modelguard")
     user = os.getuid() if hasattr(os, "getuid") else "user"
     return Path(_temporary(), f"modelguard-{user}")
