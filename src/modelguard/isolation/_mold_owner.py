@@ -149,8 +149,9 @@ class Mold(MoldOrders):
         return len(numbers or ())
 
     def end_at_once(self) -> None:
-        self._ending = True
-        self._kill()
+        if self.belongs_here:
+            self._ending = True
+            self._kill()
 
     def abandon(self) -> None:
         """In a forked child of the owner: close the copies of the descriptors. Takes no lock."""
