@@ -185,10 +185,9 @@ def _processes(pid: int, *, every: bool) -> list[int]:
     if every and found:
         return found
     if pid not in found:
-        others = [str(each) for each in found]
-        below = f"; these processes below it do: {' '.join(others)} (--all for all of them)" if others else ""
-        why = "; call modelguard.control.listen() where its application is made" if not others else ""
-        raise _client.Unreachable(f"process {pid} takes no commands{below}{why}")
+        below = f"these processes below it do: {' '.join(map(str, found))} (--all for all of them)"
+        listen = "call modelguard.control.listen() where its application is made"
+        raise _client.Unreachable(f"process {pid} takes no commands; {below if found else listen}")
     return [pid]
 
 
@@ -211,12 +210,10 @@ def _tell(pid: int, request: Request, *, as_json: bool, may_end: bool) -> tuple[
 
 def _ctl_lines(pid: int, guards: Iterable[dict[str, Any]]) -> list[str]:
     rows = [_ctl_row(guard) for guard in guards]
-    width = max((len(name) for name, _ in rows), default=0)
-    return (
-        [f"{pid}", *(f"  {name:{width}}  {text}" for name, text in rows)]
-        if rows
-        else [f"{pid}  no guards, pools or isolated functions"]
-    )
+    if not rows:
+        return [f"{pid}  no guards, pools or isolated functions"]
+    width = max(len(name) for name, _ in rows)
+    return [f"{pid}", *(f"  {name:{width}}  {text}" for name, text in rows)]
 
 
 def _ctl_row(guard: dict[str, Any]) -> tuple[str, str]:

@@ -129,9 +129,6 @@ class Session:
             time.sleep(_PAUSE / 2)
         return {pid: json.loads(file.read_bytes()) for pid, file in files.items() if file.exists()}
 
-    def private(self) -> dict[int, int]:
-        return {pid: _memory.private_of(pid) for pid in self.pids()}
-
     def stop(self, process: subprocess.Popen[bytes]) -> None:
         """End it and everything that it has started, also what has left it and its session, as a daemon does."""
         pids = {*(each.pid for each in _proc.tree(process.pid)), *filter(self._is_ours, _proc.processes())}
@@ -277,7 +274,7 @@ def facts_of_command(
         began = time.monotonic()
         took = session.wait(patience)
         waited = time.monotonic() - began
-        before = session.private()
+        before = {pid: _memory.private_of(pid) for pid in session.pids()}
         failed = drive(request, count, session.listening()) if request is not None else []
         session.require_running()
         answers = session.answers()
