@@ -135,12 +135,9 @@ def behind(options: argparse.Namespace) -> list[str]:
     return words[1:] if words[:1] == ["--"] else words
 
 
-def whole_number(option: str, text: str, example: int, fix: str = "") -> int:
+def whole_number(option: str, text: str, example: int) -> int:
     """Read a number; argparse would print an error of several lines."""
-    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
-        why = "must be a process id" if option == "PID" else "must be a whole number of at least 1"
-        raise InvalidOption(option, text, why=why, fix=fix or f"Write {option} {example}.")
-    return int(text)
+    return _units.whole_number(_units.as_number(text), option, fix=f"Write {option} {example}.")
 
 
 def duration(option: str, text: str, *, zero: bool = False) -> float:
@@ -152,4 +149,5 @@ def duration(option: str, text: str, *, zero: bool = False) -> float:
 
 
 def process_id(text: str) -> int:
-    return whole_number("PID", text, 0, "Give one, such as the number in the server's pidfile.")
+    fix = "Give one, such as the number in the server's pidfile."
+    return _units.process_id(_units.as_number(text), "PID", fix=fix)

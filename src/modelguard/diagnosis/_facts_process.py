@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO, TypeVar
 
+from modelguard import _units
 from modelguard.control import _client
 from modelguard.diagnosis import _inside, _redact
 from modelguard.diagnosis._counts import compiled_in
@@ -235,10 +236,7 @@ def _stale_metrics(environ: Mapping[str, str], pid: int, root: Path) -> Iterator
 
 
 def process_number(pid: str | int) -> int:
-    text = str(pid)
-    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) < 1:
-        raise _refused(pid, "must be a process id")
-    return int(text)
+    return _units.process_id(_units.as_number(str(pid)), "--pid", fix=_FIX)
 
 
 def _workers(processes: Iterable[ServiceProcess]) -> list[ServiceProcess]:
