@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from modelguard import _units
 from modelguard.errors import CannotRun, InvalidOption, ModelGuardError, printable
@@ -135,13 +135,20 @@ def behind(options: argparse.Namespace) -> list[str]:
     return words[1:] if words[:1] == ["--"] else words
 
 
-def whole_number(option: str, text: str, example: int) -> int:
+T = TypeVar("T")
+
+
+def whole_number(option: str, text: str | None, example: int, *, default: T) -> int | T:
     """Read a number; argparse would print an error of several lines."""
+    if text is None:
+        return default
     return _units.whole_number(_units.as_number(text), option, fix=f"Write {option} {example}.")
 
 
-def duration(option: str, text: str, *, zero: bool = False) -> float:
+def duration(option: str, text: str | None, default: float, *, zero: bool = False) -> float:
     """Read a duration; a number alone is one of seconds."""
+    if text is None:
+        return default
     amount: float | str = text
     with suppress(ValueError):  # then it has a unit
         amount = float(text)

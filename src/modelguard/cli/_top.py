@@ -103,9 +103,7 @@ def _show_json(trees: Sequence[TreeReport]) -> None:
 
 
 def _interval(text: str | None) -> float:
-    if text is None:
-        return INTERVAL
-    interval = _output.duration("--interval", text, zero=True)
+    interval = _output.duration("--interval", text, INTERVAL, zero=True)
     if interval < SHORTEST:
         why = f"must be at least {SHORTEST:g} s, because a reading takes longer than that"
         raise InvalidOption("--interval", text, why=why, fix=f"Write --interval {INTERVAL:g}.")

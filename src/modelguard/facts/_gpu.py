@@ -39,11 +39,7 @@ class Gpu:
         """Why this process has no GPU memory to read; None if it has, or may have later."""
         torch = imported_torch()
         if torch is None:
-            if loaded:
-                return "the loader has not imported torch, whose figures are read"
-            import importlib.util  # here, because few ask
-
-            return "torch is not installed" if importlib.util.find_spec("torch") is None else None
+            return _not_imported(loaded=loaded)
         if torch.version.cuda is None and torch.version.hip is None:
             return f"torch {torch.__version__} was built without CUDA"
         if is_bad_fork(torch):
@@ -148,6 +144,14 @@ def imported_torch() -> Any:
     """The module torch; None if the program has not imported it, or not yet to the end."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "cuda") and hasattr(torch, "version") else None
+
+
+def _not_imported(*, loaded: bool) -> str | None:
+    import importlib.util
+
+    if loaded:
+        return "the loader has not imported torch, whose figures are read"
+    return "torch is not installed" if importlib.util.find_spec("torch") is None else None
 
 
 def is_bad_fork(torch: Any) -> bool:
