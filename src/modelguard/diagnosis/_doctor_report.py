@@ -52,10 +52,10 @@ def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | No
 
 
 def _once(options: Iterable[tuple[str, ...]]) -> list[str]:
-    """Options with their values, each once: the first decides. Presets may be given several times."""
+    """Options with their values, each once: the first decides."""
     found: dict[tuple[str, ...], tuple[str, ...]] = {}
     for words in options:
-        found.setdefault(words if "--preset" in words else words[:1], words)
+        found.setdefault(words[:1], words)
     return [word for words in found.values() for word in words]
 
 

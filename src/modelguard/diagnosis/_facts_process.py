@@ -9,9 +9,10 @@ import socket
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO, TypeVar
@@ -345,26 +346,12 @@ _FIRST, _THIS = (3, 14), sys.version_info[:2]
 _PATIENCE, _ANSWER = 10.0, 30.0
 
 
-class Connection:
-    def __init__(self, pid: int, connection: socket.socket, answers: TextIO) -> None:
-        self.pid = pid
-        self._connection = connection
-        self._answers = answers
-
-    def ask(self, question: str) -> dict[str, Any]:
-        line = ""
-        with suppress(OSError):
-            self._connection.sendall(f"{question}\n".encode())
-            line = self._answers.readline()
-        if not line:
-            why = "no longer answers" if _proc.runs(self.pid) else "has ended meanwhile"
-            raise _refused(self.pid, why, "Try again, or look from outside.")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+#: Asks a process a question about itself.
+Ask = Callable[[str], dict[str, Any]]
 
 
 @contextmanager
-def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]:
+def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Ask]:
     """Talk to a process: through its control socket, or else by a script that is put into it.
 
     The socket needs no right to trace the process, and the two may run different versions of Python.
@@ -378,7 +365,19 @@ def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]
         connection = attached(pid)
     connection.settimeout(_ANSWER)
     with connection, connection.makefile("r", encoding="utf-8") as answers:
-        yield Connection(pid, connection, answers)
+        yield partial(_ask, pid, connection, answers)
+
+
+def _ask(pid: int, connection: socket.socket, answers: TextIO, question: str) -> dict[str, Any]:
+    line = ""
+    with suppress(OSError):
+        connection.sendall(f"{question}\n".encode())
+        line = answers.readline()
+    if not line:
+        why = "no longer answers" if _proc.runs(pid) else "has ended meanwhile"
+        raise _refused(pid, why, "Try again, or look from outside.")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
 
 
 def require_attachable(pid: int, interpreter: Interpreter | None, unreachable: str, *, root: Path = _proc.ROOT) -> None:
@@ -479,8 +478,8 @@ def facts_from_inside(pid: str | int) -> Facts:
         if (python := interpreter_of(each)) is None and each != number:
             continue
         try:
-            with inside_of(each, python) as inside:
-                answers[each] = inside.ask("describe")
+            with inside_of(each, python) as ask:
+                answers[each] = ask("describe")
         except ModelGuardError as error:
             if each == number:
                 raise
