@@ -23,7 +23,7 @@ _ASSIGNMENT = re.compile(r"([^=-][^=]*)=")
 _OF_THE_SHELL = '"$GUNICORN_CMD_ARGS '
 
 
-def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | None) -> str:
+def one_line(findings: Iterable[Finding], words: Sequence[str], server: str) -> str:
     """Write the command so that it contains every fix that a command can contain."""
     remedies = [finding.remedy for finding in findings if finding.remedy is not None]
     if not words:
@@ -140,13 +140,12 @@ def examine(facts: Facts, checks: Iterable[Check] = CHECKS, *, ignore: Iterable[
     run = tuple(check for check in known if check.number not in ignored)
     findings = [finding for check in run if (finding := check(facts)) is not None]
     findings.sort(key=lambda finding: (finding.level != "fault", finding.number))
-    server = facts.server.kind if facts.server else None
     return DoctorReport(
         printable(facts.subject),
         tuple(findings),
         tuple(map(printable, facts.unknown)),
         len(run),
-        printable(one_line(findings, facts.words, server)),
+        printable(one_line(findings, facts.words, facts.server.kind)),
         facts.served,
     )
 

@@ -27,7 +27,6 @@ from modelguard.environment import _loaded_files
 from modelguard.environment._launcher import locate
 from modelguard.errors import InvalidOption
 from modelguard.facts import _memory, _proc
-from modelguard.facts._memory import Strain
 from modelguard.runtime.child_processes import ending_signals, kill, kill_group
 
 # A command that is started to be examined: in its own session, with the probe, and stopped with all it started.
@@ -279,7 +278,7 @@ def facts_of_command(
         session.require_running()
         answers = session.answers()
         facts = _examine(session, answers, f"the command: {_redact.redact_command(words, environ)}")
-        strain = replace(facts.machine.strain or Strain(), killed=session.killed())
+        strain = replace(facts.machine.strain, killed=session.killed())
     seen = []
     if took is None:
         not_served = f"it did not serve within {waited:.0f} seconds (it listens on no port, or still computes)"

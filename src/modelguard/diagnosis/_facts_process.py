@@ -244,15 +244,15 @@ def _workers(processes: Iterable[ServiceProcess]) -> list[ServiceProcess]:
     return [process for process in processes if process.role in ("forked", "spawned")]
 
 
-def _server(words: Sequence[str], processes: tuple[ServiceProcess, ...], answers: Answers) -> Server | None:
+def _server(words: Sequence[str], processes: tuple[ServiceProcess, ...], answers: Answers) -> Server:
     """The server as it says itself, with the workers that really run; from outside only its kind is known."""
     names = [Path(word).name for word in words[:_FIRST_WORDS]]
     if words and words[0].startswith("gunicorn: master"):
         names = ["gunicorn"]
     known = (Server(name, forks=name == "gunicorn") for name in names if name in _SERVERS)
     said = (server_answer(answers[process.pid]) for process in processes if process.pid in answers)
-    server, workers = next(filter(None, (*said, *known)), None), _workers(processes)
-    if server is None or not workers:
+    server, workers = next(filter(None, (*said, *known)), Server()), _workers(processes)
+    if not server.kind or not workers:
         return server
     return replace(server, workers=len(workers), forks=any(worker.role == "forked" for worker in workers))
 
