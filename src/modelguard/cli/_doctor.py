@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from modelguard.cli._output import USAGE, add_options, behind, duration, fail, refuse, whole_number
 from modelguard.errors import InvalidOption
+from modelguard.facts import _redact
 
 if TYPE_CHECKING:
     from modelguard.diagnosis import DoctorReport, Facts, GrowthReport
@@ -198,7 +199,6 @@ def _about(options: argparse.Namespace, report: GrowthReport) -> dict[str, str]:
     from datetime import datetime
 
     from modelguard import allocator
-    from modelguard.diagnosis import _redact
 
     measured = report.measured
     found = {

@@ -15,6 +15,7 @@ from typing import TextIO, TypeVar
 
 from modelguard import _units
 from modelguard.errors import CannotRun, InvalidOption, ModelGuardError, printable
+from modelguard.facts import _redact
 
 #: The exit status of a command that could not run.
 USAGE = 2
@@ -102,8 +103,6 @@ def refused(options: argparse.Namespace, error: BaseException) -> int:
 
 def _redacted(text: str, functions: Iterable[str | None]) -> str:
     """Text without secrets. The functions that were named are none, though tokenizer:encode looks like one."""
-    from modelguard.diagnosis import _redact
-
     named = "|".join(map(re.escape, filter(None, functions)))
     parts = re.split(f"({named})", text) if named else [text]
     parts[::2] = [_redact.redact(part, os.environ) for part in parts[::2]]

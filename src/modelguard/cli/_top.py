@@ -21,8 +21,8 @@ from modelguard import _units
 from modelguard._units import format_bytes, printable
 from modelguard.cli import _output
 from modelguard.cli._output import process_id
-from modelguard.diagnosis import _redact
 from modelguard.errors import InvalidOption
+from modelguard.facts import _redact
 
 if TYPE_CHECKING:
     from rich.console import Group

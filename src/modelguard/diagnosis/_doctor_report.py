@@ -13,8 +13,8 @@ from typing import Any
 
 from modelguard.diagnosis import _doctor_checks
 from modelguard.diagnosis._facts import Check, Facts, Finding, Remedy
-from modelguard.diagnosis._redact import HIDDEN
 from modelguard.errors import InvalidOption, printable
+from modelguard.facts._redact import HIDDEN
 
 # All fixes that the command can make, merged into one line to paste.
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from modelguard import _units
-from modelguard.diagnosis import _inside, _redact
+from modelguard.diagnosis import _inside
 from modelguard.diagnosis._facts import KNOWN, Facts
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree, require_proc
 from modelguard.diagnosis._target import in_session
 from modelguard.environment import _loaded_files
 from modelguard.environment._launcher import locate
 from modelguard.errors import InvalidOption
-from modelguard.facts import _memory, _proc
+from modelguard.facts import _memory, _proc, _redact
 from modelguard.runtime.child_processes import ending_signals, kill, kill_group
 
 # A command that is started to be examined: in its own session, with the probe, and stopped with all it started.

@@ -19,7 +19,7 @@ from typing import Any, TextIO, TypeVar
 
 from modelguard import _units
 from modelguard.control import _client
-from modelguard.diagnosis import _inside, _redact
+from modelguard.diagnosis import _inside
 from modelguard.diagnosis._counts import compiled_in
 from modelguard.diagnosis._facts import (
     Facts,
@@ -38,7 +38,7 @@ from modelguard.diagnosis._facts import (
 from modelguard.environment import _allocator, _allocator_problems
 from modelguard.environment._allocator_files import Problem
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
-from modelguard.facts import _memory, _proc
+from modelguard.facts import _memory, _proc, _redact
 from modelguard.facts._proc import MemoryMapping, model_libraries
 
 # Facts about this machine and this environment: everything there is where no service was named.
