@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     interval = None if options.once else _interval(options.interval)
     size = options.model_bytes
     if size is not None:
-        size = _units.size(_units.as_number(size), "--model-bytes")
+        size = _units.size(int(size) if re.fullmatch(r"[0-9]{1,18}", size, re.ASCII) else size, "--model-bytes")
     read = make_reader(None if options.pid is None else process_id(options.pid), size)
     shown = nullcontext(_show_json) if options.json else choose(sys.stdout, live=not options.once)
     with suppress(KeyboardInterrupt), shown as show:  # the usual end
