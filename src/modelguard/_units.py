@@ -390,18 +390,26 @@ class KeyedName(str):
         return self.pool, None, str(self)
 
 
-def process_id(value: int, argument: str) -> int:
+def as_number(text: str) -> int | str:
+    """The whole number above 0 that text is, as from a command line; any other text as it is."""
+    return int(text) if re.fullmatch(r"0*[1-9][0-9]{0,17}", text, re.ASCII) else text
+
+
+_PROCESS_FIX = "Give the id of a running process as an int, as os.getpid() returns it and pgrep prints it."
+
+
+def process_id(value: object, argument: str, *, fix: str = _PROCESS_FIX) -> int:
     """Check the number of a process.
 
     Args:
         value: An int of at least 1.
         argument: The name of the caller's argument, for the error.
+        fix: What to write instead.
 
     Raises:
         InvalidOption: It is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        fix = "Give the id of a running process as an int, as os.getpid() returns it and pgrep prints it."
         raise InvalidOption(argument, value, why="must be a process id", fix=fix)
     return value
 

@@ -118,6 +118,12 @@ def test_the_pytest_plugin_imports_nothing_until_a_test_asks() -> None:
     assert expected == own_modules("import modelguard.testing.plugin")
 
 
+def test_the_command_imports_no_diagnosis_until_it_is_asked_for_one() -> None:
+    """``modelguard run`` does not make a service wait for what only ``doctor`` and ``diagnose`` need."""
+    imported = own_modules("import modelguard.cli, modelguard.environment._launcher")
+    assert [] == [name for name in imported if name.startswith(("modelguard.diagnosis", "modelguard.lifecycle"))]
+
+
 def test_unknown_names_are_attribute_errors() -> None:
     """A misspelt name is an AttributeError of the package, as for any other module."""
     import modelguard

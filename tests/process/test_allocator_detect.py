@@ -298,14 +298,14 @@ def test_threads_that_list_the_loaded_files_do_not_wait_for_each_other() -> None
     """Two releases at once, or one beside an import, end: nothing waits for the linker's lock with the GIL in hand."""
     program = """
         import json, os, sys, threading
-        from modelguard.environment._linker import loaded_files
+        from modelguard.environment._loaded_files import listed
 
         sys.setswitchinterval(1e-6)
         counts = []
 
         def work():
             for _ in range(300):
-                counts.append(len(loaded_files()))
+                counts.append(len(list(listed())))
 
         threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
         [thread.start() for thread in threads]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +27,9 @@ def write(source: Any, create: Create) -> Mapping[str, Any]:
         _check(name, array)
     for number, array in enumerate(named.values()):
         with create(_file(number)) as file:
-            np.save(_Sink(file), array, allow_pickle=False)
+            # Not to the file itself: there numpy uses its own code, which hides why a write failed.
+            sink: Any = SimpleNamespace(write=file.write)
+            np.save(sink, array, allow_pickle=False)
     return {"names": None if named is not source else list(named)}
 
 
@@ -40,13 +43,6 @@ def load(build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) ->
     blocks = map(_weights_formats.Block, labels, starts, (array.nbytes for array in arrays))
     _weights_formats.require(blocks, files, fix="Publish the arrays again.")
     return build(arrays[0] if names is None else dict(zip(names, arrays, strict=True)))
-
-
-class _Sink:
-    """Hides from numpy that it writes to a real file: there it uses its own code, which hides why a write failed."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.write = file.write
 
 
 def _file(number: int) -> str:

@@ -445,12 +445,7 @@ class IndexGrowth(Value):
     size: int
 
     def __init__(self, size: int | str = "16 MB") -> None:
-        parsed = _units.size(size, "size")
-        if isinstance(size, int) and parsed < _LEAST_NUMBER:
-            why = f"is only {_units.format_bytes(parsed)}: a number is bytes"
-            fix = f"Write '{size} MB' for megabytes, or the unit that is meant, as in '{size} B'."
-            raise InvalidOption("size", size, why=why, fix=fix)
-        self._set(size=parsed)
+        self._set(size=_units.size(size, "size", at_least=1 if isinstance(size, str) else _LEAST_NUMBER))
 
     def due(self, now: Snapshot) -> bool:
         """Compare the gauge ``index_bytes``; never due for a model without this gauge."""

@@ -524,12 +524,8 @@ def _check_options(dim: object, value: object, cut: object) -> None:
 
 
 def _is_where(each: object) -> bool:
-    if not isinstance(each, tuple):
-        return _is_number(each, int)
-    match each:
-        case (dim, ratio):
-            return _is_number(dim, int) and (callable(ratio) or (_is_number(ratio, int) and ratio > 0))
-    return False
+    dim, ratio = each if isinstance(each, tuple) and len(each) == 2 else (each, 1)  # noqa: PLR2004 - a pair
+    return _is_number(dim, int) and (callable(ratio) or (_is_number(ratio, int) and ratio > 0))
 
 
 def _is_number(value: object, kind: Any) -> bool:

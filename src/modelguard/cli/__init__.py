@@ -127,7 +127,7 @@ def _known_words() -> dict[tuple[str, str], Iterable[str]]:
         pages = tuple(_docs.pages())
     return {
         ("docs", "page"): pages,
-        ("presets", "format"): _presets.formats(),
+        ("presets", "format"): get_args(_presets.Format),
         ("presets", "names"): presets.names(),
         ("run", "allocator"): get_args(_launcher.Allocator),
         ("run", "preset"): presets.names(),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from modelguard.cli._output import USAGE, add_options, behind, duration, fail, refuse, whole_number
 from modelguard.errors import InvalidOption
+from modelguard.facts import _redact
 
 if TYPE_CHECKING:
     from modelguard.diagnosis import DoctorReport, Facts, GrowthReport
@@ -91,11 +92,9 @@ def _gather(options: argparse.Namespace) -> Facts:
         return (diagnosis.facts_from_inside if options.inside else diagnosis.facts_of_process)(options.pid)
     if not options.command:
         return diagnosis.facts_of_machine()
-    count, wait = (
-        default if (text := getattr(options, name)) is None else whole_number(f"--{name}", text, 100)
-        for name, default in (("count", diagnosis.REQUESTS), ("wait", diagnosis.PATIENCE))
-    )
-    return diagnosis.facts_of_command(words, request=options.request, count=int(count), patience=wait)
+    count = whole_number("--count", options.count, 100, default=diagnosis.REQUESTS)
+    patience = whole_number("--wait", options.wait, 100, default=diagnosis.PATIENCE)
+    return diagnosis.facts_of_command(words, request=options.request, count=count, patience=patience)
 
 
 def _show(report: DoctorReport, stream: TextIO) -> None:
@@ -172,7 +171,7 @@ def _of_process(options: argparse.Namespace, progress: Progress) -> GrowthReport
         raise InvalidOption("--pid", options.pid, why=why, fix=f"Remove {options.target}.")
     why = "is for a function that is called, and a running process gets its own requests"
     refuse(options, ("inputs", "generate", "calls", "try", "bucketed", "load"), why, "Remove it.")
-    seconds = PROCESS_SECONDS if options.time is None else duration("--time", options.time)
+    seconds = duration("--time", options.time, PROCESS_SECONDS)
     return diagnosis.diagnose_process(options.pid, seconds=seconds, progress=progress)
 
 
@@ -182,14 +181,13 @@ def _of_function(options: argparse.Namespace, progress: Progress) -> GrowthRepor
     if options.target is None:
         why = "must be given, unless --pid is"
         raise InvalidOption("MODULE:FUNCTION", "", why=why, fix="Write for example app:predict.")
-    tried = getattr(options, "try")
     return diagnosis.diagnose(
         options.target,
         inputs=options.inputs,
         generate=options.generate,
-        seconds=SECONDS if options.time is None else duration("--time", options.time),
-        calls=None if options.calls is None else whole_number("--calls", options.calls, 1000),
-        trial_seconds=TRIAL_SECONDS if tried is None else duration("--try", tried, zero=True),
+        seconds=duration("--time", options.time, SECONDS),
+        calls=whole_number("--calls", options.calls, 1000, default=None),
+        trial_seconds=duration("--try", getattr(options, "try"), TRIAL_SECONDS, zero=True),
         bucketed=options.bucketed,
         load=options.load,
         progress=progress,
@@ -201,7 +199,6 @@ def _about(options: argparse.Namespace, report: GrowthReport) -> dict[str, str]:
     from datetime import datetime
 
     from modelguard import allocator
-    from modelguard.diagnosis import _redact
 
     measured = report.measured
     found = {

@@ -11,10 +11,11 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from modelguard import _units
 from modelguard.errors import CannotRun, InvalidOption, ModelGuardError, printable
+from modelguard.facts import _redact
 
 #: The exit status of a command that could not run.
 USAGE = 2
@@ -102,8 +103,6 @@ def refused(options: argparse.Namespace, error: BaseException) -> int:
 
 def _redacted(text: str, functions: Iterable[str | None]) -> str:
     """Text without secrets. The functions that were named are none, though tokenizer:encode looks like one."""
-    from modelguard.diagnosis import _redact
-
     named = "|".join(map(re.escape, filter(None, functions)))
     parts = re.split(f"({named})", text) if named else [text]
     parts[::2] = [_redact.redact(part, os.environ) for part in parts[::2]]
@@ -135,16 +134,20 @@ def behind(options: argparse.Namespace) -> list[str]:
     return words[1:] if words[:1] == ["--"] else words
 
 
-def whole_number(option: str, text: str, example: int, fix: str = "") -> int:
+T = TypeVar("T")
+
+
+def whole_number(option: str, text: str | None, example: int, *, default: T) -> int | T:
     """Read a number; argparse would print an error of several lines."""
-    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
-        why = "must be a process id" if option == "PID" else "must be a whole number of at least 1"
-        raise InvalidOption(option, text, why=why, fix=fix or f"Write {option} {example}.")
-    return int(text)
+    if text is None:
+        return default
+    return _units.whole_number(_units.as_number(text), option, fix=f"Write {option} {example}.")
 
 
-def duration(option: str, text: str, *, zero: bool = False) -> float:
+def duration(option: str, text: str | None, default: float, *, zero: bool = False) -> float:
     """Read a duration; a number alone is one of seconds."""
+    if text is None:
+        return default
     amount: float | str = text
     with suppress(ValueError):  # then it has a unit
         amount = float(text)
@@ -152,4 +155,5 @@ def duration(option: str, text: str, *, zero: bool = False) -> float:
 
 
 def process_id(text: str) -> int:
-    return whole_number("PID", text, 0, "Give one, such as the number in the server's pidfile.")
+    fix = "Give one, such as the number in the server's pidfile."
+    return _units.process_id(_units.as_number(text), "PID", fix=fix)

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from modelguard import _units
 from modelguard.cli import _output
 from modelguard.cli._output import fail, process_id
 from modelguard.environment import _presets
-from modelguard.environment._presets import Preset, formats
+from modelguard.environment._presets import Format, Preset
 from modelguard.errors import InvalidOption
 from modelguard.facts import _proc
 
@@ -57,16 +57,13 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _combined(names: Iterable[str], options: argparse.Namespace) -> Preset:
-    sizes: dict[str, Any] = {
-        name: _output.whole_number(f"--{name.replace('_', '-')}", text, 4)
-        for name in ("workers", "distinct_shapes")
-        if (text := getattr(options, name)) is not None
-    }
-    if (cpus := getattr(options, "cpus", None)) is not None:
-        with suppress(ValueError):  # the preset rejects what is no number
-            cpus = float(cpus)
-        sizes["cpus"] = cpus
-    return functools.reduce(operator.or_, [_presets.get(name, **sizes) for name in names])
+    workers = _output.whole_number("--workers", options.workers, 4, default=1)
+    shapes = _output.whole_number("--distinct-shapes", options.distinct_shapes, 4, default=None)
+    cpus: Any = getattr(options, "cpus", None)
+    with suppress(ValueError, TypeError):  # the preset rejects what is no number
+        cpus = float(cpus)
+    made = (_presets.get(name, workers=workers, distinct_shapes=shapes, cpus=cpus) for name in names)
+    return functools.reduce(operator.or_, made)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -112,7 +109,7 @@ def add_presets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="presets, combined in this order")
     cpus = ("--cpus N", "CPUs that they share, default: what this process may use")
-    written = ("--format F", f"write the variables instead, for: {', '.join(formats())}")
+    written = ("--format F", f"write the variables instead, for: {', '.join(get_args(Format))}")
     _output.add_options(parser, *_SIZES, cpus, written)
     parser.set_defaults(run=_show_presets, typed={"name": "NAME"})
 
@@ -165,7 +162,7 @@ def add_ctl(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _ctl(options: argparse.Namespace) -> int:
     from modelguard.control import _client
 
-    timeout = TIMEOUT if options.timeout is None else _output.duration("--timeout", options.timeout, zero=True)
+    timeout = _output.duration("--timeout", options.timeout, TIMEOUT, zero=True)
     pid = process_id(options.pid)
     waits = options.command in {"reload", "unload"}
     request = _client.Request(options.command, options.name, not options.no_wait, timeout if waits else 0.0)
@@ -185,10 +182,9 @@ def _processes(pid: int, *, every: bool) -> list[int]:
     if every and found:
         return found
     if pid not in found:
-        others = [str(each) for each in found]
-        below = f"; these processes below it do: {' '.join(others)} (--all for all of them)" if others else ""
-        why = "; call modelguard.control.listen() where its application is made" if not others else ""
-        raise _client.Unreachable(f"process {pid} takes no commands{below}{why}")
+        below = f"these processes below it do: {' '.join(map(str, found))} (--all for all of them)"
+        listen = "call modelguard.control.listen() where its application is made"
+        raise _client.Unreachable(f"process {pid} takes no commands; {below if found else listen}")
     return [pid]
 
 
@@ -211,12 +207,10 @@ def _tell(pid: int, request: Request, *, as_json: bool, may_end: bool) -> tuple[
 
 def _ctl_lines(pid: int, guards: Iterable[dict[str, Any]]) -> list[str]:
     rows = [_ctl_row(guard) for guard in guards]
-    width = max((len(name) for name, _ in rows), default=0)
-    return (
-        [f"{pid}", *(f"  {name:{width}}  {text}" for name, text in rows)]
-        if rows
-        else [f"{pid}  no guards, pools or isolated functions"]
-    )
+    if not rows:
+        return [f"{pid}  no guards, pools or isolated functions"]
+    width = max(len(name) for name, _ in rows)
+    return [f"{pid}", *(f"  {name:{width}}  {text}" for name, text in rows)]
 
 
 def _ctl_row(guard: dict[str, Any]) -> tuple[str, str]:

@@ -21,8 +21,8 @@ from modelguard import _units
 from modelguard._units import format_bytes, printable
 from modelguard.cli import _output
 from modelguard.cli._output import process_id
-from modelguard.diagnosis import _redact
 from modelguard.errors import InvalidOption
+from modelguard.facts import _redact
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -103,9 +103,7 @@ def _show_json(trees: Sequence[TreeReport]) -> None:
 
 
 def _interval(text: str | None) -> float:
-    if text is None:
-        return INTERVAL
-    interval = _output.duration("--interval", text, zero=True)
+    interval = _output.duration("--interval", text, INTERVAL, zero=True)
     if interval < SHORTEST:
         why = f"must be at least {SHORTEST:g} s, because a reading takes longer than that"
         raise InvalidOption("--interval", text, why=why, fix=f"Write --interval {INTERVAL:g}.")

@@ -489,10 +489,7 @@ def owners() -> dict[str, list[Any]]:
 
 
 def _outermost_modules() -> list[Any]:
-    kind = getattr(sys.modules.get("torch.nn"), "Module", None)
-    if kind is None:
-        return []
-    found = [one for one in gc.get_objects() if issubclass(type(one), kind) and "_modules" in vars(one)]
+    found = [one for one in _instances("torch.nn", "Module") if "_modules" in vars(one)]
     inner = {id(part) for one in found for part in vars(one)["_modules"].values()}
     return [one for one in found if id(one) not in inner]
 
@@ -510,7 +507,12 @@ def _unbounded() -> list[Any]:
 
 
 def pipelines() -> list[Any]:
-    kind = getattr(sys.modules.get("spacy.language"), "Language", None)
+    return _instances("spacy.language", "Language")
+
+
+def _instances(module: str, name: str) -> list[Any]:
+    """The objects of a class and of those made of it; none where the module is not imported."""
+    kind = getattr(sys.modules.get(module), name, None)
     if kind is None:
         return []
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

@@ -17,10 +17,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from modelguard._units import format_bytes
-from modelguard.diagnosis import _redact
 from modelguard.environment import _allocator_problems
 from modelguard.errors import ModelGuardError
-from modelguard.facts import _proc
+from modelguard.facts import _proc, _redact
 from modelguard.facts._growth_judge import judge
 from modelguard.facts._proc import MemoryMapping
 

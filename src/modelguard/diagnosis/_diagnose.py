@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from modelguard import _units
-from modelguard.diagnosis import _growth_causes, _redact
+from modelguard.diagnosis import _growth_causes
 from modelguard.diagnosis._counts import Growing
 from modelguard.diagnosis._growth_causes import (
     SOLVES,
@@ -31,6 +31,7 @@ from modelguard.diagnosis._growth_causes import (
 from modelguard.diagnosis._target import Progress, Said, command, follow
 from modelguard.environment import _allocator, _allocator_files, _launcher, _presets
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
+from modelguard.facts import _redact
 from modelguard.facts._growth_judge import FEWEST, LEAST, Judgement, judge
 from modelguard.facts._holders import Held
 

@@ -59,7 +59,7 @@ def _swapping(facts: Facts) -> Evidence | None:
 @check("MG304 The kernel has killed processes for want of memory")
 def _killed(facts: Facts) -> Evidence | None:
     """All calls of a killed worker fail, and each new one loads the model again, while the server seems to run."""
-    limit, killed = facts.machine.limit, facts.machine.strain and facts.machine.strain.killed
+    limit, killed = facts.machine.limit, facts.machine.strain.killed
     if not killed:
         return None
     seen = [f"the kernel has killed {killed} process(es) of its cgroup, for want of memory"]
@@ -74,7 +74,7 @@ def _killed(facts: Facts) -> Evidence | None:
 def _near_limit(facts: Facts) -> Evidence | None:
     """At the limit the kernel kills a process. What it can drop, such as mapped weights, is not counted."""
     limit, strain = facts.machine.limit, facts.machine.strain
-    held = None if strain is None or strain.killed else strain.held  # after kills, MG304 says it
+    held = None if strain.killed else strain.held  # after kills, MG304 says it
     if limit is None or limit.bytes is None or held is None or held < limit.bytes * _NEAR:
         return None
     seen = f"{format_bytes(held)} of the {format_bytes(limit.bytes)} of {limit.source} are held{_peak(facts)}"
@@ -82,7 +82,7 @@ def _near_limit(facts: Facts) -> Evidence | None:
 
 
 def _peak(facts: Facts) -> str:
-    peak = None if facts.machine.strain is None else facts.machine.strain.peak
+    peak = facts.machine.strain.peak
     return "" if peak is None else f"; the most that was used, file cache included, is {format_bytes(peak)}"
 
 
@@ -195,7 +195,7 @@ def _not_understood(facts: Facts) -> Evidence | None:
 def _arenas(facts: Facts) -> Evidence | None:
     """Up to 8 arenas are made for each CPU. Each keeps what was freed in it: a multiple of what is used."""
     # Threads that answer requests allocate at the same time; those of thread pools for operations hardly do.
-    server, tunables = facts.runs_on, facts.last("GLIBC_TUNABLES")
+    server, tunables = facts.server, facts.last("GLIBC_TUNABLES")
     limited = facts.named("MALLOC_ARENA_MAX") or (tunables and "glibc.malloc.arena_max=" in tunables.value)
     of_others = any(kind_of(said.malloc or "") != "glibc" for said in facts.answers)
     if server.threads < _MANY_THREADS or limited or of_others:
@@ -386,7 +386,7 @@ def _not_frozen(facts: Facts) -> Evidence | None:
     main, said = facts.main, facts.main.said
     # CPython 3.12 freezes 375 at its own start.
     frozen = said.frozen > said.tracked or said.tracked < MANY_OBJECTS
-    if not facts.runs_on.preforks or not facts.running("forked") or frozen:
+    if not facts.server.preforks or not facts.running("forked") or frozen:
         return None
     loaded = (
         f"process {main.pid} has loaded the app before it forks; its collector examines {said.tracked:,} objects, "
@@ -399,7 +399,7 @@ def _not_frozen(facts: Facts) -> Evidence | None:
 @check("MG402 Each forked worker holds its own model")
 def _copies(facts: Facts) -> Evidence | None:
     """Workers that load the model after the fork do not share it: N workers take N times the memory."""
-    server, heavy = facts.runs_on, _heavy(facts, "forked")
+    server, heavy = facts.server, _heavy(facts, "forked")
     if not server.forks or len(heavy) <= 1 or server.preload:
         return None
     if server.preload is None and facts.main.private + facts.main.shared > _HOLDS_A_MODEL:
@@ -412,7 +412,7 @@ def _copies(facts: Facts) -> Evidence | None:
 @check("MG404 Each spawned worker holds its own model")
 def _spawned_copies(facts: Facts) -> Evidence | None:
     """These servers start their workers without a fork, and have no preload: N workers take N times the memory."""
-    heavy, kind = _heavy(facts, "spawned"), facts.runs_on.kind or "the service"
+    heavy, kind = _heavy(facts, "spawned"), facts.server.kind or "the service"
     if len(heavy) <= 1:
         return None
     fix = (
@@ -426,7 +426,7 @@ def _spawned_copies(facts: Facts) -> Evidence | None:
 @check("MG403 The server replaces workers, and the guard reloads too")
 def _two_ways_to_reload(facts: Facts) -> Evidence | None:
     """A new worker loads the model, and so does the guard inside of a worker: some of these loads are wasted."""
-    server, guards = facts.runs_on, [guard for guard in facts.guards if guard.policy]
+    server, guards = facts.server, [guard for guard in facts.guards if guard.policy]
     if not server.max_requests or not guards:
         return None
     seen = (
@@ -451,7 +451,7 @@ def _cuda(facts: Facts) -> Evidence | None:
 @check("MG406 An ASGI application is served by a WSGI worker")
 def _asgi_on_sync(facts: Facts) -> Evidence | None:
     """These classes call it with two arguments, and it takes three: every request fails with status 500."""
-    server = facts.runs_on
+    server = facts.server
     if not any(process.said.asgi for process in facts.processes) or server.worker_class not in _KINDS_WITHOUT_ASGI:
         return None
     seen = f"gunicorn serves an ASGI application with workers of the class {server.worker_class}"
@@ -463,7 +463,7 @@ def _asgi_on_sync(facts: Facts) -> Evidence | None:
 @check("MG407 All workers are replaced at the same time")
 def _in_step(facts: Facts) -> Evidence | None:
     """Requests are spread evenly, so without a jitter all workers reach max_requests together and load together."""
-    server = facts.runs_on
+    server = facts.server
     if not server.max_requests or server.jitter or server.workers <= 1:
         return None
     jitter = max(1, server.max_requests // 10)
@@ -475,7 +475,7 @@ def _in_step(facts: Facts) -> Evidence | None:
 @check("MG408 The server restarts when a source file changes")
 def _restarts_on_changes(facts: Facts) -> Evidence | None:
     """It has one more process for that, and restarts amid the copy of a deployment. uvicorn runs one worker then."""
-    seen = [f"{facts.runs_on.kind} watches its source files"] if facts.runs_on.reload else ()
+    seen = [f"{facts.server.kind} watches its source files"] if facts.server.reload else ()
     fix = "Remove --reload (or reload=True) where the service runs for users."
     return Evidence(seen, fix, remedy=Remedy(drop=("--reload",)))
 
@@ -487,7 +487,7 @@ def _loads_too_long(facts: Facts) -> Evidence | None:
     One that is stopped is killed after graceful_timeout, with the calls that wait.
     """
     # A call that waits for a load keeps a sync worker from giving its sign of life, and a stop from being graceful.
-    server, guards = facts.runs_on, [guard for guard in facts.guards if guard.policy]
+    server, guards = facts.server, [guard for guard in facts.guards if guard.policy]
     if server.kind != "gunicorn" or not guards:
         return None
     slowest = max(guards, key=lambda guard: guard.load_seconds)
@@ -505,7 +505,7 @@ def _loads_too_long(facts: Facts) -> Evidence | None:
 @check("MG410 prefork=True has no effect under this server")
 def _unshared(facts: Facts) -> Evidence | None:
     """A model is shared if the process that forks the workers has loaded and prepared it. Else each loads its own."""
-    server, guards = facts.runs_on, [guard for guard in facts.guards if guard.unshared]
+    server, guards = facts.server, [guard for guard in facts.guards if guard.unshared]
     if server.workers <= 1 or not guards:
         return None
     seen = (
@@ -537,7 +537,7 @@ def _unused_imports(facts: Facts) -> Evidence | None:
 def _ours(facts: Facts) -> Remedy | None:
     """Our configuration in the place of the service's, if that has none, and has a guard to share."""
     guarded = any(process.said.guards for process in facts.processes)
-    return Remedy(options=_OURS) if guarded and facts.server is not None and not facts.server.config else None
+    return Remedy(options=_OURS) if guarded and facts.server.kind and not facts.server.config else None
 
 
 def _heavy(facts: Facts, role: Role) -> list[ServiceProcess]:
@@ -563,7 +563,7 @@ _INCREMENTAL = (3, 14), range(5)
 def _no_immortal_objects(facts: Facts) -> Evidence | None:
     """Reading an object changes its reference count, and copies its page in the worker. An immortal object's stays."""
     python, objects = facts.interpreter, facts.main.said.frozen + facts.main.said.tracked
-    if python is None or not facts.runs_on.preforks or not facts.running("forked") or objects < MANY_OBJECTS:
+    if python is None or not facts.server.preforks or not facts.running("forked") or objects < MANY_OBJECTS:
         return None
     if python.name == "CPython" and python.version >= _IMMORTAL and not python.free_threaded:
         return None

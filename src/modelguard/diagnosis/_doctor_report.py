@@ -13,8 +13,8 @@ from typing import Any
 
 from modelguard.diagnosis import _doctor_checks
 from modelguard.diagnosis._facts import Check, Facts, Finding, Remedy
-from modelguard.diagnosis._redact import HIDDEN
 from modelguard.errors import InvalidOption, printable
+from modelguard.facts._redact import HIDDEN
 
 # All fixes that the command can make, merged into one line to paste.
 
@@ -23,7 +23,7 @@ _ASSIGNMENT = re.compile(r"([^=-][^=]*)=")
 _OF_THE_SHELL = '"$GUNICORN_CMD_ARGS '
 
 
-def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | None) -> str:
+def one_line(findings: Iterable[Finding], words: Sequence[str], server: str) -> str:
     """Write the command so that it contains every fix that a command can contain."""
     remedies = [finding.remedy for finding in findings if finding.remedy is not None]
     if not words:
@@ -52,10 +52,10 @@ def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | No
 
 
 def _once(options: Iterable[tuple[str, ...]]) -> list[str]:
-    """Options with their values, each once: the first decides. Presets may be given several times."""
+    """Options with their values, each once: the first decides."""
     found: dict[tuple[str, ...], tuple[str, ...]] = {}
     for words in options:
-        found.setdefault(words if "--preset" in words else words[:1], words)
+        found.setdefault(words[:1], words)
     return [word for words in found.values() for word in words]
 
 
@@ -140,13 +140,12 @@ def examine(facts: Facts, checks: Iterable[Check] = CHECKS, *, ignore: Iterable[
     run = tuple(check for check in known if check.number not in ignored)
     findings = [finding for check in run if (finding := check(facts)) is not None]
     findings.sort(key=lambda finding: (finding.level != "fault", finding.number))
-    server = facts.server.kind if facts.server else None
     return DoctorReport(
         printable(facts.subject),
         tuple(findings),
         tuple(map(printable, facts.unknown)),
         len(run),
-        printable(one_line(findings, facts.words, server)),
+        printable(one_line(findings, facts.words, facts.server.kind)),
         facts.served,
     )
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from modelguard import memory
+from modelguard import _units, memory
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._counts import Counts, Exhausted, compiled, kept_by_line
 from modelguard.diagnosis._target import Arguments, Patience, Say, Target
@@ -399,7 +399,8 @@ def _try(config: dict[str, Any], say: Say, patience: Patience) -> None:
     plain = _target.load(config["target"])
     function, around = _with_remedy(plain, config)
     given = _target.inputs(config, _guarded(plain, config, None) if config["load"] else plain)
-    target = Target(function, given, patience, asynchronous=_target.is_async(plain), around=around)
+    asynchronous = _units.function_kind(plain) == "coroutine"
+    target = Target(function, given, patience, asynchronous=asynchronous, around=around)
     until = time.monotonic() + config["limit"]
     say(phase="warm-up")
     target.run(config["warm"], until)

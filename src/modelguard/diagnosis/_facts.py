@@ -6,7 +6,7 @@ contain secrets: only the environment variables that modelguard knows are kept, 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Literal
 
@@ -50,7 +50,7 @@ class Machine:
     cpus: Cpus | None = None
     limit: Limit | None = None
     swapped: int | None = None
-    strain: Strain | None = None
+    strain: Strain = field(default_factory=Strain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Server:
     """The server that runs the app, with its settings as it has loaded them.
 
     Attributes:
-        kind: ``"gunicorn"``, ``"uvicorn"`` or ``"hypercorn"``.
+        kind: ``"gunicorn"``, ``"uvicorn"`` or ``"hypercorn"``; empty if there is none.
         workers: The number of worker processes that run; 1 if the server itself serves.
         forks: Whether workers are forks of the server's own process, and not newly started programs.
         preload: Whether the app is loaded before the workers are forked; None if unknown.
@@ -202,7 +202,7 @@ class Facts:
         variables: The variables that modelguard knows, in the order in which they are set.
         interpreter: Its Python; None if unknown.
         problems: The problems of its allocator.
-        server: Its server; None if there is none, or if it could not be seen.
+        server: Its server; one without a name if there is none, or if it could not be seen.
         processes: The main process and all its descendants; empty if no service was named.
         stale_metrics: Names of files in ``PROMETHEUS_MULTIPROC_DIR`` whose process does not exist.
         unknown: What could not be determined, in sentences.
@@ -216,7 +216,7 @@ class Facts:
     variables: tuple[Variable, ...] = ()
     interpreter: Interpreter | None = None
     problems: tuple[Problem, ...] = ()
-    server: Server | None = None
+    server: Server = Server()
     processes: tuple[ServiceProcess, ...] = ()
     stale_metrics: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -245,11 +245,6 @@ class Facts:
     @property
     def main(self) -> ServiceProcess:
         return next(iter(self.running("main")), ServiceProcess(0))
-
-    @property
-    def runs_on(self) -> Server:
-        """Its server; one without a name and without workers if there is none."""
-        return self.server or Server()
 
     @property
     def answers(self) -> list[Inside]:

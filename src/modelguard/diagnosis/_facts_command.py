@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from modelguard import _units
-from modelguard.diagnosis import _inside, _redact
+from modelguard.diagnosis import _inside
 from modelguard.diagnosis._facts import KNOWN, Facts
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree, require_proc
 from modelguard.diagnosis._target import in_session
 from modelguard.environment import _loaded_files
 from modelguard.environment._launcher import locate
 from modelguard.errors import InvalidOption
-from modelguard.facts import _memory, _proc
-from modelguard.facts._memory import Strain
+from modelguard.facts import _memory, _proc, _redact
 from modelguard.runtime.child_processes import ending_signals, kill, kill_group
 
 # A command that is started to be examined: in its own session, with the probe, and stopped with all it started.
@@ -128,9 +127,6 @@ class Session:
                         os.kill(pid, _signal())
             time.sleep(_PAUSE / 2)
         return {pid: json.loads(file.read_bytes()) for pid, file in files.items() if file.exists()}
-
-    def private(self) -> dict[int, int]:
-        return {pid: _memory.private_of(pid) for pid in self.pids()}
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
         """End it and everything that it has started, also what has left it and its session, as a daemon does."""
@@ -277,12 +273,12 @@ def facts_of_command(
         began = time.monotonic()
         took = session.wait(patience)
         waited = time.monotonic() - began
-        before = session.private()
+        before = {pid: _memory.private_of(pid) for pid in session.pids()}
         failed = drive(request, count, session.listening()) if request is not None else []
         session.require_running()
         answers = session.answers()
         facts = _examine(session, answers, f"the command: {_redact.redact_command(words, environ)}")
-        strain = replace(facts.machine.strain or Strain(), killed=session.killed())
+        strain = replace(facts.machine.strain, killed=session.killed())
     seen = []
     if took is None:
         not_served = f"it did not serve within {waited:.0f} seconds (it listens on no port, or still computes)"

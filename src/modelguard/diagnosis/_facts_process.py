@@ -9,15 +9,17 @@ import socket
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO, TypeVar
 
+from modelguard import _units
 from modelguard.control import _client
-from modelguard.diagnosis import _inside, _redact
+from modelguard.diagnosis import _inside
 from modelguard.diagnosis._counts import compiled_in
 from modelguard.diagnosis._facts import (
     Facts,
@@ -36,7 +38,7 @@ from modelguard.diagnosis._facts import (
 from modelguard.environment import _allocator, _allocator_problems
 from modelguard.environment._allocator_files import Problem
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
-from modelguard.facts import _memory, _proc
+from modelguard.facts import _memory, _proc, _redact
 from modelguard.facts._proc import MemoryMapping, model_libraries
 
 # Facts about this machine and this environment: everything there is where no service was named.
@@ -235,25 +237,22 @@ def _stale_metrics(environ: Mapping[str, str], pid: int, root: Path) -> Iterator
 
 
 def process_number(pid: str | int) -> int:
-    text = str(pid)
-    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) < 1:
-        raise _refused(pid, "must be a process id")
-    return int(text)
+    return _units.process_id(_units.as_number(str(pid)), "--pid", fix=_FIX)
 
 
 def _workers(processes: Iterable[ServiceProcess]) -> list[ServiceProcess]:
     return [process for process in processes if process.role in ("forked", "spawned")]
 
 
-def _server(words: Sequence[str], processes: tuple[ServiceProcess, ...], answers: Answers) -> Server | None:
+def _server(words: Sequence[str], processes: tuple[ServiceProcess, ...], answers: Answers) -> Server:
     """The server as it says itself, with the workers that really run; from outside only its kind is known."""
     names = [Path(word).name for word in words[:_FIRST_WORDS]]
     if words and words[0].startswith("gunicorn: master"):
         names = ["gunicorn"]
     known = (Server(name, forks=name == "gunicorn") for name in names if name in _SERVERS)
     said = (server_answer(answers[process.pid]) for process in processes if process.pid in answers)
-    server, workers = next(filter(None, (*said, *known)), None), _workers(processes)
-    if server is None or not workers:
+    server, workers = next(filter(None, (*said, *known)), Server()), _workers(processes)
+    if not server.kind or not workers:
         return server
     return replace(server, workers=len(workers), forks=any(worker.role == "forked" for worker in workers))
 
@@ -347,26 +346,12 @@ _FIRST, _THIS = (3, 14), sys.version_info[:2]
 _PATIENCE, _ANSWER = 10.0, 30.0
 
 
-class Connection:
-    def __init__(self, pid: int, connection: socket.socket, answers: TextIO) -> None:
-        self.pid = pid
-        self._connection = connection
-        self._answers = answers
-
-    def ask(self, question: str) -> dict[str, Any]:
-        line = ""
-        with suppress(OSError):
-            self._connection.sendall(f"{question}\n".encode())
-            line = self._answers.readline()
-        if not line:
-            why = "no longer answers" if _proc.runs(self.pid) else "has ended meanwhile"
-            raise _refused(self.pid, why, "Try again, or look from outside.")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+#: Asks a process a question about itself.
+Ask = Callable[[str], dict[str, Any]]
 
 
 @contextmanager
-def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]:
+def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Ask]:
     """Talk to a process: through its control socket, or else by a script that is put into it.
 
     The socket needs no right to trace the process, and the two may run different versions of Python.
@@ -380,7 +365,19 @@ def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Connection]
         connection = attached(pid)
     connection.settimeout(_ANSWER)
     with connection, connection.makefile("r", encoding="utf-8") as answers:
-        yield Connection(pid, connection, answers)
+        yield partial(_ask, pid, connection, answers)
+
+
+def _ask(pid: int, connection: socket.socket, answers: TextIO, question: str) -> dict[str, Any]:
+    line = ""
+    with suppress(OSError):
+        connection.sendall(f"{question}\n".encode())
+        line = answers.readline()
+    if not line:
+        why = "no longer answers" if _proc.runs(pid) else "has ended meanwhile"
+        raise _refused(pid, why, "Try again, or look from outside.")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
 
 
 def require_attachable(pid: int, interpreter: Interpreter | None, unreachable: str, *, root: Path = _proc.ROOT) -> None:
@@ -481,8 +478,8 @@ def facts_from_inside(pid: str | int) -> Facts:
         if (python := interpreter_of(each)) is None and each != number:
             continue
         try:
-            with inside_of(each, python) as inside:
-                answers[each] = inside.ask("describe")
+            with inside_of(each, python) as ask:
+                answers[each] = ask("describe")
         except ModelGuardError as error:
             if each == number:
                 raise

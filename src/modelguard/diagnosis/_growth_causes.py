@@ -520,7 +520,8 @@ def _kept(measured: Measured) -> _Found:
     failing, succeeding = measured.failing or 0.0, measured.succeeding or 0.0
     errors = measured.more("caught errors")
     if failing > 0 and succeeding < _NONE * failing and errors > 0:
-        kept = max(sum(each.size for each in held if each.errors), failing * measured.failures)
+        errors_held = sum(each.size for each in held if each.about == "tracebacks")
+        kept = max(errors_held, failing * measured.failures)
         counted = f"{measured.more('tracebacks'):,} more tracebacks, {errors:,} more exceptions are held"
         seen = f"only calls that fail ({', '.join(measured.errors[:_LINES])}) let it grow; {counted}"
         yield "tracebacks", kept, "; ".join([seen, *_holders(held)])

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from modelguard import _units
 from modelguard.diagnosis._counts import Exhausted
-from modelguard.errors import InvalidOption, ModelGuardError
+from modelguard.errors import ModelGuardError
 from modelguard.facts import _memory, _proc
 from modelguard.runtime.child_processes import (
     block,
@@ -120,7 +121,7 @@ class Target:
         self._around = around
         self._taken = 0
         self._pid, self._folder = os.getpid(), Path.cwd()  # calls may leave it, or remove it
-        self._in_loop = asynchronous or is_async(function)
+        self._in_loop = asynchronous or _units.function_kind(function) == "coroutine"
         self.calls = 0
         self.failures = self.failed = 0
         self.errors: dict[str, None] = {}
@@ -239,18 +240,17 @@ def run_program(program: Callable[[dict[str, Any], Say, Patience], None]) -> Non
     os._exit(0)  # whatever threads the function has left
 
 
-def load(name: str) -> Callable[..., Any]:
+def load(name: str) -> Any:
     """Import a function that is given as ``"module:function"``.
 
     Raises:
         ImportError, AttributeError: There is none.
         TypeError: It is not callable.
     """
-    found: Any = pkgutil.resolve_name(name)
+    found = pkgutil.resolve_name(name)
     if not callable(found):
         raise TypeError(f"{name} is not callable")
-    function: Callable[..., Any] = found
-    return function
+    return found
 
 
 def held_by_workers() -> int:
@@ -272,13 +272,6 @@ def settled_workers(functions: Iterable[Any], until: float, sleep: Callable[[flo
             return pids
         before = pids if settled else None
         sleep(PAUSE)
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    with suppress(InvalidOption):  # a batched function can be called, and shows nobody how
-        called = getattr(function, "__call__", None)  # noqa: B004 - an object's own
-        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
-    return False
 
 
 def inputs(config: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[Arguments]:

@@ -14,7 +14,7 @@ from modelguard.diagnosis._census import ObjectCounts
 from modelguard.diagnosis._counts import Counts, Growing, compiled
 from modelguard.diagnosis._diagnose import within_a_day
 from modelguard.diagnosis._facts_process import (
-    Connection,
+    Ask,
     inside_of,
     interpreter_of,
     named_process,
@@ -386,7 +386,7 @@ class Watched:
     """A process that is watched."""
 
     pid: int
-    inside: Connection | None
+    inside: Ask | None
     clock: Callable[[], float]
     sleep: Callable[[float], None]
     progress: Progress
@@ -444,7 +444,7 @@ class Watched:
             yield f"not looked at: its Python objects, what holds them, and its calls, because {self.why}"
 
     def _ask(self, question: str) -> dict[str, Any]:
-        return {} if self.inside is None else self.inside.ask(question)
+        return {} if self.inside is None else self.inside(question)
 
     def _look(self) -> Look:
         said = self._ask("look")

@@ -111,11 +111,14 @@ class ThisProcess:
         loaded = self._loaded(_ONEDNN)
         if not loaded:
             return None
-        from modelguard.environment import _linker  # imports ctypes
+        from modelguard.environment import _linker, _loaded_files  # they import ctypes
 
         try:
-            files = [file for file in _linker.loaded_files() if file.path in loaded]
-            made = [file.static(variable, of_thread=of_thread) for file in files]
+            made = [
+                _linker.static_of(file, variable, thread_base if of_thread else base)
+                for file, base, thread_base in _loaded_files.listed()
+                if file in loaded
+            ]
         except (LookupError, OSError):
             reason = f"{', '.join(loaded)} has no symbols for its caches"
             raise NotSupported("reading the size of oneDNN's caches", reason=reason) from None

@@ -8,7 +8,7 @@ import ctypes
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from modelguard.environment import _loaded_files
 from modelguard.environment._allocator_files import Figures, Kind, Library, NotElf, opened
@@ -56,34 +56,21 @@ def malloc_library() -> MallocLibrary:
     return MallocLibrary()
 
 
-class LoadedFile(NamedTuple):
-    """A program or library that the dynamic linker has loaded.
+def static_of(file: str, variable: str, base: int | None) -> int | None:
+    """A static variable of a function in a loaded file, read in memory; None if it has no value yet.
 
-    Its local variables can be read in memory, because libraries in wheels keep the table of their local names
-    (``.symtab``). Nothing is written.
+    It is found because libraries in wheels keep the table of their local names (``.symtab``).
 
-    Attributes:
-        path: The file.
-        base: Where its addresses begin.
-        thread_base: Where the calling thread's thread-local variables of this file begin; None if it has none yet.
+    Args:
+        file: The program or library.
+        variable: Its name in that table.
+        base: Where the file's addresses begin, or the calling thread's variables of this file; None if it has none yet.
     """
-
-    path: str
-    base: int
-    thread_base: int | None
-
-    def static(self, variable: str, *, of_thread: bool = False) -> int | None:
-        base = self.thread_base if of_thread else self.base
-        value, guard = _offset(self.path, variable), _offset(self.path, variable.replace("_ZZ", "_ZGVZ", 1))
-        # The first byte of a guard variable shows whether the variable is initialised (Itanium C++ ABI, 3.3.3).
-        if base is None or not ctypes.c_uint8.from_address(base + guard).value:
-            return None
-        return ctypes.c_int32.from_address(base + value).value
-
-
-def loaded_files() -> list[LoadedFile]:
-    """List the files that the dynamic linker has loaded, as the calling thread sees them, in the order of loading."""
-    return [LoadedFile(*each) for each in _loaded_files.listed()]
+    value, guard = _offset(file, variable), _offset(file, variable.replace("_ZZ", "_ZGVZ", 1))
+    # The first byte of a guard variable shows whether the variable is initialised (Itanium C++ ABI, 3.3.3).
+    if base is None or not ctypes.c_uint8.from_address(base + guard).value:
+        return None
+    return ctypes.c_int32.from_address(base + value).value
 
 
 @cache

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from modelguard import _units
 from modelguard.environment import _knobs
@@ -31,10 +31,6 @@ from modelguard.facts import _memory
 
 
 Format = Literal["shell", "env", "gunicorn", "dockerfile", "systemd", "kubernetes"]
-
-
-def formats() -> tuple[str, ...]:
-    return get_args(Format)
 
 
 class _Style(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -124,13 +124,17 @@ def _usual(readings: _Readings, least: float) -> tuple[float, float]:
 
 def _beyond(readings: _Readings) -> list[float]:
     pairs = list(itertools.pairwise(readings))
-    rates = [
+    slopes = _slopes(pairs)
+    rate = statistics.median(slopes) if slopes else 0.0
+    return [after.size - before.size - rate * (after.calls - before.calls) for before, after in pairs]
+
+
+def _slopes(pairs: Iterable[tuple[_Reading, _Reading]]) -> list[float]:
+    return [
         (after.size - before.size) / (after.calls - before.calls)
         for before, after in pairs
         if after.calls > before.calls
     ]
-    rate = statistics.median(rates) if rates else 0.0
-    return [after.size - before.size - rate * (after.calls - before.calls) for before, after in pairs]
 
 
 def _without_peaks(readings: list[_Reading], limit: float) -> list[_Reading]:
@@ -243,15 +247,11 @@ class _Run:
 
     def rate(self, first: int = 0, last: int = 8) -> _Rate:
         begin, end = self.readings[self._at(first)].calls, self.readings[self._at(last)].calls
-        slopes, variance = [], 0.0
+        slopes, variance = list[float](), 0.0
         for part in self.parts:
             inside = [reading for reading in part if begin <= reading.calls <= end]
             variance += len(inside) * (len(inside) - 1) * (2 * len(inside) + 5) / 18
-            slopes += [
-                (after.size - before.size) / (after.calls - before.calls)
-                for before, after in itertools.combinations(inside, 2)
-                if after.calls > before.calls
-            ]
+            slopes += _slopes(itertools.combinations(inside, 2))
         return _interval(sorted(self.total * slope for slope in slopes), _DEVIATIONS * math.sqrt(variance))
 
     def _at(self, eighth: int) -> int:

@@ -72,10 +72,6 @@ class Held(NamedTuple):
     unit: str = "entries"
     table: int = 0
 
-    @property
-    def errors(self) -> bool:
-        return self.about == "tracebacks"
-
     def __str__(self) -> str:
         where = self.path or "something without a name"
         return f"{where} ({self.kind}, +{self.more:,} {self.unit}) -> {self.of}" + (self.state and f", {self.state}")

@@ -521,16 +521,11 @@ def available_cpus(pid: int | None = None, *, root: Path = _proc.ROOT) -> Cpus:
     status = _proc.folder(pid, root) / "status"
     if pid is not None and _proc.is_mounted(root) and not status.exists():
         raise _proc.not_found(pid, "does not exist")
-    allowed = affinity(pid, root=root)
-    first = Cpus(os.cpu_count() or 1, "os.cpu_count()") if allowed is None else Cpus(allowed, shown(status, root))
-    return min([first, *_quotas(root, pid)], key=lambda cpus: cpus.count)
-
-
-def affinity(pid: int | None = None, *, root: Path = _proc.ROOT) -> int | None:
-    """The number of CPUs that a process may run on; None if ``/proc`` does not show it."""
     fields = _proc.if_readable(_proc.status, pid, root) or {}
-    ranges = fields.get("Cpus_allowed_list")  # such as "0-3,8"
-    return None if ranges is None else sum(_length(each) for each in ranges.split(","))
+    first = Cpus(os.cpu_count() or 1, "os.cpu_count()")
+    if (allowed := fields.get("Cpus_allowed_list")) is not None:  # such as "0-3,8"
+        first = Cpus(sum(map(_length, allowed.split(","))), shown(status, root))
+    return min([first, *_quotas(root, pid)], key=lambda cpus: cpus.count)
 
 
 def _length(cpus: str) -> int:

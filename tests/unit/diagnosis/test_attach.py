@@ -17,7 +17,7 @@ from modelguard import guard
 from modelguard.control import _client
 from modelguard.diagnosis import _facts_process
 from modelguard.diagnosis._facts import Interpreter
-from modelguard.diagnosis._facts_process import Connection, inside_of, require_attachable
+from modelguard.diagnosis._facts_process import Ask, inside_of, require_attachable
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
@@ -112,7 +112,7 @@ def here(_: int, script: str) -> None:
 
 
 @contextmanager
-def reached(run: Callable[[int, str], None]) -> Iterator[Connection]:
+def reached(run: Callable[[int, str], None]) -> Iterator[Ask]:
     """This process, into which a script is put like that."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "remote_exec", run, raising=False)
@@ -136,15 +136,15 @@ def test_a_process_answers(no_thread_is_left: None) -> None:
     with nlp.lease():
         pass
     with reached(here) as inside:
-        assert 0 < inside.ask("describe")["tracked"]
-        look = inside.ask("look")
+        assert 0 < inside("describe")["tracked"]
+        look = inside("look")
         assert "failed" not in look, look
         assert look["census"]["threads"] >= 2
         assert max(look["types"].values()) > 100  # which types are the most depends on what other tests have left
-        uses = inside.ask("uses")
+        uses = inside("uses")
         assert [f"nlp at {id(nlp):#x}", 1, 1] in uses.get("uses", []), uses
-        assert {} == inside.ask("trim")
-        assert {"failed": "KeyError"} == inside.ask("nonsense")
+        assert {} == inside("trim")
+        assert {"failed": "KeyError"} == inside("nonsense")
 
 
 def failing(error: Exception) -> Callable[[int, str], None]:
@@ -186,4 +186,4 @@ def test_a_process_that_ends_meanwhile() -> None:
         exec(text.replace("for line in stream:", "for line in ():"), {"__name__": "script"})
 
     with reached(hang_up) as inside, pytest.raises(InvalidOption, match="no longer answers"):
-        inside.ask("look")
+        inside("look")

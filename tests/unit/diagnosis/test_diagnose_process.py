@@ -10,13 +10,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from modelguard.control import _client
 from modelguard.diagnosis import GrowthReport, _counts, _inside, diagnose, diagnose_process
-from modelguard.diagnosis._facts_process import Connection
 from modelguard.diagnosis._watch import Watched
 from modelguard.errors import InvalidOption
 from modelguard.facts._proc import parse_mappings
@@ -62,7 +61,7 @@ def watched(
 
     watching = Watched(
         process.pid,
-        cast("Connection", process) if inside else None,
+        process.ask if inside else None,
         lambda: now[0],
         wait,
         lambda _: None,

@@ -89,7 +89,6 @@ def test_a_master_and_its_workers_are_one_service(machine: Machine) -> None:
     service(machine, maps=TORCH + COMPILED)
     facts = machine.facts()
     assert [(10, "main"), (11, "forked"), (12, "forked"), (13, "other")] == [(p.pid, p.role) for p in facts.processes]
-    assert facts.server is not None
     assert ("gunicorn", 2, True) == (facts.server.kind, facts.server.workers, facts.server.forks)
     worker = facts.processes[2]
     assert (330_000 * 1024, 7 * 1024, 20_000 * 1024) == (worker.private, worker.shared, worker.swap)
@@ -153,7 +152,6 @@ def test_a_title_that_hides_the_command_line(machine: Machine) -> None:
     machine.process(11, "gunicorn: worker [app:app]", parent=10)
     facts = machine.facts()
     assert ["main", "forked"] == [process.role for process in facts.processes]
-    assert facts.server is not None
     assert (1, None) == (facts.server.workers, facts.server.preload)
     assert any("environment" in sentence and "overwritten" in sentence for sentence in facts.unknown)
 
@@ -246,7 +244,6 @@ def test_what_the_processes_say_of_themselves(machine: Machine) -> None:
     master = {"server": {"kind": "gunicorn", "preload": True}, "frozen": 9}
     worker = {"variables": [late], "pools": {"torch": 2}, "guards": [{"name": "nlp", "policy": "Uses(5)"}]}
     facts = facts_of_tree(10, "it", {10: master, 11: worker, 12: worker}, root=machine.root)
-    assert facts.server is not None
     assert (True, 2, 0) == (facts.server.preload, facts.server.workers, facts.server.max_requests)
     assert [Variable("OMP_NUM_THREADS", "1", "after import", "/srv/app.py line 3")] == list(facts.variables)
     inside = facts.processes[1].inside

@@ -8,7 +8,7 @@ from modelguard.diagnosis._doctor_report import one_line
 from modelguard.diagnosis._facts import Finding, Remedy
 
 
-def line(*remedies: Remedy | None, words: tuple[str, ...], server: str | None = None) -> str:
+def line(*remedies: Remedy | None, words: tuple[str, ...], server: str = "") -> str:
     findings = [Finding("MG101", "title", "fault", (), "why", "fix", "page", remedy) for remedy in remedies]
     return one_line(findings, words, server)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment._linker import LoadedFile
+from modelguard.environment._linker import static_of
 
 VARIABLE, GUARD = "_ZZ1fvE4room", "_ZGVZ1fvE4room"
 
@@ -40,20 +40,18 @@ def file(tmp_path: Path) -> str:
 def test_a_variable_with_its_value(file: str) -> None:
     """Once its guard is set, the number is read."""
     memory = (ctypes.c_int32 * 4)(1, 0, 64, 0)
-    assert 64 == LoadedFile(file, ctypes.addressof(memory), None).static(VARIABLE)
+    assert 64 == static_of(file, VARIABLE, ctypes.addressof(memory))
 
 
 def test_a_variable_without_its_value(file: str) -> None:
     """Until its guard is set, there is no value."""
     memory = (ctypes.c_int32 * 4)(0, 0, 64, 0)
-    assert LoadedFile(file, ctypes.addressof(memory), None).static(VARIABLE) is None
+    assert static_of(file, VARIABLE, ctypes.addressof(memory)) is None
 
 
-def test_a_variable_of_the_thread(file: str) -> None:
-    """It is read from the thread's own block; a thread without one has no value."""
-    memory = (ctypes.c_int32 * 4)(1, 0, 7, 0)
-    assert 7 == LoadedFile(file, 0, ctypes.addressof(memory)).static(VARIABLE, of_thread=True)
-    assert LoadedFile(file, 0, None).static(VARIABLE, of_thread=True) is None
+def test_a_variable_of_a_thread_that_has_none(file: str) -> None:
+    """A thread that has no variables of the file yet has no value."""
+    assert static_of(file, VARIABLE, None) is None
 
 
 @pytest.mark.parametrize("places", [{"other": 1}, {VARIABLE: 8}, {"x" + VARIABLE: 8, "x" + GUARD: 0}])
@@ -61,7 +59,7 @@ def test_a_file_without_the_name(tmp_path: Path, places: dict[str, int]) -> None
     """Only the whole name matches, and a variable without its guard cannot be read."""
     memory = (ctypes.c_int32 * 4)(1, 0, 64, 0)
     with pytest.raises(LookupError):
-        LoadedFile(write(tmp_path / "lib.so", places), ctypes.addressof(memory), None).static(VARIABLE)
+        static_of(write(tmp_path / "lib.so", places), VARIABLE, ctypes.addressof(memory))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +69,7 @@ def test_a_file_of_another_kind(tmp_path: Path, magic: bytes, sections: int) -> 
     """In a file of 32 bits, of the other byte order, or without a symbol table, nothing is found."""
     path = write(tmp_path / "lib.so", {GUARD: 0, VARIABLE: 8}, magic=magic, sections=sections)
     with pytest.raises(LookupError):
-        LoadedFile(path, 0, None).static(VARIABLE)
+        static_of(path, VARIABLE, None)
 
 
 def test_a_table_that_was_cut_off(tmp_path: Path) -> None:
@@ -79,4 +77,4 @@ def test_a_table_that_was_cut_off(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "lib.so", {GUARD: 0, VARIABLE: 8}))
     path.write_bytes(path.read_bytes()[:-64])
     with pytest.raises(LookupError):
-        LoadedFile(str(path), 0, None).static(VARIABLE)
+        static_of(str(path), VARIABLE, None)

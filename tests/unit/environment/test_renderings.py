@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -154,7 +155,7 @@ def test_a_kubernetes_value_stays_text(value: str) -> None:
 
 
 @pytest.mark.parametrize("name", presets.names())
-@pytest.mark.parametrize("format", _presets.formats())
+@pytest.mark.parametrize("format", get_args(_presets.Format))
 def test_every_preset_has_every_format(name: str, format: str) -> None:  # noqa: A002
     """Each variable has a comment that says what it does, and the text ends with one newline."""
     preset = presets.get(name, cpus=2)
@@ -167,7 +168,7 @@ def test_every_preset_has_every_format(name: str, format: str) -> None:  # noqa:
         assert f"# {part.reader}: {part.does}" in text
 
 
-@pytest.mark.parametrize("format", _presets.formats())
+@pytest.mark.parametrize("format", get_args(_presets.Format))
 def test_a_comment_stays_a_comment(format: str) -> None:  # noqa: A002
     """A custom knob cannot break out of its comment with a newline."""
     broken = Knob("A", "1", "any time", "it\nC=3", "does\nB=2", "costs", "source")

@@ -7,10 +7,10 @@ import string
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.diagnosis.secret_forms import BLOCKS, FORMS, QUOTED, TEXTS, TOKENS, WORDS
+from tests.unit.facts.secret_forms import BLOCKS, FORMS, QUOTED, TEXTS, TOKENS, WORDS
 
 from modelguard.cli._top import process_name
-from modelguard.diagnosis._redact import is_secret, redact, redact_command
+from modelguard.facts._redact import is_secret, redact, redact_command
 
 SECRET = "hunter2-word"
 
