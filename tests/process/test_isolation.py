@@ -119,6 +119,11 @@ class TestCalls:
             assert "in failing" in str(caught.value.__cause__)
             assert failing(fail=False)
 
+    def test_an_error_has_the_text_that_it_had(self) -> None:
+        """Also if its class makes a text of what it is given, and so would make one of that text."""
+        with using(functions.echo) as echo, pytest.raises(functions.Unread, match=r"^cannot read this$"):
+            echo(do="error with a text")
+
     def test_an_error_that_cannot_be_pickled_is_described(self) -> None:
         """No answer is lost because its error cannot cross."""
         with using(functions.echo) as echo, pytest.raises(RemoteError, match=r"Unpicklable: 1 and 2"):
