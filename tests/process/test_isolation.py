@@ -39,6 +39,7 @@ from modelguard.errors import (
     WouldDeadlock,
 )
 from modelguard.isolation import _mold_owner
+from modelguard.runtime.call_context import inline
 from modelguard.testing import Clock
 
 pytestmark = pytest.mark.timeout(180)
@@ -210,6 +211,12 @@ class TestDoors:
             assert 6 == len(asyncio.run(main()))
             with pytest.raises(DeadlineExceeded), deadline("150ms"):
                 asyncio.run(main())
+
+    def test_batches_can_be_awaited_where_they_run_inline(self) -> None:
+        """``modelguard_off`` and warm-ups compute them on the loop of their caller, which is blocked anyway."""
+        with using(functions.doubled), inline():
+            one = batched(max_size=8)(functions.doubled)
+            assert [4, 6] == [asyncio.run(one.aio(2)), *asyncio.run(one.amap([3]))]
 
     def test_a_call_on_the_event_loop_is_refused(self) -> None:
         """It would block the loop; the message names the door that does not."""
