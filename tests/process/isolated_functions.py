@@ -297,6 +297,18 @@ class Refused(ValueError):
     """An error to which weak references are possible."""
 
 
+class Unread(ValueError):
+    """An error that makes its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"cannot read {text}")
+
+
+def unread(_: Any) -> None:
+    """Raise."""
+    raise Unread("this")
+
+
 def refuse(_: Any) -> None:
     """Raise."""
     raise Refused
@@ -334,6 +346,7 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
     "refuse": refuse,
     "unpicklable error": raise_unpicklable,
+    "error with a text": unread,
     "lock": lambda _: threading.Lock(),
     "iterator": lambda _: iter(range(3)),
     "lazy": lambda _: Lazy(),

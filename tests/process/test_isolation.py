@@ -39,6 +39,7 @@ from modelguard.errors import (
     WouldDeadlock,
 )
 from modelguard.isolation import _mold_owner
+from modelguard.runtime.call_context import inline
 from modelguard.testing import Clock
 
 pytestmark = pytest.mark.timeout(180)
@@ -118,6 +119,11 @@ class TestCalls:
                 failing(fail=True)
             assert "in failing" in str(caught.value.__cause__)
             assert failing(fail=False)
+
+    def test_an_error_has_the_text_that_it_had(self) -> None:
+        """Also if its class makes a text of what it is given, and so would make one of that text."""
+        with using(functions.echo) as echo, pytest.raises(functions.Unread, match=r"^cannot read this$"):
+            echo(do="error with a text")
 
     def test_an_error_that_cannot_be_pickled_is_described(self) -> None:
         """No answer is lost because its error cannot cross."""
@@ -205,6 +211,12 @@ class TestDoors:
             assert 6 == len(asyncio.run(main()))
             with pytest.raises(DeadlineExceeded), deadline("150ms"):
                 asyncio.run(main())
+
+    def test_batches_can_be_awaited_where_they_run_inline(self) -> None:
+        """``modelguard_off`` and warm-ups compute them on the loop of their caller, which is blocked anyway."""
+        with using(functions.doubled), inline():
+            one = batched(max_size=8)(functions.doubled)
+            assert [4, 6] == [asyncio.run(one.aio(2)), *asyncio.run(one.amap([3]))]
 
     def test_a_call_on_the_event_loop_is_refused(self) -> None:
         """It would block the loop; the message names the door that does not."""

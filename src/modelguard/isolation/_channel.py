@@ -462,11 +462,25 @@ def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseExc
         name: The isolated function's name.
         plain: Whether only what Python and modelguard have will do, since the rest would need its modules.
     """
-    with suppress(BaseException):  # pickling runs any code
-        content = dumps(error)
-        if type(loads_plain(*content) if plain else unpickle(*content)) is type(error):
-            return error
+    for sent in (_Unchanged(error), error):  # arguments may fail where the error itself does not
+        with suppress(BaseException):  # pickling runs any code
+            content = dumps(sent)
+            if type(loads_plain(*content) if plain else unpickle(*content)) is type(error):
+                return sent
     return described(error, name, text_of(error))
+
+
+class _Unchanged(Exception):
+    """Becomes an error by pickling. Without it, an ``__init__`` that makes a text would make one of that text."""
+
+    def __reduce__(self) -> Any:
+        (error,) = self.args
+        return _with_args, (error, error.args)
+
+
+def _with_args(error: BaseException, args: tuple[Any, ...]) -> BaseException:
+    error.args = args
+    return error
 
 
 def described(error: BaseException, name: str, text: str) -> RemoteError:

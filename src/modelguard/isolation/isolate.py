@@ -31,7 +31,7 @@ from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle.handle import check_wait
 from modelguard.lifecycle.policies import Policy
-from modelguard.runtime import waiting
+from modelguard.runtime import call_context, waiting
 from modelguard.runtime.background import SHARED
 from modelguard.runtime.waiting import Timeout, Wait
 from modelguard.serving import deadlines
@@ -141,7 +141,8 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
         if _processes.role != "owner":
             result = self._call_inside((args, kwargs))
         elif kind == "function":
-            if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none
+            on_loop = asyncio._get_running_loop() is not None  # noqa: SLF001 - the public one raises where there is none
+            if on_loop and not call_context.required():  # else a batch of one blocks the loop anyway, for its await
                 why = "the call would block the running event loop"
                 raise WouldDeadlock(self.name, why=why, fix="Write: await f.aio(...).")
             result = self._caller.call((args, kwargs), _limits())

@@ -6,7 +6,7 @@ import inspect
 import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import wrapt
 
@@ -229,8 +229,26 @@ def _function_of_method(method: Any) -> Any:
     return _MethodFunction(method.__wrapped__.__func__)
 
 
-class _BoundGuarded(BoundByReference):
-    __func__ = property(_function_of_method)
+def _annotations_without_model(function: Any) -> dict[str, Any]:
+    """Those of the signature: ``functools.singledispatch`` registers a function for the type of its first one."""
+    written, seen = function.__wrapped__.__annotations__, {*function.__signature__.parameters, "return"}
+    return {name: hint for name, hint in written.items() if name in seen}
+
+
+class _MethodType(type):
+    """Makes a method anew by its type, as ``MethodType(function, receiver)``, which ``weakref.WeakMethod`` does."""
+
+    def __call__(cls, function: Any, receiver: Any, /) -> Any:
+        return function.__get__(receiver, receiver if isinstance(function, classmethod) else type(receiver))
+
+
+class _BoundGuarded(BoundByReference, metaclass=_MethodType):
+    __annotations__ = property(_annotations_without_model)
+
+    @property
+    def __func__(self) -> Any:
+        parent = self._self_parent  # always the same object: signals know a receiver by a weak reference to it
+        return parent if parent.receivers else _function_of_method(self)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -242,14 +260,15 @@ class _BoundGuarded(BoundByReference):
 class Guarded(ByReference):
     """A decorated function: same name, documentation and signature, without the model."""
 
-    __bound_function_wrapper__ = _BoundGuarded
+    # Past the call of the metaclass, which would take as long as the rest.
+    __bound_function_wrapper__ = staticmethod(partial(type.__call__, _BoundGuarded))  # type: ignore[assignment]
 
     def __init__(self, wrapped: Any, wrapper: Wrapper, owner: object) -> None:
         super().__init__(wrapped, wrapper)
         self._self_guard = owner
         self._self_receivers = receivers(wrapped)
-        method = self._self_receivers and not isinstance(wrapped, classmethod)
-        function = cast("Callable[..., Any]", wrapped)
+        function = plain_function(wrapped)
+        method = self._self_receivers
         self._self_call = partial(_unbound, wrapper, function) if method else partial(wrapper, function, None)
         # Frameworks such as Litestar read the hints of an instance's `__call__` if that is a method, as the one below
         # is. This attribute is for them alone; calls look `__call__` up in the class.
@@ -259,6 +278,7 @@ class Guarded(ByReference):
         return self._self_call(args, kwargs)
 
     __func__ = property(_function_of_method)
+    __annotations__ = property(_annotations_without_model)
 
     @property
     def __signature__(self) -> inspect.Signature:

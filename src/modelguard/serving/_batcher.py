@@ -482,6 +482,7 @@ class Batcher(fork_hooks.Forkable):
         self._refuse_own_call(scope)
         if self._queue.closed:
             raise GuardClosed(self.name)
+        request.state = "done"  # it never waits: a caller that leaves takes nothing out of the queue
         token = current_scope.set(Scope(enclosing=scope.enclosing | {self}))
         try:
             self._runner.inline(request)

@@ -146,6 +146,7 @@ def _copied(error: Exception) -> Exception | None:
         return None
     try:
         again = copy.copy(error)
+        again.args = error.args  # its __init__ may have made a text of the text
     except Exception:  # noqa: BLE001 - an error whose class does not take its own arguments
         return None
     return again if type(again) is type(error) else None
@@ -223,11 +224,9 @@ def error_for_caller(error: BaseException, name: str, count: int) -> Exception:
 def failed_again(name: str, known: BadItem) -> Exception:
     """The error for an item that has just failed by itself, and is not computed again."""
     why = "This item has failed before. It was not computed again."
-    if known.error is not None:
-        with contextlib.suppress(Exception):
-            again = copy.copy(known.error)
-            again.add_note(why)
-            return again
+    if known.error is not None and (again := _copied(known.error)) is not None:
+        again.add_note(why)
+        return again
     return BatchFailed(name, f"{known.text}. {why}", size=1)
 
 

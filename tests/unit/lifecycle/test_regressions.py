@@ -130,6 +130,21 @@ class TestWarmups:
         assert (2, "d") == predict("d")
         predict.close()
 
+    def test_may_fail_in_it(self, world: World) -> None:
+        """The function's queue is as it was: it counts nothing, and ends when it is closed."""
+        nlp = world.guard(warmup=lambda _: predict("bad"))
+
+        @batched(max_size=4)
+        @nlp
+        def predict(_: Any, texts: list[str]) -> list[int]:
+            return [int(text) for text in texts]
+
+        with pytest.raises(LoadFailed, match="ValueError"):
+            world.spawn(nlp.load).result(TIMEOUT)
+        assert (0, 0) == (predict.status().waiting, predict.status().cancelled)
+        predict.close()
+        assert "closed" == predict.status().state
+
     def test_may_await_it(self, world: World) -> None:
         """An ``async`` warm-up does the same on its own loop."""
 

@@ -8,6 +8,7 @@ import inspect
 import operator
 import pickle
 import typing
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,10 @@ def each(model: str, text: str) -> Iterator[str]:
 async def each_later(model: str, text: str) -> AsyncIterator[str]:
     for part in (model, text):
         yield part
+
+
+def _twice(_model: str, value: int) -> int:
+    return 2 * value
 
 
 class Service:
@@ -231,6 +236,31 @@ class TestADecoratedFunctionKeepsItsFace:
     def test_the_written_function_is_at_hand(self) -> None:
         """``__wrapped__`` is the function that was written, for tests that pass their own model."""
         assert ["mine", "a"] == words.__wrapped__("mine", "a")  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("name", METHODS[:3])
+    def test_methods_are_referred_to_weakly(self, name: str) -> None:
+        """``weakref.WeakMethod``, as signals keep their receivers, finds a method while its instance lives."""
+        service = Service()
+        reference = weakref.WeakMethod(getattr(service, name))
+        method = reference()
+        assert method is not None
+        assert ["service", "model", "a"] == run(method("a"))
+        assert reference == weakref.WeakMethod(getattr(service, name))
+        assert inspect.signature(getattr(service, name)) == inspect.signature(method)
+        del service, method
+        assert (name == "method") is (reference() is None)
+
+    def test_annotations(self) -> None:
+        """The hints are those of the signature: dispatch by the type of the first argument takes no model for it."""
+        assert ["text", "limit", "return"] == [*words.__annotations__]
+        assert ["text", "return"] == [*Service().method.__annotations__] == [*Service.method.__annotations__]
+
+        @functools.singledispatch
+        def doubled(value: object) -> object:
+            return value
+
+        doubled.register(nlp(_twice))
+        assert ("a", 4) == (doubled("a"), doubled(2))
 
     def test_attributes_are_its_own(self) -> None:
         """Attributes are read from and written to the function, as other decorators do."""

@@ -97,6 +97,18 @@ def test_errors_are_those_of_the_item(fail: Any) -> None:
         f.submit(KeyboardInterrupt())
 
 
+def test_a_call_that_fails_takes_nothing_out_of_the_queue() -> None:
+    """Nor does one that is cancelled: nothing is counted, and the function can be closed at once."""
+    f = batched(max_size=4)(lambda items: [throw(item) for item in items])
+    for call in (lambda: f(OSError("full")), lambda: asyncio.run(f.amap([OSError("full")] * 2))):
+        with pytest.raises(OSError, match="full"):
+            call()
+    f.submit(OSError()).cancel()
+    assert (0, 0) == (f.status().waiting, f.status().cancelled)
+    f.close(timeout=0)
+    assert "closed" == f.status().state
+
+
 def test_a_closed_function_stays_closed() -> None:
     """It refuses calls as always."""
     f = batched(max_size=4)(where)

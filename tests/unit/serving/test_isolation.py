@@ -164,6 +164,25 @@ def test_an_item_that_ends_an_iterator_gets_an_error_again_and_again() -> None:
     assert "not computed again" in str(error)
 
 
+def test_an_item_gets_the_same_error_again() -> None:
+    """Also if the class of the error makes a text of what it is given, and so would make one of that text."""
+
+    class UnreadError(ValueError):
+        def __init__(self, text: str) -> None:
+            super().__init__(f"cannot read {text}")
+
+    def run(items: list[str]) -> list[str]:
+        for item in items:
+            if item == "bad":
+                raise UnreadError(item)
+        return items
+
+    function = BatchFunction(run=run, name="f", isolate=True)
+    errors = [ran(function, ["good", "bad"]).outcomes[1].error for _ in range(4)]
+    assert [(UnreadError, "cannot read bad")] * 4 == [(type(error), str(error)) for error in errors]
+    assert "not computed again" in errors[-1].__notes__[0]
+
+
 def test_an_item_that_has_become_good_is_forgotten() -> None:
     """It is computed with all others again."""
     function = BatchFunction(run=(model := Model(named=True)), name="f", isolate=True)
