@@ -248,7 +248,7 @@ class _BoundGuarded(BoundByReference, metaclass=_MethodType):
     @property
     def __func__(self) -> Any:
         parent = self._self_parent  # always the same object: signals know a receiver by a weak reference to it
-        return parent if parent.receivers else _function_of_method(self)
+        return parent if parent._self_receivers else _function_of_method(self)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -414,8 +414,6 @@ def _coroutine(atake: AsyncTake) -> Wrapper:
         failed: bool | None = None
         try:
             result = await wrapped(lease.enter_taken(), *args, **kwargs)
-            failed = False
-            return result
         except TypeError as error:
             if (misuse := _misuse.wrong_arguments(error, wrapped, args, kwargs)) is not None:
                 raise misuse from None
@@ -433,6 +431,9 @@ def _coroutine(atake: AsyncTake) -> Wrapper:
             except Exception as second:
                 lease.repair(second, last=True)
                 raise
+            failed = False
+            return result
+        else:
             failed = False
             return result
         finally:
