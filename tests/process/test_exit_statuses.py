@@ -177,3 +177,12 @@ def test_what_the_output_cannot_show_keeps_the_verdict(folder: Path, monkeypatch
     done = modelguard(folder, "diagnose", "会話:要約", *CALLS)
     assert (1, "") == (done.returncode, done.stderr)
     assert done.stdout.startswith("Diagnosed: \\u4f1a\\u8a71:")
+
+
+def test_a_page_is_shown_in_the_locale_c(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There an output stream of Python lets bytes pass, and no other script: that is escaped too."""
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    done = modelguard(folder, "docs", "one-mold")
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "188 \\xb5s" in done.stdout
