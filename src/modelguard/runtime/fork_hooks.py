@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # noqa: F401 - it has fork hooks of its own, and must not come in the middle of a fork
 import importlib
+import itertools
 import logging
 import os
 import sys
@@ -273,14 +274,15 @@ GRACE = 5.0
 _ORDER = ("batches", "loads", "models")
 
 _waits: dict[str, Callable[[float], object]] = {}
-#: Taken by the first call, and never released.
-_first = threading.Lock()
+#: Counts the calls, in one step each. A lock will not do: gevent's runs other work if it is taken, also where a forked
+#: child renews an isolated function, and that would be answered by the child.
+_calls = itertools.count()
 
 
 def before_exit(what: Literal["batches", "loads", "models"], wait: Callable[[float], object]) -> None:
     """Call ``wait`` at interpreter exit, with the seconds that it may take."""
     _waits[what] = wait
-    if _first.acquire(blocking=False):
+    if next(_calls) == 0:
         atexit.register(_wait)
 
 
