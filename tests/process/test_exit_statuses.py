@@ -28,7 +28,7 @@ def steady(): pass
 def opens(): kept.append(open(os.devnull))
 def fails(): raise KeyError("private")
 if __name__ == "__main__":
-    model = guard(dict, reload_on=None, name="model")
+    models = guard(dict, reload_on=None, name="model"), guard(dict, reload_on=None, name="modèle")
     control.listen()
     print("ready", flush=True)
     sys.stdin.read()
@@ -99,7 +99,7 @@ def test_each_status_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("app")
-    (made / "app.py").write_text(APP)
+    (made / "app.py").write_text(APP, "utf-8")
     (made / "exits.py").write_text("raise SystemExit(5)")
     return made
 
@@ -177,3 +177,12 @@ def test_what_the_output_cannot_show_keeps_the_verdict(folder: Path, monkeypatch
     done = modelguard(folder, "diagnose", "会話:要約", *CALLS)
     assert (1, "") == (done.returncode, done.stderr)
     assert done.stdout.startswith("Diagnosed: \\u4f1a\\u8a71:")
+
+
+def test_a_name_is_shown_in_the_locale_c(folder: Path, service: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There an output stream of Python lets bytes pass, and no other script: that is escaped too."""
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    done = modelguard(folder, "ctl", str(service), "status")
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "  mod\\xe8le  new\n" in done.stdout

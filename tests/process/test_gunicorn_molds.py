@@ -338,6 +338,37 @@ def test_hup_brings_a_new_configuration_to_all_workers(tmp_path: Path) -> None:
         assert server.process.poll() is None
 
 
+#: As gevent's patches do: it collects every child that ends, and tells of those whose forks it has seen.
+GEVENT_CONFIG = """
+    import os
+    from modelguard.frameworks.gunicorn import *
+
+    fork_, waitpid_, seen = os.fork, os.waitpid, set()
+
+    def fork(callback=None, loop=None, ref=False, fork=fork_):
+        pid = fork()
+        seen.add(pid)
+        return pid
+
+    def waitpid(pid, options):
+        found = waitpid_(pid, options)
+        return found if found[0] in seen else (0, 0)
+
+    fork.__module__ = waitpid.__module__ = "gevent.os"
+    os.fork, os.waitpid = fork, waitpid
+"""
+
+
+def test_a_worker_that_ends_is_replaced_where_gevent_collects_children(tmp_path: Path) -> None:
+    """The end of a worker that a mold has forked is known to gunicorn, and the server ends with its workers."""
+    (tmp_path / "own.py").write_text(textwrap.dedent(GEVENT_CONFIG))
+    with running(tmp_path, "-w", "1", "-c", "own.py", policy="TTL('1h')") as server:
+        os.kill(int(server.words()[0]), signal.SIGKILL)
+        server.wait_until(lambda: 2 == server.log.count("Booting worker"), "another worker")
+        server.process.send_signal(signal.SIGTERM)
+        assert 0 == server.process.wait(25)
+
+
 def test_objects_stay_mortal_if_that_is_asked_for(tmp_path: Path) -> None:
     """``MODELGUARD_IMMORTALIZE=no`` holds in a mold."""
     with running(tmp_path, "-w", "1", app=LARGE, policy="TTL('1h')", MODELGUARD_IMMORTALIZE="no") as server:

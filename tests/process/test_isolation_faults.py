@@ -629,6 +629,42 @@ def test_sockets_that_wait_as_gevents_do(tmp_path: Path) -> None:
     assert 1 == run_python(program, 40)
 
 
+#: As gevent's locks do, if they are taken and not waited for: other work runs. In a forked child it is the parent's.
+GREEN_LOCKS = """
+import _thread, os, threading
+parent = os.getpid()
+
+class Lock:
+    def __init__(self):
+        self._lock = _thread.allocate_lock()
+
+    def acquire(self, blocking=True, timeout=-1):
+        if not (taken := self._lock.acquire(blocking, timeout)) and not blocking and os.getpid() != parent:
+            os._exit(7)
+        return taken
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *_):
+        self.release()
+
+    def __getattr__(self, name):
+        return getattr(self._lock, name)
+
+threading.Lock = Lock
+"""
+
+
+def test_a_child_that_starts_a_program_runs_no_work_of_its_parent(tmp_path: Path) -> None:
+    """Under gevent a program is started by a fork: what prepares the child for isolated calls gives no turn away."""
+    (tmp_path / "functions.py").write_text(GREEN_FUNCTION)
+    program = f"{GREEN_LOCKS}\nimport sys; sys.path.insert(0, {str(tmp_path)!r})\nimport functions\n"
+    program += "if not (pid := os.fork()):\n    os._exit(0)\n"
+    program += "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    assert 0 == run_python(program, 40)
+
+
 def test_a_module_that_patches_threads(tmp_path: Path) -> None:
     """A mold that would hang with gevent's threads is refused, and the error says where to patch instead."""
     (tmp_path / "functions.py").write_text(GREEN_THREADS + GREEN_FUNCTION)

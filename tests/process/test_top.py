@@ -284,6 +284,22 @@ def test_a_watch_ends_well_when_it_is_interrupted(server: subprocess.Popen[str])
     assert isinstance(seen[1], int)
 
 
+def test_a_watch_ends_with_its_terminal(server: subprocess.Popen[str]) -> None:
+    """Also where no SIGHUP tells it that the terminal has gone."""
+    pytest.importorskip("rich", reason="the live view needs rich")
+    ours, its = os.openpty()
+    command = [sys.executable, "-m", "modelguard", "top", str(server.pid), "--interval", "0.2"]
+    with subprocess.Popen(command, stdout=its, stderr=subprocess.PIPE, text=True, start_new_session=True) as watch:
+        os.close(its)
+        os.read(ours, 1)
+        os.close(ours)
+        try:
+            _, complaint = watch.communicate(timeout=30)
+        finally:
+            watch.kill()
+    assert (2, "modelguard: the output could not be written: Input/output error\n") == (watch.returncode, complaint)
+
+
 def test_a_pause_is_seen_from_outside() -> None:
     """In the process that is paused and in a child that was forked then, until that one resumes."""
     with running(PAUSED) as process:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from modelguard import _units
 from modelguard.errors import InvalidOption, WeightsRefused
 from modelguard.sharing import _weights_formats
 
@@ -59,7 +60,7 @@ def _names(folder: Path, details: Mapping[str, Any]) -> list[str] | None:
 def _check(name: object, array: Any) -> None:
     why, fix = None, "Give plain arrays of numbers or of fixed-length text."
     if name is not None and not isinstance(name, str):
-        why = f"must have strings as names, and {name!r} is a {type(name).__name__}"
+        why = f"must have strings as names, and {name!r} is {_units.kind_of(name)}"
     elif array.dtype.hasobject:
         why = f"must not contain Python objects, which cannot be mapped: see {name or 'the array'}"
     elif type(array) not in (np.ndarray, np.memmap):

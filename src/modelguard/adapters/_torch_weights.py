@@ -42,7 +42,8 @@ def write(source: Any, create: Create) -> Mapping[str, Any]:
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):  # a full disk, for which torch raises its own error
             raise error.__context__ from None
-        raise
+        why = f"cannot be written by torch: {error}"
+        raise InvalidOption("source", "state dict", why=why, fix="Publish tensors that torch.save() takes.") from error
     return {}
 
 
@@ -56,11 +57,15 @@ def load(build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) ->
     ties = _ties(module)
     _fill_ties(state, ties)
     _check_types(folder, module, state)
+    before = _registered(module)
     try:
         module.load_state_dict(state, assign=True)
     except RuntimeError as error:  # names or shapes; torch lists them
         raise WeightsMismatch(folder, why=" ".join(str(error).split()), fix=_FIX) from error
     _tie(module, ties)
+    if kept := _kept(module, before):
+        why = f"plain attributes have registered tensors too, and would not get the file's content: {_list(kept)}"
+        raise WeightsMismatch(folder, why=why, fix="Use the parameter or buffer itself, or set them after load().")
     if left := sorted(_on_meta(module)):
         why = f"build() leaves tensors without content that are not in the file: {_list(left)}"
         raise WeightsMismatch(folder, why=why, fix="Create them outside of torch.device('meta').")
@@ -144,9 +149,25 @@ def _names(module: torch.nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
+def _registered(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def _kept(module: torch.nn.Module, before: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of plain attributes that have a registered tensor of ``before``, and not the one that took its place."""
+    names, now = {id(tensor): name for name, tensor in before}, dict(_registered(module))
+    return [
+        attribute
+        for attribute, tensor in _attributes(module)
+        if (new := now.get(names.get(id(tensor), ""))) is not None
+        and new is not tensor
+        and (tensor.is_meta or not torch.equal(tensor, new))
+    ]
+
+
 def _on_meta(module: torch.nn.Module) -> set[str]:
     """Names of all tensors of a module that have no content, registered or not."""
-    registered = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    registered = _registered(module)
     known = {id(tensor) for _, tensor in registered}
     loose = [(name, tensor) for name, tensor in _attributes(module) if id(tensor) not in known]
     return {name for name, tensor in (*registered, *loose) if tensor.is_meta}

@@ -57,7 +57,7 @@ def safely() -> Iterator[None]:
 
 def _stream(number: int, own: TextIO | None) -> TextIO:
     own_encoding = (own.encoding, own.errors) if own is not None else ("utf-8", "strict")
-    if own_encoding[1] == "strict":  # a name that a terminal cannot show is no reason to show nothing
+    if own_encoding[1] in {"strict", "surrogateescape"}:  # what a terminal cannot show is no reason to show nothing
         own_encoding = own_encoding[0], "backslashreplace"
     raw = _Descriptor(number, "w", closefd=False)
     live = number == 2 or raw.isatty()  # noqa: PLR2004 - as above

@@ -210,7 +210,7 @@ def _live(stream: TextIO) -> Iterator[Show]:
     from rich.console import Console
     from rich.live import Live
 
-    console = Console(file=stream)
+    console = Console(file=stream, force_terminal=True)  # goes on writing, and so learns, when the terminal has gone
     with Live(console=console, auto_refresh=False) as live:
         yield lambda trees: live.update(_rendered(trees, console.width), refresh=True)
 

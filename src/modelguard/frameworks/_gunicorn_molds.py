@@ -284,7 +284,8 @@ class Molds:
 
     def _run_gunicorns(self, pre_fork: Callable[[Any], object], fork: Callable[[Any], int]) -> int:
         """Run gunicorn's own code for a new worker, with these in the place of its hook and of ``os.fork``."""
-        setting, real = self._server.cfg.settings["pre_fork"], os.fork  # not `cfg.set`, which inspects the function
+        real: Callable[..., int] = os.fork
+        setting = self._server.cfg.settings["pre_fork"]  # not `cfg.set`, which inspects the function
         hook = setting.value
 
         def put_back() -> None:
@@ -294,7 +295,9 @@ class Molds:
         def pre_fork_instead(_server: Any, worker: Any) -> None:
             def fork_instead() -> int:
                 put_back()
-                return fork(worker)
+                made = partial(fork, worker)
+                # gevent collects all children that end, and tells gunicorn only of those that it knows.
+                return real(fork=made) if os.waitpid.__module__ == "gevent.os" else made()
 
             pre_fork(worker)
             setattr(os, "fork", fork_instead)  # noqa: B010

@@ -248,7 +248,7 @@ class _BoundGuarded(BoundByReference, metaclass=_MethodType):
     @property
     def __func__(self) -> Any:
         parent = self._self_parent  # always the same object: signals know a receiver by a weak reference to it
-        return parent if parent._self_receivers else _function_of_method(self)
+        return parent if parent._self_receivers else _function_of_method(self)  # noqa: SLF001 - as below
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -70,7 +70,7 @@ class TestADuePolicy:
         functions: dict[str, Callable[..., Any]] = {
             "function": lambda _model, value: 1 // value,
             "coroutine": fail,
-            "of a coroutine": lambda model, value: fail(model, value),
+            "of a coroutine": lambda model, value: fail(model, value),  # noqa: PLW0108 - a plain function
             "generator": generate,
         }
         decorated = guard(functions[kind])

@@ -230,6 +230,40 @@ class TestBuilding:
         with pytest.raises(WeightsMismatch, match=r"not in the file: positions\. .*torch\.device\('meta'\)"):
             weights.load(build, path)
 
+    @pytest.mark.parametrize(
+        "keep",
+        [
+            lambda model: setattr(model, "center", model.mean),
+            lambda model: setattr(model, "all", [model.weight]),
+            lambda model: setattr(model, "all", {"w": model.weight, "sum": model.weight.sum().item()}),
+        ],
+        ids=["a buffer", "a parameter", "a parameter that was read"],
+    )
+    def test_that_keeps_its_own_weights_beside_the_published_ones_is_refused(
+        self, path: Path, keep: Callable[[Any], None]
+    ) -> None:
+        """What a plain attribute has, too, would stay as it was built, and the model would answer with it: an error."""
+
+        def constructor(model: Any) -> None:
+            model.register_buffer("mean", torch.zeros(3))
+            keep(model)
+
+        model = self.build(constructor)()
+        model.mean += 5
+        weights.publish(model, path)
+        with pytest.raises(WeightsMismatch, match=r"would not get the file's content: (center|all)\. "):
+            weights.load(self.build(constructor), path)
+
+    def test_may_keep_a_buffer_that_is_in_the_file_as_it_was_built(self, path: Path) -> None:
+        """A plain attribute with the same numbers as the file's is no mistake."""
+
+        def constructor(model: Any) -> None:
+            model.register_buffer("frequencies", torch.arange(3.0))
+            model.original = model.frequencies
+
+        weights.publish(self.build(constructor)(), path)
+        assert [0, 1, 2] == weights.load(self.build(constructor), path).original.tolist()
+
 
 class TestWhatDoesNotFit:
     @pytest.mark.parametrize(
@@ -273,8 +307,9 @@ class TestWhatDoesNotFit:
             {"a": nn.UninitializedParameter()},
             {"a": torch.ones(2), "version": 3},
             {1: torch.ones(2)},
+            {"a": (numbers := torch.ones(2)), "b": numbers.view(torch.int32)},
         ],
-        ids=["nested", "meta", "sparse", "lazy", "numbers", "names that are not text"],
+        ids=["nested", "meta", "sparse", "lazy", "numbers", "names that are not text", "two types of one memory"],
     )
     def test_what_cannot_be_mapped_is_not_published(self, path: Path, source: Any) -> None:
         """A state dict with anything but plain tensors is rejected before anything is written."""
