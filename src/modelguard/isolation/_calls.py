@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard import _units
 from modelguard.errors import (
@@ -54,31 +54,28 @@ class CallTimes(NamedTuple):
     until: float = math.inf
 
 
-class Taken:
+class Taken(Protocol):
     """A worker that a call has. One of its methods ends that."""
 
-    __slots__ = ()
-
     @property
-    def channel(self) -> Channel:
-        raise NotImplementedError
+    def channel(self) -> Channel: ...
 
     @property
     def pid(self) -> int:
         """Its process id; 0 while it is not known."""
-        raise NotImplementedError
+        ...
 
-    def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        """Give the worker back after its answer, as :meth:`Workers.release` does."""
-        raise NotImplementedError
+    def release(self, *, worn: tuple[Reason, ...]) -> None:
+        """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
+        ...
 
     def put_back(self) -> None:
         """Give the worker back without a call."""
-        self.release(worn=(), counts=False)
+        ...
 
     def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         """Record that the worker has ended in its call, or end it; returns how it ended, for people."""
-        raise NotImplementedError
+        ...
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -366,6 +363,8 @@ CLOSE = "modelguard-isolated-close"
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
 #: Compared with each answer, and plain numbers compare faster.
 _ERROR, _ITEM = int(AnswerKind.ERROR), int(AnswerKind.ITEM)
 
@@ -454,7 +453,7 @@ def _close_dropped(stream: Generator[Any, None, None]) -> None:
 class Caller:
     """Makes the calls of one isolated function. Thread-safe."""
 
-    def __init__(self, options: IsolationOptions, scope: WorkerScope, key_of: Callable[..., Any] | None = None) -> None:
+    def __init__(self, options: IsolationOptions, scope: WorkerScope, key_of: KeyOf | None = None) -> None:
         self._name = options.name
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._max_bytes = options.bounds.transfer

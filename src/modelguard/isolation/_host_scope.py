@@ -232,10 +232,8 @@ ANSWER = 1.0
 _AGAIN = 0.05
 
 
-class GrantedWorker(Taken):
+class GrantedWorker:
     __slots__ = ("__weakref__", "_connection", "_scope", "channel", "pid")
-    channel: Channel
-    pid: int
 
     def __init__(self, scope: HostScope, connection: Connection, pid: int) -> None:
         scope.running.add(self)
@@ -251,6 +249,9 @@ class GrantedWorker(Taken):
             with suppress(BrokerGone):
                 connection.say("release", worn, counts)
                 connection.give_back()
+
+    def put_back(self) -> None:
+        self.release(worn=(), counts=False)
 
     def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         connection = self._end()

@@ -75,7 +75,7 @@ class _Loan:
 Loan: TypeAlias = _Loan | Lease[Mold]
 
 
-class TakenWorker(Taken):
+class TakenWorker:
     """A worker for the call that has a loan on its mold, while it is held."""
 
     __slots__ = ("_loan", "_process", "held", "worker")
@@ -106,6 +106,9 @@ class TakenWorker(Taken):
     def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
         self._loan.model.workers.release(self.worker, worn=worn, counts=counts)
         self._end()
+
+    def put_back(self) -> None:
+        self.release(worn=(), counts=False)
 
     def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         how = self._loan.model.workers.end_worker(self.worker, cause, blame=blame)
