@@ -243,7 +243,7 @@ class _MethodType(type):
 
 
 class _BoundGuarded(BoundByReference, metaclass=_MethodType):
-    __annotations__ = property(_annotations_without_model)
+    __annotations__ = property(_annotations_without_model)  # pyright: ignore[reportAssignmentType] - as wrapt does
 
     @property
     def __func__(self) -> Any:
@@ -278,7 +278,7 @@ class Guarded(ByReference):
         return self._self_call(args, kwargs)
 
     __func__ = property(_function_of_method)
-    __annotations__ = property(_annotations_without_model)
+    __annotations__ = property(_annotations_without_model)  # pyright: ignore[reportAssignmentType] - as wrapt does
 
     @property
     def __signature__(self) -> inspect.Signature:
