@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -141,3 +143,23 @@ def test_a_batched_function_brings_what_its_events_need() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ("nothing more\n", "") == (done.stdout, done.stderr)
+
+
+def test_it_works_without_the_extension_of_wrapt() -> None:
+    """Where wrapt has no wheel, its classes are made in Python, and have a metaclass."""
+    program = """
+        import weakref, wrapt
+        from modelguard import guard
+
+        class Service:
+            @guard(lambda: 2, reload_on=None)
+            def times(self, model, number):
+                return model * number
+
+        service = Service()
+        print(weakref.WeakMethod(service.times)()(21), type(wrapt.FunctionWrapper) is not type)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    environment = {**os.environ, "WRAPT_DISABLE_EXTENSIONS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "42 True\n" == done.stdout

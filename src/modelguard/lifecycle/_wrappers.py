@@ -235,7 +235,7 @@ def _annotations_without_model(function: Any) -> dict[str, Any]:
     return {name: hint for name, hint in written.items() if name in seen}
 
 
-class _MethodType(type):
+class _MethodType(type(BoundByReference)):  # type: ignore[misc] # wrapt has a metaclass where its extension is missing
     """Makes a method anew by its type, as ``MethodType(function, receiver)``, which ``weakref.WeakMethod`` does."""
 
     def __call__(cls, function: Any, receiver: Any, /) -> Any:
