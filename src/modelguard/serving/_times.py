@@ -24,6 +24,9 @@ _DECAY = 0.95
 #: become slower or faster, everything learned before is rescaled.
 _CHANGED = 1.5
 _AGREE = 3
+#: If the first runs agree that it is so many times slower than those before them, these were no measure of it, and are
+#: forgotten: scaled by as much, what only one of the later runs has shown would be far too long.
+_FAR_SLOWER = 10.0
 #: If the last eight are all longer or all shorter than the estimate by this factor, the line lags behind. If their
 #: sizes differ by a quarter, it is then learned anew from them: it may have mixed times from before and after a change.
 _DRIFTED = 1.1
@@ -324,7 +327,13 @@ class BatchTimes:
         last.append((ratio, count, weight, seconds))
         ratios = [run[0] for run in last]
         if _agree(latest := ratios[-_AGREE:], _AGREE, usual):
-            self._scale(sorted(latest)[_AGREE // 2])
+            by = sorted(latest)[_AGREE // 2]
+            if by < _FAR_SLOWER or self._runs > _RUNS:
+                self._scale(by)
+            else:
+                self._line, self._sizes = _FittedLine(), _Sizes()
+                for _, items, weighs, took in itertools.islice(last, len(last) - _AGREE, len(last) - 1):
+                    self._line.add(items, weighs, took)
             for _, items, weighs, took in itertools.islice(last, len(last) - _AGREE, len(last)):
                 if not weighs:
                     self._sizes.renew(items, took)

@@ -253,6 +253,16 @@ def test_the_nearest_deadline_goes_first() -> None:
     assert [1, 2, 3, 4] == taken(queue, 0.0)
 
 
+def test_the_nearest_deadline_goes_first_from_the_end_of_the_queue() -> None:
+    """Also where batches are small: as many as usually wait are compared, and not only the oldest."""
+    queue = queue_of(max_size=1, max_queue=256)
+    measure(queue, 1, 0.1)
+    for number in range(200):
+        queue.admit(request(number, deadline=100.0), 0.0)
+    queue.admit(request("urgent", deadline=0.5), 0.0)
+    assert ["urgent"] == taken(queue, 0.0)
+
+
 def test_who_has_no_deadline_is_not_passed_for_ever() -> None:
     """It counts as if it had the longest time that requests have had: what comes later than that goes behind it."""
     queue = queue_of(max_queue=100)

@@ -47,6 +47,12 @@ def test_one_size_says_little_about_others() -> None:
     assert (0.25, 1.0, 1.0) == tuple(pytest.approx(found.seconds(count, 0.0)) for count in (1, 4, 32))
 
 
+def test_first_runs_that_were_no_measure_are_forgotten() -> None:
+    """Four calls that end early say nothing about larger batches: these take no longer here, as one run has shown."""
+    early, late = [(1, 3e-5)] * 4, [(1, 0.029), (5, 0.029), (8, 0.029), (1, 0.03), (1, 0.03), (1, 0.03)]
+    assert curve(learned(early + late)).seconds(8, 0.0) < 0.05
+
+
 def test_the_slope_survives_a_long_time_of_equal_batches() -> None:
     """Under steady load all batches have one size; what was learned about others before still counts."""
     times = learned([(1, 0.11), (8, 0.18)])
