@@ -134,7 +134,7 @@ def test_a_replica_that_cannot_be_loaded_keeps_no_other_from_it(
 
 def in_another_thread(work: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1) as executor:
-        return executor.submit(work).result(TIMEOUT)
+        return executor.submit(contextvars.Context().run, work).result(TIMEOUT)  # also where threads inherit one
 
 
 async def take_async(pair: ModelReplicas[Any]) -> int:
