@@ -303,7 +303,7 @@ def _cost(request: Request) -> float:
 #: How many of those that wait are looked at to tell how many have less time than a new one.
 _SAMPLED = 256
 #: So many times the size of a batch is put in order: what the batch is chosen from, and the batches behind it.
-#: At least so many, the default of ``max_queue``: an urgent request may come last. Where all of them wait it takes 0.1 ms.
+#: At least so many, the default of ``max_queue``: an urgent request may come last. That takes 0.1 ms.
 _LOOKED_AT = 8
 _LEAST_LOOKED_AT = 256
 
