@@ -49,11 +49,12 @@ def test_a_child_never_gets_its_parents_reading() -> None:
 
 
 NEW_FILE = """
-import json, mmap, os, sys
+import json, mmap, multiprocessing, os, sys
 from modelguard import memory
 
 SIZE = 60_000_000
 access, forked, folder = sys.argv[1], sys.argv[2] == "forked", sys.argv[3]
+all_have_read = multiprocessing.Barrier(3 if forked else 1)
 ballast = bytearray(b"1") * 80_000_000
 if forked:
     siblings = [os.fork() for _ in range(3)]
@@ -78,6 +79,7 @@ if access == "COPY":
         view[at] = 1
 answer = json.dumps([read - before, memory.private(fresh=True) - read]) + "\\n"
 os.write(1, answer.encode())  # in one piece, since siblings write too
+all_have_read.wait(60)  # what a sibling that ends has shared becomes private
 os._exit(0)
 """
 
