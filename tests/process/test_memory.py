@@ -57,8 +57,10 @@ access, forked, folder = sys.argv[1], sys.argv[2] == "forked", sys.argv[3]
 all_have_read = multiprocessing.Barrier(3 if forked else 1)
 ballast = bytearray(b"1") * 80_000_000
 if forked:
-    siblings = [os.fork() for _ in range(3)]
-    if all(siblings):
+    siblings = []
+    while len(siblings) < 3 and (child := os.fork()):
+        siblings.append(child)
+    if len(siblings) == 3:
         sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in siblings))
     # Nearly all becomes the child's own: what it shares would too, where the system takes the idle parent's pages.
     for at in range(0, 77_000_000, 4096):
