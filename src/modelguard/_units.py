@@ -391,8 +391,8 @@ class KeyedName(str):
 
 
 def as_number(text: str) -> int | str:
-    """The whole number above 0 that text is, as from a command line; any other text as it is."""
-    return int(text) if re.fullmatch(r"0*[1-9][0-9]{0,17}", text, re.ASCII) else text
+    """The whole number from 1 to 999,999,999 that text is, as from a command line; any other text as it is."""
+    return int(text) if re.fullmatch(r"(?!0+$)[0-9]{1,9}", text, re.ASCII) else text
 
 
 _PROCESS_FIX = "Give the id of a running process as an int, as os.getpid() returns it and pgrep prints it."

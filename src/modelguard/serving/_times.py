@@ -6,7 +6,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -24,9 +24,9 @@ _DECAY = 0.95
 #: become slower or faster, everything learned before is rescaled.
 _CHANGED = 1.5
 _AGREE = 3
-#: If the first runs agree that it is so many times slower than those before them, these were no measure of it, and are
-#: forgotten: scaled by as much, what only one of the later runs has shown would be far too long.
-_FAR_SLOWER = 10.0
+#: If they agree within the first so many runs that it is so many times slower than before, what came before was no
+#: measure of it, and is forgotten: scaled by as much, what only one of these runs has shown would be far too long.
+_FIRST_RUNS, _FAR_SLOWER = 16, 10.0
 #: If the last eight are all longer or all shorter than the estimate by this factor, the line lags behind. If their
 #: sizes differ by a quarter, it is then learned anew from them: it may have mixed times from before and after a change.
 _DRIFTED = 1.1
@@ -327,14 +327,13 @@ class BatchTimes:
         last.append((ratio, count, weight, seconds))
         ratios = [run[0] for run in last]
         if _agree(latest := ratios[-_AGREE:], _AGREE, usual):
-            by = sorted(latest)[_AGREE // 2]
-            if by < _FAR_SLOWER or self._runs > _RUNS:
+            by, agreed = sorted(latest)[_AGREE // 2], list(last)[-_AGREE:]
+            if by < _FAR_SLOWER or self._runs > _FIRST_RUNS:
                 self._scale(by)
             else:
-                self._line, self._sizes = _FittedLine(), _Sizes()
-                for _, items, weighs, took in itertools.islice(last, len(last) - _AGREE, len(last) - 1):
-                    self._line.add(items, weighs, took)
-            for _, items, weighs, took in itertools.islice(last, len(last) - _AGREE, len(last)):
+                self._sizes = _Sizes()
+                self._learn_line(agreed)
+            for _, items, weighs, took in agreed:
                 if not weighs:
                     self._sizes.renew(items, took)
         elif _agree(ratios, _DRIFT, _DRIFTED):
@@ -351,9 +350,13 @@ class BatchTimes:
         if max(counts) < _DIFFER * min(counts):
             self._scale(ratio)
             return
-        self._line = _FittedLine()
         self._sizes.scale(ratio)
-        for _, count, weight, seconds in itertools.islice(self._last, _DRIFT - 1):
+        self._learn_line(self._last)
+
+    def _learn_line(self, runs: Iterable[tuple[float, int, float, float]]) -> None:
+        """Learn the line from these runs alone, without the last of them, which is being learned."""
+        self._line = _FittedLine()
+        for _, count, weight, seconds in list(runs)[:-1]:
             self._line.add(count, weight, seconds)
 
     def _scale(self, by: float) -> None:
