@@ -115,13 +115,28 @@ def test_a_service_is_watched_from_outside(tmp_path: Path) -> None:
 
 def test_a_process_that_is_not_python() -> None:
     """It is watched from outside, and nobody is told to call something in it."""
-    with subprocess.Popen(["sleep", "60"]) as process:
+    busy = "while :; do i=$((i+1)); done"
+    with subprocess.Popen(["sh", "-c", busy]) as process:
         try:
             done = modelguard("diagnose", "--pid", str(process.pid), "--time", "1s")
         finally:
             process.kill()
     assert 0 == done.returncode, done.stdout + done.stderr
     assert "because it runs no Python." in done.stdout
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_of_a_process_that_computes_nothing_nothing_is_known(stopped: bool) -> None:
+    """Its memory cannot grow before it goes on, so "does not grow" would be no answer; the report says what it needs."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            if stopped:
+                process.send_signal(signal.SIGSTOP)
+            report = diagnose_process(process.pid, seconds=1)
+        finally:
+            process.kill()
+    assert "undecided" == report.verdict
+    assert any("continue it if it is stopped, and send it requests" in sentence for sentence in report.unknown)
 
 
 def test_a_process_that_ends_while_it_is_watched() -> None:

@@ -400,7 +400,7 @@ class Watched:
         counts = Counts(self.pid)
         free = self._trim()
         first, kinds = self._look(), _counts.kinds_of(self.pid)
-        began = self.clock()
+        began, computed = self.clock(), _proc.cpu_seconds(self.pid)
         if (below := len(_proc.tree(self.pid)) - 1) > 0:
             self._unknown.append(f"it has {below} processes below it, which were not watched")
         try:
@@ -413,6 +413,7 @@ class Watched:
                 self.progress({"calls": calls.total, "private": private, "first": observed.first, "phase": "drive"})
         except KeyboardInterrupt:
             self._unknown.append("it was interrupted")
+        idle = _proc.cpu_seconds(self.pid) == computed
         last, moved = self._look(), _counts.moved(kinds, _counts.kinds_of(self.pid))
         held = self._held(calls.total)
         measured = observed.measured(first, last, max(0, self._trim() - free), calls.per, held)
@@ -421,6 +422,9 @@ class Watched:
         self._unknown.extend(notes_on(judged, measured.per))
         if len(measured.calls) >= FEWEST and not measured.calls[-1]:
             self._unknown.append("no call has ended meanwhile; send it requests")
+        elif idle and judged.verdict == "steady" and measured.per != "calls":
+            judged = replace(judged, verdict="undecided")
+            self._unknown.append("it has computed nothing meanwhile: continue it if it is stopped, and send it requests")
         elif judged.verdict == "undecided":
             longer = _units.format_seconds(math.ceil(judged.more * seconds))
             self._unknown.append(f"{judged.reason}; it needs --time {longer}")

@@ -58,12 +58,16 @@ _GROUP_STEP = 0.3
 #: A batch may be twice as large as the largest one so far, where it is not known that the deadlines hold.
 _GROWTH = 2
 #: What batches of a size take follows each run by this much, and all sizes together by that much: models become faster
-#: and slower as a whole.
+#: and slower as a whole. How much times vary is followed more slowly.
 _SIZE_STEP = 0.1
 _LEVEL_STEP = 0.1
-#: What was learned of a size counts so much less with each run of another one, and never less than this part of a run.
+_SPREAD_STEP = 0.03
+#: What was learned of a size counts so much less with each run of another one, for so many runs as a new one moves it.
 _FORGOTTEN = 0.97
-_REMAINS = 0.1
+#: This part of a run says for ever that an item of a size takes no longer than one of the next smaller size: so what a
+#: slow run has shown is doubted in the end, and the size is tried again. Each further run doubles the time until then.
+_DOUBTED = 0.1
+_DOUBLINGS = 30
 #: How fast the share of bad items is followed, with each item; and the runs that one of them adds, with each batch.
 _BAD_STEP = 0.005
 _AGAIN_STEP = 0.2
@@ -207,7 +211,6 @@ class BatchTimes:
         """Record how long a thread was busy with a batch, runs that failed included, and the share of bad items."""
         self._recent.append((now, items, seconds))
         passed, self._passed = self._passed, 0.0
-        self._reach = max(self._reach, items)
         self._told += items
         if not (bad or self.bad):
             return
@@ -299,7 +302,7 @@ class BatchTimes:
             self._weighed = True
         else:
             # Of a group, its own factor follows the model's speed.
-            self._sizes.note(count, seconds, expected if inside and group is None else seconds)
+            self._sizes.note(count, seconds, expected if inside and group is None else 0.0)
 
     def _explained(self, count: int, weight: float, *, inside: bool) -> tuple[float, float]:
         """The shortest and the longest time of a run that the line explains: of sizes beyond all others it says little.
@@ -411,6 +414,25 @@ def _agree(ratios: list[float], count: int, by: float) -> bool:
     return len(ratios) == count and (min(ratios) > by or max(ratios) < 1 / by)
 
 
+@dataclass(slots=True)
+class _Size:
+    """What batches of about one size have taken.
+
+    Attributes:
+        items: How many items they have had.
+        seconds: What they took, over the level.
+        weight: How many runs that stands for, of which older ones count less.
+        when: How many runs of all sizes there were with the last one.
+        runs: How many there were of this size.
+    """
+
+    items: float = 0.0
+    seconds: float = 0.0
+    weight: float = 0.0
+    when: int = 0
+    runs: int = 0
+
+
 class _Sizes:
     """What batches of each size have taken, of which sizes within a factor of two count as one.
 
@@ -420,24 +442,33 @@ class _Sizes:
 
     def __init__(self) -> None:
         self.level = 1.0
-        self._known: dict[int, tuple[float, float, float, int]] = {}  # items, seconds over the level, runs, when
+        self._known: dict[int, _Size] = {}
         self._noted = 0
+        self._log = self._spread = 0.0  # of the logarithms of times over what was expected: their mean and variance
 
     def note(self, count: int, seconds: float, expected: float) -> None:
+        """Note a run, and what was expected of it; 0 if that says nothing of the model's speed."""
         self._noted += 1
-        of = count.bit_length()
-        items, usual, runs, when = self._known.get(of, (0.0, 0.0, 0.0, 0))
-        runs *= _FORGOTTEN ** (self._noted - when)
-        step = max(1 / (runs + 1), _SIZE_STEP)
-        if runs > _ENOUGH and expected > 0 and seconds > 0:
-            self.level *= (seconds / expected) ** _LEVEL_STEP
-        items, usual = items + step * (count - items), usual + step * (seconds / self.level - usual)
-        self._known[of] = items, usual, runs + 1, self._noted
+        size = self._known.setdefault(count.bit_length(), _Size())
+        size.weight *= _FORGOTTEN ** (self._noted - size.when)
+        step = max(1 / (size.weight + 1), _SIZE_STEP)
+        if size.weight > _ENOUGH and expected > 0 and seconds > 0:
+            self._follow(math.log(seconds / expected))
+        size.items += step * (count - size.items)
+        size.seconds += step * (seconds / self.level - size.seconds)
+        size.weight, size.when, size.runs = size.weight + 1, self._noted, size.runs + 1
+
+    def _follow(self, log: float) -> None:
+        """Move the level. Where times vary, the logarithm of one is less, on average, than that of their mean."""
+        self._log += _SPREAD_STEP * (log - self._log)
+        self._spread += _SPREAD_STEP * ((log - self._log) ** 2 - self._spread)
+        usual = max(min(self._log, 0.0), -self._spread)  # how much less: else the level would fall with every run
+        self.level *= math.exp(_LEVEL_STEP * (log - usual))
 
     def usual(self, count: int) -> tuple[float, float]:
         """How many items batches of about this size have had, and what they took; both are known."""
-        items, seconds, _, _ = self._known[count.bit_length()]
-        return items, seconds * self.level
+        size = self._known[count.bit_length()]
+        return size.items, size.seconds * self.level
 
     def knows(self, count: int) -> bool:
         """Whether batches of this size were measured, and not only smaller and larger ones."""
@@ -446,20 +477,23 @@ class _Sizes:
     def scale(self, by: float) -> None:
         """All sizes take longer by this factor; how much each one does is to be learned anew."""
         self.level *= by
-        self._known = {
-            of: (items, usual, min(runs, 1.0), when) for of, (items, usual, runs, when) in self._known.items()
-        }
+        for size in self._known.values():
+            size.weight = min(size.weight, 1.0)
 
     def renew(self, count: int, seconds: float) -> None:
         """Forget what batches of this size took before."""
-        self._known[count.bit_length()] = count, seconds / self.level, 1, self._noted
+        self._known[count.bit_length()] = _Size(count, seconds / self.level, 1.0, self._noted, 1)
 
     def points(self, by: float) -> tuple[tuple[float, float], ...]:
         """Sizes and seconds times a factor; where larger ones took less, they share their mean."""
         merged: list[list[float]] = []
-        for _, (items, seconds, runs, when) in sorted(self._known.items()):
-            many = min(runs, 1 / _SIZE_STEP) * _FORGOTTEN ** (self._noted - when) + _REMAINS
-            merged.append([items * many, seconds * many, many])
+        each = math.inf  # seconds for an item of the next smaller size
+        for _, size in sorted(self._known.items()):
+            age = (self._noted - size.when) / 2 ** min(size.runs - 1, _DOUBLINGS)
+            weight = min(size.weight, 1 / _SIZE_STEP) * _FORGOTTEN**age
+            seconds = size.seconds * weight + min(size.seconds, each * size.items) * _DOUBTED
+            each = size.seconds / size.items
+            merged.append([size.items * (weight + _DOUBTED), seconds, weight + _DOUBTED])
             while len(merged) > 1 and merged[-2][1] * merged[-1][2] > merged[-1][1] * merged[-2][2]:
                 last = merged.pop()
                 merged[-1] = [one + other for one, other in zip(merged[-1], last, strict=True)]
