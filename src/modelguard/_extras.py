@@ -38,10 +38,6 @@ def load(module: str, feature: str) -> Any:
 def not_installed(error: ModuleNotFoundError, feature: str) -> Exception:
     """Make the error for a library that is not installed.
 
-    Args:
-        error: The error that the import raised.
-        feature: The feature that needs the library.
-
     Returns:
         A :class:`~modelguard.errors.NotSupported` with the command that installs the library; ``error`` itself if
         another module is missing.

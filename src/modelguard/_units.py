@@ -465,9 +465,6 @@ def format_bytes(count: int) -> str:
 def format_seconds(amount: float) -> str:
     """Write a duration for a message, as :func:`seconds` reads it: ``"250ms"``, ``"1.5s"``, ``"1h30m"``.
 
-    Args:
-        amount: Seconds, not negative.
-
     Returns:
         Text with at most two units: next to days, seconds do not matter.
     """

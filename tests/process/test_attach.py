@@ -125,18 +125,18 @@ def test_a_process_that_is_not_python() -> None:
     assert "because it runs no Python." in done.stdout
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_of_a_process_that_computes_nothing_nothing_is_known(stopped: bool) -> None:
-    """Its memory cannot grow before it goes on, so "does not grow" would be no answer; the report says what it needs."""
+@pytest.mark.parametrize("signals", [[], [signal.SIGSTOP]], ids=["idle", "stopped"])
+def test_of_a_process_that_computes_nothing_nothing_is_known(signals: list[signal.Signals]) -> None:
+    """Its memory cannot grow before it goes on: "does not grow" would be no answer. The report says what it needs."""
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
-            if stopped:
-                process.send_signal(signal.SIGSTOP)
+            for each in signals:
+                process.send_signal(each)
             report = diagnose_process(process.pid, seconds=1)
         finally:
             process.kill()
     assert "undecided" == report.verdict
-    assert any("continue it if it is stopped, and send it requests" in sentence for sentence in report.unknown)
+    assert any("continue it if it is stopped; send it requests" in sentence for sentence in report.unknown)
 
 
 def test_a_process_that_ends_while_it_is_watched() -> None:

@@ -424,7 +424,7 @@ class Watched:
             self._unknown.append("no call has ended meanwhile; send it requests")
         elif idle and judged.verdict == "steady" and measured.per != "calls":
             judged = replace(judged, verdict="undecided")
-            self._unknown.append("it has computed nothing meanwhile: continue it if it is stopped, and send it requests")
+            self._unknown.append("it has computed nothing meanwhile: continue it if it is stopped; send it requests")
         elif judged.verdict == "undecided":
             longer = _units.format_seconds(math.ceil(judged.more * seconds))
             self._unknown.append(f"{judged.reason}; it needs --time {longer}")

@@ -300,9 +300,6 @@ class Channel:
     def receive(self, loads: Loads = unpickle) -> Any:
         """Wait for the next message. Its descriptors are taken with :meth:`take_fd`, in their order.
 
-        Args:
-            loads: How it is unpickled.
-
         Raises:
             EOFError: The other side has closed the channel, or has died.
             ConnectionResetError: The same, and it has not read all that was sent to it.

@@ -254,9 +254,6 @@ class Folder:
     def locked(self, give_up: Callable[[], bool]) -> Iterator[int | None]:
         """Hold the lock for the block.
 
-        Args:
-            give_up: Asked while another process holds it.
-
         Yields:
             A descriptor that holds the lock, also in a process that inherits it; None after giving up.
         """

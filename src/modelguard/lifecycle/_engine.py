@@ -350,11 +350,6 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
     def repair(self, generation: Generation[M], error: Exception, *, last: bool = False) -> bool:
         """Free the GPU memory that a failed call has left, if that was its trouble; whether to run the call again.
 
-        Args:
-            generation: What it ran on.
-            error: What it raised.
-            last: It was the second run.
-
         Raises:
             CudaAfterFork: CUDA cannot be used in this process.
         """

@@ -413,11 +413,6 @@ def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> N
 def check_gpu(policy: Policy | None, gpu: Gpu, *, loaded: bool) -> None:
     """Check that the GPU memory that a policy reads can be read.
 
-    Args:
-        policy: The policy.
-        gpu: Reads it.
-        loaded: Whether the model is loaded.
-
     Raises:
         NotSupported: It cannot.
     """

@@ -46,13 +46,7 @@ thaw: Callable[[], None] | None = None
 
 
 def drain_and_release(guard: GuardContext[M], old: Generation[M], timeout: float | None = None) -> None:
-    """Wait for a retired generation's calls and release it; after ``timeout`` seconds, abandon it to them.
-
-    Args:
-        guard: Whose generation it is.
-        old: The generation.
-        timeout: Default: the guard's ``drain_timeout``.
-    """
+    """Wait for a retired generation's calls and release it; after its drain timeout, abandon it to them."""
     started = guard.runtime.clock()
     timeout = guard.options.swap.drain_timeout if timeout is None else timeout
     remaining = guard.state.drain(old, timeout)

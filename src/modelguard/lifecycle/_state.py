@@ -309,9 +309,6 @@ class GuardState(Generic[M]):
         """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
 
         :meth:`Engine.plain_wrapper` writes out the common case of this.
-
-        Args:
-            mine: The lease, to be filled.
         """
         outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:
@@ -646,12 +643,7 @@ class GuardState(Generic[M]):
             future.set_result(failure)
 
     def finish(self, job: LoadJob, followup: tuple[Reason, ...]) -> LoadJob | None:
-        """End a job; returns the next one if requests came in after its load had begun, or callers have no model.
-
-        Args:
-            job: What has ended.
-            followup: The reasons of the next job.
-        """
+        """End a job; returns the next one if requests came in after its load had begun, or callers have no model."""
         with self.lock:
             if self.job is not job:
                 # Its failure has ended it (or this is a forked child): later requests have had a job of their own.

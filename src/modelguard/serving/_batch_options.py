@@ -575,10 +575,6 @@ _ASGI_ARGUMENTS = 3
 class Arguments:
     """Checks the arguments of calls, and puts them into requests.
 
-    Args:
-        function: The batch function.
-        options: Its options.
-
     Attributes:
         weigh: Gives the weight of an item, or raises what :meth:`fill_in` does; None if nothing is weighed.
         incomplete: Why a call without keyword arguments fails; None if it does not.

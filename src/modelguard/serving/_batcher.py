@@ -183,13 +183,7 @@ class BatchEvents:
 
 
 class Runner:
-    """Computes batches of one function that is not simply called: it is awaited on an event loop, or stepped through.
-
-    Args:
-        function: The function.
-        options: Its options.
-        others_wait: Whether items wait in the queue.
-    """
+    """Computes batches of a function that is not simply called: it is awaited on an event loop, or stepped through."""
 
     def __init__(self, function: BatchFunction, options: BatchOptions, others_wait: Callable[[], bool]) -> None:
         self._function = function
@@ -239,10 +233,6 @@ class Runner:
 
 class Batcher(fork_hooks.Forkable):
     """Runs a batch function for many callers; see :func:`~modelguard.batched` for what it promises.
-
-    Args:
-        run: Computes a batch.
-        options: Bounds, and how to treat errors.
 
     Attributes:
         limits: The bounds in force.

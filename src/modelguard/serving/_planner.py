@@ -251,10 +251,6 @@ class BestSize:
 class Planner:
     """Sizes batches and prices requests by what was measured. Without a clock, a lock or a queue of its own.
 
-    Args:
-        limits: Bounds of the queue.
-        times: How long batches take.
-
     Attributes:
         auto: Chooses the size of batches by a latency goal, if there is one.
         most: Most items in a batch of the kind that was measured last.

@@ -434,11 +434,6 @@ class BatchQueue:
     def finish(self, batch: Batch, outcomes: list[Any], failed: int = 0) -> tuple[list[Request], list[Any]]:
         """End a batch.
 
-        Args:
-            batch: Which one.
-            outcomes: One for each of its requests.
-            failed: How many outcomes are failures.
-
         Returns:
             The requests whose callers still wait, and their outcomes.
         """

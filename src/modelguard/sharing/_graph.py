@@ -217,10 +217,6 @@ def self_test(words: memoryview[int], immortal: int) -> str | None:
 
     It reads first, and writes only if the count is where it should be, so a different layout changes nothing.
 
-    Args:
-        words: What :func:`memory` returns.
-        immortal: What :func:`mark` returns.
-
     Returns:
         What is wrong; None if nothing is.
     """
@@ -395,9 +391,6 @@ def measure(*roots: object, enough: float = float("inf"), most: float = float("i
 
 def behind_code(code: Iterable[Any]) -> tuple[Mortal, ...]:
     """What these functions, classes and caches lead to, except through the namespaces of modules.
-
-    Args:
-        code: Those for which :func:`is_code_with_data` is true.
 
     Returns:
         What has at least 1 MB, largest first. At most two million objects are looked at.

@@ -392,9 +392,6 @@ def restore(found: Iterable[Hazard]) -> None:
 def with_childrens_threads(found: Iterable[Hazard]) -> Iterator[bool]:
     """In the block, torch computes on as many threads as children that :func:`restore` has repaired.
 
-    Args:
-        found: The hazards that were found.
-
     Yields:
         Whether that is another number.
     """

@@ -49,9 +49,6 @@ def loading() -> str | None:
 def wait_for_loads(timeout: float) -> str | None:
     """Wait until no guard of this process loads or releases.
 
-    Args:
-        timeout: Seconds to wait at most.
-
     Returns:
         The name of a guard that was still loading then; None if there was none.
     """

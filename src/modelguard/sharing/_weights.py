@@ -221,13 +221,7 @@ fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_locks.clear)
 
 
 class WeightsStore:
-    """The weights that are published at one path.
-
-    Args:
-        path: The path.
-        clock: A monotonic clock, in seconds.
-        sleep: Waits for a number of seconds.
-    """
+    """The weights that are published at one path."""
 
     def __init__(
         self,
@@ -288,9 +282,6 @@ class WeightsStore:
     @contextmanager
     def locked(self, timeout: float) -> Iterator[None]:
         """Exclude all other publishers, in this process and in others, for the length of a ``with`` block.
-
-        Args:
-            timeout: Seconds to wait for another publisher.
 
         Raises:
             PublishFailed: The data folder cannot be used, or the other publisher took too long.
