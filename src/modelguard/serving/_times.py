@@ -61,12 +61,12 @@ _GROWTH = 2
 #: and slower as a whole. How much times vary is followed more slowly.
 _SIZE_STEP = 0.1
 _LEVEL_STEP = 0.1
-_SPREAD_STEP = 0.03
-#: What was learned of a size counts so much less with each run of another one, for so many runs as a new one moves it.
+_SPREAD_STEP = 0.05
+#: What was learned of a size counts so much less with each run of another one.
 _FORGOTTEN = 0.97
-#: This part of a run says for ever that an item of a size takes no longer than one of the next smaller size: so what a
+#: So much of a run says for ever that an item of a size takes no longer than one of the next smaller size: so what a
 #: slow run has shown is doubted in the end, and the size is tried again. Each further run doubles the time until then.
-_DOUBTED = 0.1
+_DOUBTED = 0.2
 _DOUBLINGS = 30
 #: How fast the share of bad items is followed, with each item; and the runs that one of them adds, with each batch.
 _BAD_STEP = 0.005
