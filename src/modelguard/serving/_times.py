@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from modelguard.serving._requests import Group
 
@@ -67,7 +68,6 @@ _FORGOTTEN = 0.97
 #: So much of a run says for ever that an item of a size takes no longer than one of the next smaller size: so what a
 #: slow run has shown is doubted in the end, and the size is tried again. Each further run doubles the time until then.
 _DOUBTED = 0.2
-_DOUBLINGS = 30
 #: How fast the share of bad items is followed, with each item; and the runs that one of them adds, with each batch.
 _BAD_STEP = 0.005
 _AGAIN_STEP = 0.2
@@ -414,8 +414,7 @@ def _agree(ratios: list[float], count: int, by: float) -> bool:
     return len(ratios) == count and (min(ratios) > by or max(ratios) < 1 / by)
 
 
-@dataclass(slots=True)
-class _Size:
+class _Size(NamedTuple):
     """What batches of about one size have taken.
 
     Attributes:
@@ -426,11 +425,14 @@ class _Size:
         runs: How many there were of this size.
     """
 
-    items: float = 0.0
-    seconds: float = 0.0
-    weight: float = 0.0
-    when: int = 0
-    runs: int = 0
+    items: float
+    seconds: float
+    weight: float
+    when: int
+    runs: int
+
+
+_UNKNOWN = _Size(0.0, 0.0, 0.0, 0, 0)
 
 
 class _Sizes:
@@ -449,14 +451,14 @@ class _Sizes:
     def note(self, count: int, seconds: float, expected: float) -> None:
         """Note a run, and what was expected of it; 0 if that says nothing of the model's speed."""
         self._noted += 1
-        size = self._known.setdefault(count.bit_length(), _Size())
-        size.weight *= _FORGOTTEN ** (self._noted - size.when)
-        step = max(1 / (size.weight + 1), _SIZE_STEP)
-        if size.weight > _ENOUGH and expected > 0 and seconds > 0:
+        size = self._known.get(count.bit_length(), _UNKNOWN)
+        weight = size.weight * _FORGOTTEN ** (self._noted - size.when)
+        step = max(1 / (weight + 1), _SIZE_STEP)
+        if weight > _ENOUGH and expected > 0 and seconds > 0:
             self._follow(math.log(seconds / expected))
-        size.items += step * (count - size.items)
-        size.seconds += step * (seconds / self.level - size.seconds)
-        size.weight, size.when, size.runs = size.weight + 1, self._noted, size.runs + 1
+        items = size.items + step * (count - size.items)
+        usual = size.seconds + step * (seconds / self.level - size.seconds)
+        self._known[count.bit_length()] = _Size(items, usual, weight + 1, self._noted, size.runs + 1)
 
     def _follow(self, log: float) -> None:
         """Move the level. Where times vary, the logarithm of one is less, on average, than that of their mean."""
@@ -477,8 +479,7 @@ class _Sizes:
     def scale(self, by: float) -> None:
         """All sizes take longer by this factor; how much each one does is to be learned anew."""
         self.level *= by
-        for size in self._known.values():
-            size.weight = min(size.weight, 1.0)
+        self._known = {of: size._replace(weight=min(size.weight, 1.0)) for of, size in self._known.items()}
 
     def renew(self, count: int, seconds: float) -> None:
         """Forget what batches of this size took before."""
@@ -489,7 +490,7 @@ class _Sizes:
         merged: list[list[float]] = []
         each = math.inf  # seconds for an item of the next smaller size
         for _, size in sorted(self._known.items()):
-            age = (self._noted - size.when) / 2 ** min(size.runs - 1, _DOUBLINGS)
+            age = math.ldexp(self._noted - size.when, 1 - size.runs)
             weight = min(size.weight, 1 / _SIZE_STEP) * _FORGOTTEN**age
             seconds = size.seconds * weight + min(size.seconds, each * size.items) * _DOUBTED
             each = size.seconds / size.items

@@ -13,10 +13,11 @@ from modelguard.serving.status import Quantiles
 
 
 def learned(runs: Iterable[tuple[int, float]], *, now: float = 0.0) -> BatchTimes:
-    """Runs of so many items took so many seconds; after each of them somebody asks."""
+    """Runs of so many items took so many seconds; as in a queue, each batch ends before somebody asks."""
     times = BatchTimes()
     for count, seconds in runs:
         times.record(count, 0.0, None, seconds, now)
+        times.record_batch(count, seconds, now)
         times.curve()
     return times
 
@@ -257,33 +258,23 @@ def test_what_bad_items_cost_is_the_runs_that_they_add_over_their_number() -> No
     assert 2.0 < found.again / times.bad < 3.0  # 31 runs for 13 items
 
 
-def one_by_one(runs: Iterable[tuple[int, float]]) -> BatchTimes:
-    """As a queue does: the batch ends before anybody asks what its run has shown."""
-    times = BatchTimes()
-    for count, seconds in runs:
-        times.record(count, 0.0, None, seconds, 0.0)
-        times.record_batch(count, seconds, 0.0)
-        times.curve()
-    return times
-
-
 SLOW = [(1, 0.09), (4, 0.09), (1, 0.09), (10, 0.57)]
 
 
 def test_one_slow_run_of_a_larger_size_is_not_all_that_counts() -> None:
     """Ten items may take as much longer than four as they are more, and half as long again: no single run says more."""
-    assert curve(one_by_one(SLOW)).seconds(10, 0.0) < 0.09 * 10 / 4 * 1.55
+    assert curve(learned(SLOW)).seconds(10, 0.0) < 0.09 * 10 / 4 * 1.55
 
 
 def test_what_one_run_has_shown_of_a_size_is_doubted_in_the_end() -> None:
     """Else a size that was slow once would never be tried again, where no request has so much time."""
-    assert curve(one_by_one([*SLOW, *[(4, 0.09)] * 200])).seconds(10, 0.0) < 0.09 * 10 / 4 * 1.1
+    assert curve(learned([*SLOW, *[(4, 0.09)] * 200])).seconds(10, 0.0) < 0.09 * 10 / 4 * 1.1
 
 
 def test_what_several_runs_have_shown_of_a_size_stays() -> None:
     """Beyond 32 items batches take longer, as when a cache overflows: no number of smaller ones speaks against it."""
     jump = [(1, 0.01), (16, 0.02), (32, 0.03), (40, 0.15), (48, 0.15), (40, 0.15), (60, 0.15), (40, 0.15)] * 4
-    assert curve(one_by_one([*jump, *[(16, 0.02)] * 1000])).seconds(48, 0.0) > 0.12
+    assert curve(learned([*jump, *[(16, 0.02)] * 1000])).seconds(48, 0.0) > 0.12
 
 
 @pytest.mark.parametrize(("spread", "most"), [(0.1, 1.1), (0.3, 2.0), (0.6, 10.0)])
@@ -294,5 +285,5 @@ def test_sizes_that_do_not_run_stay_as_slow_as_they_were_where_times_vary(spread
     def runs(counts: list[int]) -> list[tuple[int, float]]:
         return [(count, (0.1 + 0.01 * count) * dice.lognormvariate(-spread * spread / 2, spread)) for count in counts]
 
-    found = curve(one_by_one(runs([1, 32] * 20 + [32] * 1500)))
+    found = curve(learned(runs([1, 32] * 20 + [32] * 1500)))
     assert 0.11 / most < found.seconds(1, 0.0) / found.margin < 0.11 * most
