@@ -38,6 +38,7 @@ import math
 import os
 import random
 import signal
+import socket
 import stat
 import sys
 import time
@@ -124,13 +125,22 @@ def _is_asgi(app: Any) -> bool:
     return inspect.iscoroutinefunction(app) or inspect.iscoroutinefunction(type(app).__call__)
 
 
-def _import_what_workers_import(configuration: Any) -> None:
-    """Here, once: an import costs each worker memory of its own, also one that finds nothing."""
-    from gunicorn.http import RequestParser  # type: ignore[import-untyped]
+def _rehearse(configuration: Any) -> None:
+    """Answer a request here as workers do, since what each of them does first costs it memory of its own.
+
+    That is an import, also one that finds nothing, and code that the interpreter rewrites when it runs.
+    """
+    from gunicorn.http import RequestParser, wsgi  # type: ignore[import-untyped]
 
     random.Random("")  # noqa: S311 - gunicorn seeds it with a text
-    with contextlib.suppress(Exception):  # some versions look for a parser written in C at the first request
-        next(RequestParser(configuration, [b"GET / HTTP/1.0\r\n\r\n"], ("127.0.0.1", 0)))
+    address = ("127.0.0.1", 0)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, contextlib.suppress(Exception):  # of a version that has changed, or a configuration
+        request = next(RequestParser(configuration, [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"], address))
+        response, _ = wsgi.create(request, ours, address, address, configuration)
+        response.start_response("200 OK", [("Content-Length", "2")])
+        response.write(b"ok")
+        response.close()
 
 
 class _Master:
@@ -163,7 +173,7 @@ class _Master:
             os.set_blocking(end, False)
         fork_hooks.at_fork(fork_hooks.Rank.SERVER, in_child=self._after_fork)
         background.TICKER.stop()
-        _import_what_workers_import(self._server.cfg)
+        _rehearse(self._server.cfg)
         telemetry.add_hook(self._log)
         server, with_molds = self._server, needed(self._guards)
         for number, guard in enumerate(self._guards):
