@@ -64,7 +64,7 @@ def load(build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) ->
         raise WeightsMismatch(folder, why=" ".join(str(error).split()), fix=_FIX) from error
     _tie(module, ties)
     if kept := _kept(module, before):
-        why = f"plain attributes have registered tensors too, and would not get the file's content: {_list(kept)}"
+        why = f"attributes or buffers have registered tensors too, and would not get the file's content: {_list(kept)}"
         raise WeightsMismatch(folder, why=why, fix="Use the parameter or buffer itself, or set them after load().")
     if left := sorted(_on_meta(module)):
         why = f"build() leaves tensors without content that are not in the file: {_list(left)}"
@@ -154,15 +154,14 @@ def _registered(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _kept(module: torch.nn.Module, before: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names of plain attributes that have a registered tensor of ``before``, and not the one that took its place."""
-    names, now = {id(tensor): name for name, tensor in before}, dict(_registered(module))
-    return [
-        attribute
-        for attribute, tensor in _attributes(module)
-        if (new := now.get(names.get(id(tensor), ""))) is not None
-        and new is not tensor
-        and (tensor.is_meta or not torch.equal(tensor, new))
+    """Names of tensors that are, or are views of, registered ones of ``before`` that others took the place of."""
+    now = dict(_registered(module))
+    gone = {id(old): (old, new) for name, old in before if (new := now.get(name, old)) is not old}
+    found = [
+        (name, gone.get(id(tensor if tensor._base is None else tensor._base)))  # noqa: SLF001
+        for name, tensor in (*_attributes(module), *now.items())
     ]
+    return [name for name, pair in found if pair and (pair[0].is_meta or not torch.equal(*pair))]
 
 
 def _on_meta(module: torch.nn.Module) -> set[str]:

@@ -316,6 +316,10 @@ class WeightsStore:
         shutil.rmtree(staging, ignore_errors=True)  # left behind by a publisher that was killed
         before = self.intact()
         try:
+            if before is not None:
+                # A killed publisher may have left versions that nobody reads, and that take the room of this one.
+                found = sorted((number, folder.name) for folder, number in self._versions().items())
+                self._prune([name for number, name in found if number <= before.version][-2:])
             staging.mkdir(mode=0o700)
             manifest = self._write(form, source, staging, key, before)
         except OSError as error:

@@ -138,6 +138,15 @@ class TestPublishing:
         manifest, _ = publish(store, b"one")
         assert [manifest.folder, f"{manifest.folder}/data.bin", "reload.lock"] == below(store.data)
 
+    def test_frees_what_a_killed_publisher_has_left_before_it_writes(self, store: WeightsStore) -> None:
+        """Versions that no reader needs take no room from the next one, which may be all that the disk has."""
+        kept = [publish(store, content)[0].folder for content in (b"one", b"two")]
+        (store.data / f"000003-{'a' * 12}").mkdir()  # killed just before it became current
+        (store.data / f"000000-{'a' * 12}").mkdir()  # killed just after, so that an older one stayed
+        with pytest.raises(PublishFailed):
+            publish(store, b"three", form=Raw(OSError(errno.ENOSPC, "No space left on device")))
+        assert [*kept, "reload.lock"] == sorted(entry.name for entry in store.data.iterdir())
+
 
 class TestPublishingThatFails:
     @pytest.fixture

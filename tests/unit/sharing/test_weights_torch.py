@@ -236,13 +236,16 @@ class TestBuilding:
             lambda model: setattr(model, "center", model.mean),
             lambda model: setattr(model, "all", [model.weight]),
             lambda model: setattr(model, "all", {"w": model.weight, "sum": model.weight.sum().item()}),
+            lambda model: setattr(model, "center", model.mean[:2]),
+            lambda model: model.register_buffer("center", model.mean, persistent=False),
+            lambda model: model.register_buffer("center", model.mean[None], persistent=False),
         ],
-        ids=["a buffer", "a parameter", "a parameter that was read"],
+        ids=["a buffer", "a parameter", "a parameter that was read", "a view", "as a buffer", "a view as a buffer"],
     )
     def test_that_keeps_its_own_weights_beside_the_published_ones_is_refused(
         self, path: Path, keep: Callable[[Any], None]
     ) -> None:
-        """What a plain attribute has, too, would stay as it was built, and the model would answer with it: an error."""
+        """What an attribute, or a buffer that no file has, shows too would stay as it was built: an error."""
 
         def constructor(model: Any) -> None:
             model.register_buffer("mean", torch.zeros(3))
