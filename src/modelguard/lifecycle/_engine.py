@@ -692,8 +692,8 @@ def raise_on_circle(state: GuardState[Any]) -> None:
         job = pending.pop().job
         for thread in list(job.threads) if job is not None else ():
             if thread == me:
-                why = "its loader waits for the very model that it is loading"
-                fix = "Use the model itself inside the loader, or move the call to warmup: it runs on the new model."
+                why = "its loader, its unload or a hook would wait for the load that runs it"
+                fix = "Use the model itself, move the call to warmup, which has the new model, or write wait=False."
                 raise WouldDeadlock(state.name, why=why, fix=fix)
             following = [wait.state for wait in waits if wait.thread == thread and wait.state not in seen]
             seen.update(following)

@@ -28,9 +28,9 @@ class Cron(Value):
     of them reloads once, and a policy joined by ``&`` may come later: ``Cron("0 3 * * *") & Uses(1000)`` is due after
     3 o'clock, once there were 1,000 calls. Needs the extra ``cron`` (cronsim).
 
-    A moment in the hour that a change to daylight saving time leaves out comes at the end of that hour. One in the hour
-    that it repeats comes once, except where the expression names each hour or several (``*`` or ``*/2``), as Debian's
-    cron does it.
+    A moment in the hour that a change to daylight saving time leaves out comes at the end of that hour, and one in the
+    hour that it repeats comes once. If the minutes or the hours begin with ``*``, it does not come, or comes twice, as
+    Debian's cron does it.
 
     Args:
         expression: Minute, hour, day of the month, month and day of the week. ``L``, ``MON#2`` and names work; seconds

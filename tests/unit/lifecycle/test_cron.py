@@ -68,6 +68,13 @@ class TestMoments:
             text[3:] for text in found
         ]
 
+    def test_minutes_that_begin_with_a_star_go_by_the_clock(self) -> None:
+        """What the clock leaves out does not come, and what it shows twice comes twice, also in one hour of the day."""
+        policy = Cron("*/30 2 * * *", tz="Europe/Berlin", jitter=0)
+        assert [] == moments(policy, "2026-03-29T00:00", "2026-03-29T23:00", "Europe/Berlin")
+        found = moments(policy, "2026-10-25T00:00", "2026-10-25T23:00", "Europe/Berlin")
+        assert ["25 02:00 +0200", "25 02:30 +0200", "25 02:00 +0100", "25 02:30 +0100"] == found
+
     def test_who_slept_over_several_reloads_once(self) -> None:
         """Five nights in one: due, and after the reload not before the next moment."""
         policy = Cron("0 3 * * *", tz="UTC", jitter=0)
