@@ -167,7 +167,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             self.checks.ask(sample=False, insist=True)
 
     def _reload(self, job: LoadJob) -> Reload[M]:
-        return Reload(self, self.checks.readings, job)
+        return Reload(self, self.checks.readings, job, lent=partial(_is_lent_the_turn, self.state))
 
     # Waiting
 
@@ -687,17 +687,28 @@ def raise_on_circle(state: GuardState[Any]) -> None:
     Raises:
         WouldDeadlock: It does.
     """
-    pending, seen, me = [state], {state}, threading.get_ident()
+    if any(threading.get_ident() in threads for _, threads in _waited_for(state)):
+        why = "its loader, its unload or a hook would wait for the load that runs it"
+        fix = "Use the model itself, move the call to warmup, which has the new model, or write wait=False."
+        raise WouldDeadlock(state.name, why=why, fix=fix)
+
+
+def _is_lent_the_turn(state: GuardState[Any]) -> bool:
+    """Whether a reload that has the turn of this host waits, in its loader or in a hook, for a load of this guard."""
+    turns = [engine.state for engine in engines() if (job := engine.state.job) is not None and job.has_turn]
+    return any(state is awaited for turn in turns for awaited, _ in _waited_for(turn))
+
+
+def _waited_for(state: GuardState[Any]) -> Iterator[tuple[GuardState[Any], list[int]]]:
+    """The guards for whose loads one of ``state`` waits, itself and through others too, and the threads of each."""
+    pending, seen = [state], {state}
     while pending:
-        job = pending.pop().job
-        for thread in list(job.threads) if job is not None else ():
-            if thread == me:
-                why = "its loader, its unload or a hook would wait for the load that runs it"
-                fix = "Use the model itself, move the call to warmup, which has the new model, or write wait=False."
-                raise WouldDeadlock(state.name, why=why, fix=fix)
-            following = [wait.state for wait in waits if wait.thread == thread and wait.state not in seen]
-            seen.update(following)
-            pending.extend(following)
+        job = (one := pending.pop()).job
+        threads = [] if job is None else list(job.threads)
+        yield one, threads
+        following = [wait.state for wait in waits if wait.thread in threads and wait.state not in seen]
+        seen.update(following)
+        pending.extend(following)
 
 
 def until_loaded(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> Steps[None]:

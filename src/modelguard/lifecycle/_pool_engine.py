@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -112,6 +113,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         self._first: Want[K, M] | None = None
         self._watching = False  # whether one of them waits for the end of a call
         self._fetches: dict[K, Future[Lease[M]]] = {}
+        self._inside_release: ContextVar[Collection[bool]] = ContextVar("modelguard releases", default=())
 
     @property
     def name(self) -> str:
@@ -285,8 +287,14 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         with self._lock:
             evicted, self._evicted = self._evicted, []
             self._evictions += sum(model.until_next_use is None for model in evicted)
-        for model in evicted:
-            self._release(model)
+        inside = [True]
+        token = self._inside_release.set(inside)
+        try:
+            for model in evicted:
+                self._release(model)
+        finally:
+            inside.clear()  # for tasks and threads that were begun there, and live on
+            self._inside_release.reset(token)
 
     def _release(self, model: PooledModel[Any]) -> None:
         """Release a model, off the event loop, since an ``unload`` hook may need one."""
@@ -628,6 +636,10 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                     self._one_load.release()
 
     def _search(self) -> None:
+        if self._inside_release.get():
+            why = "its unload or a hook would wait for the release that runs it"
+            fix = "Call it outside of them, or use reload(), which waits for nothing."
+            raise WouldDeadlock(self.name, why=why, fix=fix)
         _engine.search(self._states_of_loads())
 
     def _admit(self, key: K, model: PooledModel[M], engine: Engine[M]) -> bool:

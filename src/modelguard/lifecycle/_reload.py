@@ -370,12 +370,14 @@ class Reload(Generic[M]):
         guard: Whose model is loaded.
         readings: Are started anew for the generation that is installed.
         job: What was requested.
+        lent: Says whether a reload that has the turn waits for this one.
     """
 
-    def __init__(self, guard: GuardContext[M], readings: Readings, job: LoadJob) -> None:
+    def __init__(self, guard: GuardContext[M], readings: Readings, job: LoadJob, *, lent: Callable[[], bool]) -> None:
         self._guard = guard
         self._readings = readings
         self._job = job
+        self._lent = lent
         self._fruitless_reloads = 0
         self._host_lock: HostLockHeld = "none"
         self._deferred, self._growth_meanwhile = 0.0, 0
@@ -429,9 +431,9 @@ class Reload(Generic[M]):
         runtime, lock = self._guard.runtime, self._guard.runtime.host_lock
         while True:  # without the turn while it waits for a pause: nobody else could load meanwhile
             self._wait_for_quiet()
-            with lock.held(sleep=runtime.sleep, clock=runtime.clock, cancelled=self._is_cancelled) as held:
-                if held == "timed_out" or not self._pause_is_over():
-                    self._host_lock = held
+            with lock.held(sleep=runtime.sleep, clock=runtime.clock, cancelled=self._needs_no_turn) as held:
+                if held in ("timed_out", "cancelled") or not self._pause_is_over():
+                    self._host_lock, self._job.has_turn = held, True
                     self._replace_in_turn()
                     return
 
@@ -461,6 +463,9 @@ class Reload(Generic[M]):
         """Whether the reload is not wanted any more: closed, rolled back, or held back before a policy's began."""
         state = self._guard.state
         return state.closed or self._job.cancelled or state.holds_back(self._job)
+
+    def _needs_no_turn(self) -> bool:
+        return self._is_cancelled() or self._lent()
 
     def _wait_for_quiet(self) -> None:
         """Wait for the beginning of a pause between calls, at most ``defer`` in all, and while there is memory to wait.

@@ -131,6 +131,7 @@ class LoadJob:
         covers: The last request that its load answers; later ones make that load stale. None before the load begins.
         cancelled: A rollback came before its model took calls, so that model is discarded.
         threads: Identities of the threads that do its work, to detect a load that waits for itself.
+        has_turn: It is the one reload of this host, or goes on without its turn.
         ended: Is done when it has ended.
     """
 
@@ -143,6 +144,7 @@ class LoadJob:
     covers: int | None = field(init=False, default=None)
     cancelled: bool = field(init=False, default=False)
     threads: set[int] = field(init=False, default_factory=set)
+    has_turn: bool = field(init=False, default=False)
     ended: Future[None] = field(init=False, default_factory=promise)
 
 

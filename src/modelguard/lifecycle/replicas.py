@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -317,7 +317,8 @@ class ModelReplicas(ModelHandle[M]):
         waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
         if timeout is None:
             self._raise_inside_call("reload")
-            self._roll(self._loaded())
+            with self._waiting_for_loads():
+                self._roll(self._loaded())
         else:
             waiting.block(self._until_rolled(limit))
 
@@ -328,11 +329,19 @@ class ModelReplicas(ModelHandle[M]):
     def _until_rolled(self, limit: Timeout) -> Steps[None]:
         self._raise_inside_call("reload")
         start = self._engines[0].runtime.start_thread
-        rolling = waiting.start(partial(self._roll, self._loaded()), f"modelguard-roll-{self._name}", start)
-        yield Wait(rolling, limit)
+        with self._waiting_for_loads():
+            rolling = waiting.start(partial(self._roll, self._loaded()), f"modelguard-roll-{self._name}", start)
+            yield Wait(rolling, limit)
         if not rolling.done():
             raise Reloading(self._name, waited=limit.waited())
         rolling.result()
+
+    @contextmanager
+    def _waiting_for_loads(self) -> Iterator[None]:
+        with ExitStack() as waits:
+            for engine in self._engines:
+                waits.enter_context(_engine.LoadWait(engine.state))
+            yield
 
     def unload(self, timeout: _units.Duration | None = None) -> None:  # noqa: D102 - as LoadingHandle.unload says
         self._raise_inside_call("unload")

@@ -110,7 +110,8 @@ Swap = Literal["first", "load_first", "drain_first"]
 
 #: Which lock a load held. ``"host"``: it excluded the loads of all this user's processes on this host; ``"process"``:
 #: it excluded only loads in this process, because no lock file can be used; ``"timed_out"``: none, because another load
-#: held the lock too long; ``"cancelled"``: none, because the guard was closed; ``"none"``: none, as for first loads.
+#: held the lock too long; ``"cancelled"``: none, because the guard was closed, or because the load that holds the lock
+#: waits for this one; ``"none"``: none, as for first loads.
 HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 
 #: Why a loaded model was not used: the guard was closed, the load took longer than its timeout, ``validate``,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, Loader, World, outcome
 
+from modelguard.lifecycle.replicas import replicas
 from modelguard.runtime import host_lock
 from modelguard.runtime.host_lock import MAX_WAIT, HostLock, private_folder
 from modelguard.telemetry import LoadStarted
@@ -231,6 +232,37 @@ class TestReloads:
         slow.open.set()
         assert outcome(reload) is None
         assert ["first", "first", "second", "second"] == [event.guard for event in world.seen(LoadStarted)]
+
+    @pytest.mark.parametrize("many", [False, True], ids=["guard", "replicas"])
+    @pytest.mark.parametrize("timeout", [None, TIMEOUT], ids=["no timeout", "timeout"])
+    @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+    def test_of_a_loader_need_no_turn_of_their_own(
+        self,
+        world: World,
+        asynchronous: bool,  # noqa: FBT001
+        timeout: float | None,
+        many: bool,  # noqa: FBT001
+    ) -> None:
+        """A loader that reloads another guard has the turn already, and would wait for itself for five minutes."""
+
+        def load() -> object:
+            base.reload(timeout=timeout)
+            return world.loader()
+
+        async def aload() -> object:
+            await base.areload(timeout)
+            return world.loader()
+
+        guard = world.guard(name="base")
+        base = replicas(guard, 2) if many else guard
+        top = world.guard(aload if asynchronous else load, name="top")
+        base.load()
+        top.load()
+        began = world.now
+        top.reload()
+        started = [(event.guard[:4], event.host_lock) for event in world.seen(LoadStarted)]
+        assert [("top", "host"), ("base", "cancelled")] == started[-3 if many else -2 :][:2]
+        assert (2, True) == (top.status().generation, world.now - began < MAX_WAIT)
 
     def test_go_on_after_a_hung_one(self, world: World) -> None:
         """A reload that hangs delays others for five minutes at most, and the event says so."""

@@ -9,9 +9,9 @@ from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
 from tests.unit.lifecycle.test_pool_idle import pass_time
 from tests.unit.lifecycle.world import MB, World, outcome, until
 
-from modelguard import TTL, Changed, Idle
+from modelguard import TTL, Changed, Idle, telemetry
 from modelguard.errors import WouldDeadlock
-from modelguard.telemetry import GenerationReleased, GuardPaused, GuardResumed, LoadStarted, UnloadStarted
+from modelguard.telemetry import Event, GenerationReleased, GuardPaused, GuardResumed, LoadStarted, UnloadStarted
 
 
 class TestUnload:
@@ -85,6 +85,29 @@ class TestUnload:
 
         pool = world.pool(load)
         assert (["a"], 1) == (use(pool, "a"), len(errors))
+
+    @pytest.mark.parametrize("where", ["unload", "async unload", "hook"])
+    def test_by_the_release_of_a_model_is_refused(self, world: World, where: str) -> None:
+        """Its ``unload``, or a hook that hears of it, would wait for itself for ever."""
+        told: list[str] = []
+
+        def again(heard: object) -> None:
+            if not isinstance(heard, Event) or isinstance(heard, GenerationReleased):
+                with pytest.raises(WouldDeadlock) as refusal:
+                    pool.unload()
+                told.append(refusal.value.guard)
+
+        async def async_again(_: object) -> None:
+            with pytest.raises(WouldDeadlock) as refusal:
+                await pool.aunload()
+            told.append(refusal.value.guard)
+
+        remove = telemetry.add_hook(again) if where == "hook" else lambda: None
+        pool = world.pool(unload={"unload": again, "async unload": async_again, "hook": None}[where])
+        use(pool, "a")
+        outcome(world.spawn(pool.unload))
+        remove()
+        assert (["pool"], ["a"]) == (told, use(pool, "a"))
 
     def test_beside_calls_at_every_moment(self, world: World) -> None:
         """Each call has the model of its key, which is not unloaded meanwhile."""
