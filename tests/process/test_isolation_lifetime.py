@@ -14,7 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import wrapt
 from tests.process.harness import alive, run_python, wait_until
+
+import modelguard
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -211,8 +214,8 @@ class TestPrograms:
             print(found)
     """
 
-    def run(self, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    def run(self, command: list[str], folder: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=folder, input=text, capture_output=True, text=True, timeout=60, check=False)
 
     def test_a_script(self, tmp_path: Path) -> None:
         """Functions and classes of the main script are found by the mold."""
@@ -259,6 +262,23 @@ class TestPrograms:
             del sys.path[0]
         """
         done = self.run([sys.executable, "-c", textwrap.dedent(script) + textwrap.dedent(self.MAIN)], tmp_path)
+        assert "3\n" == done.stdout, done.stderr
+
+    def test_a_program_that_keeps_each_distribution_in_a_folder_of_its_own(self, tmp_path: Path) -> None:
+        """Its molds find them as it does, which puts them on ``sys.path`` itself, as PEX and buildout do."""
+        folders = [str(Path(one.__path__[0]).parent) for one in (modelguard, wrapt)]
+        (tmp_path / "module.py").write_text(textwrap.dedent(self.SCRIPT))
+        (tmp_path / "script.py").write_text(
+            f"import sys\nsys.path += {folders}\nfrom module import *{textwrap.dedent(self.MAIN)}"
+        )
+        done = self.run([sys.executable, "-S", "-E", "script.py"], tmp_path)
+        assert "3\n" == done.stdout, done.stderr
+
+    def test_a_program_that_comes_by_standard_input(self, tmp_path: Path) -> None:
+        """Its molds need no main script, which is in no file: the function is in a module."""
+        (tmp_path / "module.py").write_text(textwrap.dedent(self.SCRIPT))
+        program = "from module import *\n" + textwrap.dedent(self.MAIN)
+        done = self.run([sys.executable, "-"], tmp_path, program)
         assert "3\n" == done.stdout, done.stderr
 
     def test_an_interactive_session(self, tmp_path: Path) -> None:

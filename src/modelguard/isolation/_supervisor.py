@@ -27,6 +27,8 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import wrapt
+
 from modelguard import telemetry
 from modelguard.isolation._channel import Channel, dumps, pair, send
 from modelguard.isolation._isolation_options import IsolationOptions
@@ -391,7 +393,7 @@ def preparation() -> dict[str, Any]:
     chosen = {key: _known[key] for key in _KEYS if key in _known}
     chosen["sys_path"] = [*dict.fromkeys([*chosen["sys_path"], *_path])]
     main = chosen.get("init_main_from_path")
-    if main is not None and _is_of_a_server(os.path.abspath(main)):  # noqa: PTH100
+    if main is not None and (main.endswith("<stdin>") or _is_of_a_server(os.path.abspath(main))):  # noqa: PTH100
         del chosen["init_main_from_path"]
     return chosen
 
@@ -454,14 +456,15 @@ if sys.platform != "win32":
     import fcntl
 
 
-#: Where this package is imported from: the fresh interpreter finds it there before it knows the owner's path.
-_PACKAGES = str(Path(__file__).parents[2])
+#: Where this package and what it needs are imported from: the fresh interpreter finds them there before it knows the
+#: owner's path. A program may keep each distribution in a folder of its own, as PEX and buildout do.
+_PACKAGES = [str(Path(__file__).parents[2]), str(Path(wrapt.__file__).parents[1])]
 
 #: Python's own modules come first: there may be a ``queue.py`` in the working directory, or an old ``pathlib.py`` among
 #: the packages. The signal mask is that of the thread that starts the process, and may keep SIGCHLD from a mold.
 _PROGRAM = (
     "import os, sys; del sys.path[: 0 if sys.flags.safe_path else 1]; own = os.path.dirname(os.__file__); "
-    "sys.path.insert(sys.path.index(own) + 1 if own in sys.path else 0, {packages!r}); "
+    "at = sys.path.index(own) + 1 if own in sys.path else 0; sys.path[at:at] = {packages!r}; "
     "import signal; signal.pthread_sigmask(signal.SIG_SETMASK, ()); "
     "from modelguard.isolation.{module} import main; main({numbers})"
 )
