@@ -20,6 +20,15 @@ from tests.process.host_callers import APP, Caller, CallFailed, end_all, family,
 
 pytestmark = pytest.mark.timeout(240)
 
+#: The hook of a model that takes a while to close.
+UNLOAD = """
+    def unload(model):
+        (HERE / "unloading").touch()
+        time.sleep(1)
+        (HERE / "unloaded").touch()
+
+    model = guard"""
+
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
@@ -381,6 +390,17 @@ class TestTheEnd:
             told = one.run("result = seen") + two.run("result = seen")
             kinds = ("WorkerStarted", "WorkerEnded", "GenerationReleased")
             assert [2, 2, 1] == [told.count(kind) for kind in kinds]
+
+    def test_an_unload_under_way_is_waited_for(self, folder: Path) -> None:
+        """The guard's `unload` runs to its end where the last process closes beside it."""
+        write(folder, APP.replace('name="words"', 'name="words", unload=unload').replace("    model = guard", UNLOAD))
+        with Caller(folder) as one:
+            one.call()
+            one.run("threading.Thread(target=app.predict.unload).start()")
+            wait_until((folder / "unloading").exists, "the unload begins")
+            one.run("app.predict.close()")
+            wait_until(lambda: nothing_left(folder), "the end", 20.0)
+        assert (folder / "unloaded").exists()
 
     def test_a_closed_function_is_opened_again(self, folder: Path) -> None:
         """`with` serves twice in one process, as a lifespan of a test does."""

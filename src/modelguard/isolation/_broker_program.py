@@ -308,7 +308,7 @@ class _Broker:
             if os.stat(self._orders.socket, dir_fd=self._folder.fileno()).st_ino == self._inode:
                 self._folder.remove(self._orders.socket)
         self.scope.close(None)
-        end_all(patience=0.0)
+        end_all()
         self.supervisor.call(self._read_events)  # what has just been reported
         self.supervisor.flush(_PATIENCE)
 

@@ -727,12 +727,12 @@ def _end_all_at_exit() -> None:
     atexit.register(status.refuse_calls)  # which comes first: the last one to be registered
 
 
-def end_all(patience: float = _END) -> None:
-    """At the exit of this process: let the molds unload their models, at most so long, and leave no process behind."""
+def end_all() -> None:
+    """At the exit of this process: let the molds unload their models, at most :data:`_END`, and leave none behind."""
     running = [mold for mold in molds() if mold.pids()]
     for mold in running:
         mold.begin_to_end()
-    for seconds in (patience, _EXIT):
+    for seconds in (_END, _EXIT):
         until = time.monotonic() + seconds
         for mold in running:
             mold.ended.wait(max(0.0, until - time.monotonic()))
