@@ -41,6 +41,37 @@ def test_a_fork_while_another_thread_imports_a_part_of_modelguard() -> None:
     assert 7 == run_python(IMPORTING, 20)
 
 
+FIRST_USE = """
+    import os, sys, threading, time
+    from modelguard import guard
+
+    begun = threading.Event()
+
+    class Slow:
+        def find_spec(self, name, path, target=None):
+            if name == "modelguard.isolation.status":
+                begun.set()
+                time.sleep(1)
+
+    def use():
+        from modelguard import isolate
+
+    nlp = guard(dict, reload_on=None)
+    sys.meta_path.insert(0, Slow())
+    threading.Thread(target=use).start()
+    begun.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_while_another_thread_first_uses_a_part_that_takes_part_in_forks() -> None:
+    """The fork waits for that import, which does not wait for the fork."""
+    assert 7 == run_python(FIRST_USE, 20)
+
+
 FIRST_EXECUTOR = """
     import os, sys, threading
     from modelguard import guard

@@ -227,6 +227,33 @@ def test_no_worker_is_forked_in_the_middle_of_a_line_about_new_weights(
         assert ["True", "True"] == server.words()[2:]
 
 
+#: The master takes a while to fork the child that tries the warm-up of new weights.
+PREPARED = (
+    APP
+    + """
+    import threading
+
+    def wait_to_try():
+        if threading.current_thread().name == "modelguard-renewal":
+            (HERE / "preparing").touch()
+            time.sleep(2)
+
+    os.register_at_fork(before=wait_to_try)
+"""
+)
+
+
+def test_a_worker_that_ends_while_the_master_prepares_new_weights_is_replaced(tmp_path: Path) -> None:
+    """The fork waits for the preparation, which forks a child itself, for a trial."""
+    with Uwsgi(tmp_path, *FIT, "--processes", "1", policy="Modified(WEIGHTS, atomic=True)", app=PREPARED) as server:
+        server.wait_until_serving()
+        (old,) = server.children()
+        server.replace_file("weights", "2")
+        wait_until((tmp_path / "preparing").exists, what="the master prepares")
+        os.kill(old, signal.SIGKILL)
+        assert ["2", "True", "True"] == server.words()[1:]
+
+
 def test_a_worker_that_cannot_warm_up_does_not_accept(tmp_path: Path) -> None:
     """It ends with the reason, and uWSGI tries again; meanwhile the other one answers every request."""
     with running(tmp_path, "--processes", "2") as server:

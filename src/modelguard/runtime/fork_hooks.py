@@ -152,13 +152,16 @@ class _Actions(NamedTuple):
 
 
 class _Hooks:
-    """One entry in the interpreter's list, for all of a range of ranks. Made with the first that takes part."""
+    """One entry in the interpreter's list, for all of a range of ranks. Made with the first that takes part.
+
+    It holds no lock over a fork: another thread may fork too, or add what takes part, inside what this fork waits for.
+    """
 
     def __init__(self) -> None:
         self._objects: WeakRegistry[Forkable] = WeakRegistry()
         self._actions: list[_Actions] = []
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a batcher, which makes another
-        self._acting: list[Forkable | _Actions] = []
+        self._here = threading.local()  # what takes part in the fork of this thread
         self._registered = False
 
     def add(self, participant: Forkable | _Actions) -> None:
@@ -172,21 +175,21 @@ class _Hooks:
                 os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
 
     def _before(self) -> None:
-        self._lock.acquire()
-        acting: list[Forkable | _Actions] = [*self._actions, *self._objects]
-        self._acting = sorted(acting, key=lambda one: one.fork_rank)
-        for one in self._acting:
+        # Objects of one rank in the same order in all threads, since each takes the locks of all.
+        acting: list[Forkable | _Actions] = [*self._actions, *sorted(self._objects, key=id)]
+        self._here.acting = sorted(acting, key=lambda one: one.fork_rank)
+        for one in self._here.acting:
             one.before_fork()
 
     def _in_parent(self) -> None:
-        acting, self._acting = self._acting, []
-        _do_all(one.after_fork_in_parent for one in reversed(acting))
-        self._lock.release()
+        _do_all(one.after_fork_in_parent for one in self._have_acted())
 
     def _in_child(self) -> None:
-        acting, self._acting = self._acting, []
         self._lock = threading.RLock()  # before the last of them, which may fork again
-        _do_all(one.after_fork_in_child for one in reversed(acting))
+        _do_all(one.after_fork_in_child for one in self._have_acted())
+
+    def _have_acted(self) -> Iterable[Forkable | _Actions]:
+        return reversed(self._here.__dict__.pop("acting", []))
 
 
 def _do_all(actions: Iterable[Action]) -> None:
