@@ -245,8 +245,9 @@ def f(model):
 """
 
 
+@pytest.mark.parametrize("call", ["f()", "f.submit().result(30)"])
 @pytest.mark.parametrize("whose", ["broker", "owner", "folder"])
-def test_what_a_broker_needs_is_missing(folder: Path, whose: str) -> None:
+def test_what_a_broker_needs_is_missing(folder: Path, whose: str, call: str) -> None:
     """A broker or process that gets no thread, or a working directory that is gone, fails the load in one line."""
     (folder / "sitecustomize.py").write_text(NO_THREAD.format(whose=whose))
     (folder / "functions.py").write_text(HOSTED)
@@ -259,7 +260,7 @@ def test_what_a_broker_needs_is_missing(folder: Path, whose: str) -> None:
         import functions
         from modelguard.errors import LoadFailed
         try:
-            functions.f()
+            functions.{call}
         except LoadFailed as error:
             print(json.dumps(str(error)))
     """)

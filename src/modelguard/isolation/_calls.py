@@ -193,8 +193,12 @@ class Followed(Generic[T]):
         resume = partial(steps.send, None)
         if isinstance(future, Waiter) and future.is_granted:  # its worker waits
             self._go_on(resume)
-        else:  # for what may take a while, or runs callbacks of users
-            supervisor().call(partial(self._go_on, resume, aside))
+            return
+        go_on = partial(self._go_on, resume, aside)
+        try:  # what may take a while, or runs callbacks of users
+            supervisor().call(go_on)
+        except RuntimeError:  # the system gives no thread
+            go_on()
 
     def _end(self, result: T | None, error: BaseException | None) -> None:
         then, self._then, self._steps = self._then, None, None
