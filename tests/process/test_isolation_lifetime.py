@@ -43,6 +43,11 @@ def spawns(model):
 @guard(lambda: time.sleep(600), reload_on=None)
 def never_loads(model):
     pass
+
+@isolate(workers=1, start="spawn")
+@guard(lambda: time.sleep(600), reload_on=None)
+def never_loads_alone(model):
+    pass
 """
 
 OWNER = """
@@ -50,7 +55,7 @@ import json, sys, threading, time, os
 sys.path.insert(0, {folder!r})
 import app
 if {loading!r}:
-    threading.Thread(target=app.never_loads, daemon=True).start()
+    threading.Thread(target=getattr(app, {loading!r}), daemon=True).start()
     time.sleep(2)
     print(json.dumps([os.getpid()]), flush=True)
 else:
@@ -63,7 +68,7 @@ else:
 
 
 @contextmanager
-def owner(folder: Path, end: str = "time.sleep(600)", *, loading: bool = False) -> Iterator[subprocess.Popen[str]]:
+def owner(folder: Path, end: str = "time.sleep(600)", *, loading: str = "") -> Iterator[subprocess.Popen[str]]:
     """Run a program that has workers, one of them in a long call, and whose model has started a program."""
     (folder / "app.py").write_text(MODEL)
     program = OWNER.format(folder=str(folder), end=end, loading=loading)
@@ -141,7 +146,7 @@ def predict(model):
 
 def test_a_mold_that_loads_ends_with_its_owner(tmp_path: Path) -> None:
     """While a load holds the GIL, Python runs no handler: the kernel does it."""
-    with owner(tmp_path, loading=True) as process:
+    with owner(tmp_path, loading="never_loads") as process:
         processes = family(process)
         assert processes
         process.kill()
@@ -158,12 +163,22 @@ status.refuse_calls()
 _mold_owner.end_all()
 time.sleep(1)
 """
-    with owner(tmp_path, at_exit, loading=True) as process:
+    with owner(tmp_path, at_exit, loading="never_loads") as process:
         everyone = family(process)
         assert process.wait(60) == 0
         wait_until(lambda: gone(everyone), "the end of all processes")
         assert process.stderr is not None
         assert "load failed" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("what", ["never_loads", "never_loads_alone"])
+def test_an_exit_waits_for_no_load_that_it_has_ended(tmp_path: Path, what: str) -> None:
+    """Neither that of a mold nor that of a worker without one."""
+    at_exit = "from modelguard.runtime import fork_hooks\nfork_hooks.GRACE = 600.0"
+    with owner(tmp_path, at_exit, loading=what) as process:
+        everyone = family(process)
+        assert process.wait(60) == 0
+        wait_until(lambda: gone(everyone), "the end of all processes")
 
 
 def test_no_zombie_and_no_descriptor_is_left(tmp_path: Path) -> None:

@@ -447,6 +447,7 @@ class SpawnedWorkers(Mold):
 
     def _note_end(self) -> None:
         if self._ending and not self._programs:
+            self._fail(Unwanted())  # what was to end may have loaded still
             self.ended.set()
 
 
