@@ -189,7 +189,8 @@ class _Hooks:
         _do_all(one.after_fork_in_child for one in self._have_acted())
 
     def _have_acted(self) -> Iterable[Forkable | _Actions]:
-        return reversed(self._here.__dict__.pop("acting", []))
+        acting: list[Forkable | _Actions] = self._here.__dict__.pop("acting", [])
+        return reversed(acting)
 
 
 def _do_all(actions: Iterable[Action]) -> None:
