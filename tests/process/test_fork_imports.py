@@ -72,6 +72,46 @@ def test_a_fork_while_another_thread_first_uses_a_part_that_takes_part_in_forks(
     assert 7 == run_python(FIRST_USE, 20)
 
 
+LATE = """
+    import os, threading
+
+    loading, made = threading.Event(), []
+
+    def make():
+        if not made:
+            made.append(guard(load, reload_on=None))
+            made[0].load()
+
+    def load():
+        if os.getpid() == me:
+            loading.set()
+            threading.Event().wait()
+        return {}
+
+    def make_one_meanwhile():
+        if not made:
+            threading.Thread(target=make, daemon=True).start()
+            loading.wait(1)
+
+    me = os.getpid()
+    os.register_at_fork(before=make_one_meanwhile)  # runs after what comes later
+    from modelguard import guard
+
+    other = guard(dict, reload_on=None)
+    child = os.fork()
+    if child == 0:
+        with made[0].lease():
+            os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_guard_that_is_made_while_the_process_forks_loads_in_the_child() -> None:
+    """The thread that loads it in the parent is not there."""
+    assert 7 == run_python(LATE, 20)
+
+
 FIRST_EXECUTOR = """
     import os, sys, threading
     from modelguard import guard

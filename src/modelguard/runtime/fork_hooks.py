@@ -175,22 +175,26 @@ class _Hooks:
                 os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
 
     def _before(self) -> None:
-        # Objects of one rank in the same order in all threads, since each takes the locks of all.
-        acting: list[Forkable | _Actions] = [*self._actions, *sorted(self._objects, key=id)]
-        self._here.acting = sorted(acting, key=lambda one: one.fork_rank)
-        for one in self._here.acting:
+        acting = self._here.acting = self._in_order(self._actions)
+        for one in acting:
             one.before_fork()
 
     def _in_parent(self) -> None:
-        _do_all(one.after_fork_in_parent for one in self._have_acted())
+        _do_all(one.after_fork_in_parent for one in reversed(self._have_acted()))
 
     def _in_child(self) -> None:
         self._lock = threading.RLock()  # before the last of them, which may fork again
-        _do_all(one.after_fork_in_child for one in self._have_acted())
+        acted = [one for one in self._have_acted() if isinstance(one, _Actions)]
+        # Objects that another thread has made since then are here too, as it has left them.
+        _do_all(one.after_fork_in_child for one in reversed(self._in_order(acted)))
 
-    def _have_acted(self) -> Iterable[Forkable | _Actions]:
+    def _in_order(self, actions: list[_Actions]) -> list[Forkable | _Actions]:
+        # Objects of one rank in the same order in all threads, since each takes the locks of all.
+        return sorted([*actions, *sorted(self._objects, key=id)], key=lambda one: one.fork_rank)
+
+    def _have_acted(self) -> list[Forkable | _Actions]:
         acting: list[Forkable | _Actions] = self._here.__dict__.pop("acting", [])
-        return reversed(acting)
+        return acting
 
 
 def _do_all(actions: Iterable[Action]) -> None:
