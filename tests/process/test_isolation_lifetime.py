@@ -174,7 +174,7 @@ time.sleep(1)
 @pytest.mark.parametrize("what", ["never_loads", "never_loads_alone"])
 def test_an_exit_waits_for_no_load_that_it_has_ended(tmp_path: Path, what: str) -> None:
     """Neither that of a mold nor that of a worker without one."""
-    at_exit = "from modelguard.runtime import fork_hooks\nfork_hooks.GRACE = 600.0"
+    at_exit = "from modelguard.runtime import fork_hooks\nfork_hooks.GRACE = 90.0"
     with owner(tmp_path, at_exit, loading=what) as process:
         everyone = family(process)
         assert process.wait(60) == 0
