@@ -14,19 +14,19 @@ pytestmark = [
 
 IMPORTING = """
     import os, sys, threading, time
-    from modelguard import guard
+    import modelguard
 
     begun = threading.Event()
 
     class Slow:
         def find_spec(self, name, path, target=None):
-            if name == "modelguard.environment._linker":
+            if name == "modelguard.{module}":
                 begun.set()
                 time.sleep(1)
 
-    nlp = guard(dict, reload_on=None)
+    nlp = modelguard.guard(dict, reload_on=None)
     sys.meta_path.insert(0, Slow())
-    threading.Thread(target=nlp.load).start()  # its first load imports it
+    threading.Thread(target=lambda: {use}).start()  # imports it
     begun.wait()
     child = os.fork()
     if child == 0:
@@ -38,38 +38,12 @@ IMPORTING = """
 
 def test_a_fork_while_another_thread_imports_a_part_of_modelguard() -> None:
     """The child can load: it does not wait for an import that nobody ends there."""
-    assert 7 == run_python(IMPORTING, 20)
-
-
-FIRST_USE = """
-    import os, sys, threading, time
-    from modelguard import guard
-
-    begun = threading.Event()
-
-    class Slow:
-        def find_spec(self, name, path, target=None):
-            if name == "modelguard.isolation.status":
-                begun.set()
-                time.sleep(1)
-
-    def use():
-        from modelguard import isolate
-
-    nlp = guard(dict, reload_on=None)
-    sys.meta_path.insert(0, Slow())
-    threading.Thread(target=use).start()
-    begun.wait()
-    child = os.fork()
-    if child == 0:
-        os._exit(7)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
+    assert 7 == run_python(IMPORTING.format(module="environment._linker", use="nlp.load()"), 20)
 
 
 def test_a_fork_while_another_thread_first_uses_a_part_that_takes_part_in_forks() -> None:
     """The fork waits for that import, which does not wait for the fork."""
-    assert 7 == run_python(FIRST_USE, 20)
+    assert 7 == run_python(IMPORTING.format(module="isolation.status", use="modelguard.isolate"), 20)
 
 
 LATE = """

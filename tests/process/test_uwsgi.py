@@ -212,6 +212,16 @@ LOGGED = APP.replace(
 ).replace('if path == "/slow"', 'logging.info("asked for %s", path)\n        if path == "/slow"')
 
 
+def words_of_the_next(server: Uwsgi, moment: Path) -> list[str]:
+    """What the next worker answers, if the only one ends at that moment of a renewal."""
+    server.wait_until_serving()
+    (old,) = server.children()
+    server.replace_file("weights", "2")
+    wait_until(moment.exists, what=f"the master is {moment.name}")
+    os.kill(old, signal.SIGKILL)
+    return server.words()
+
+
 @pytest.mark.parametrize("line", ["reload due", "loading generation 2", "prepared nlp"])
 def test_no_worker_is_forked_in_the_middle_of_a_line_about_new_weights(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -219,12 +229,7 @@ def test_no_worker_is_forked_in_the_middle_of_a_line_about_new_weights(
     """It would wait for the log's lock for ever, at its first line."""
     monkeypatch.setenv("LINE", line)
     with Uwsgi(tmp_path, *FIT, "--processes", "1", policy="Modified(WEIGHTS, atomic=True)", app=LOGGED) as server:
-        server.wait_until_serving()
-        (old,) = server.children()
-        server.replace_file("weights", "2")
-        wait_until((tmp_path / "writing").exists, what="the master writes the line")
-        os.kill(old, signal.SIGKILL)
-        assert ["True", "True"] == server.words()[2:]
+        assert ["True", "True"] == words_of_the_next(server, tmp_path / "writing")[2:]
 
 
 #: The master takes a while to fork the child that tries the warm-up of new weights.
@@ -246,12 +251,7 @@ PREPARED = (
 def test_a_worker_that_ends_while_the_master_prepares_new_weights_is_replaced(tmp_path: Path) -> None:
     """The fork waits for the preparation, which forks a child itself, for a trial."""
     with Uwsgi(tmp_path, *FIT, "--processes", "1", policy="Modified(WEIGHTS, atomic=True)", app=PREPARED) as server:
-        server.wait_until_serving()
-        (old,) = server.children()
-        server.replace_file("weights", "2")
-        wait_until((tmp_path / "preparing").exists, what="the master prepares")
-        os.kill(old, signal.SIGKILL)
-        assert ["2", "True", "True"] == server.words()[1:]
+        assert ["2", "True", "True"] == words_of_the_next(server, tmp_path / "preparing")[1:]
 
 
 def test_a_worker_that_cannot_warm_up_does_not_accept(tmp_path: Path) -> None:
