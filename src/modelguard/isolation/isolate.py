@@ -175,15 +175,15 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
 
         Cancelling the future takes the call out of the queue; one that a worker has begun runs to its end.
         """
-        return self._submit((args, kwargs), awaited=False)
+        return self._submit((args, kwargs))
 
-    def _submit(self, arguments: Arguments, *, awaited: bool) -> Future[Any]:
+    def _submit(self, arguments: Arguments) -> Future[Any]:
         if _processes.role != "owner":
             self._check_inside()
             reason = "a worker runs one call at a time. Call the function itself, or await its aio()"
             raise NotSupported(f"{self.name}.submit() in its own worker", reason=reason)
         self._refuse_streams()
-        return self._caller.submit(arguments, _limits(), awaited=awaited)
+        return self._caller.submit(arguments, _limits())
 
     async def _await(self, arguments: Arguments) -> Any:
         if _processes.role != "owner":
@@ -191,7 +191,7 @@ class Isolated(status.IsolatedFunction, Generic[P, R_co]):
             result = self._call_inside(arguments)
             return await result if self._options.kind == "coroutine" else result
         waiting.require_loop("awaiting an isolated function")
-        return await _result(self._submit(arguments, awaited=True))
+        return await _result(self._submit(arguments))
 
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
         waiting.require_loop("awaiting an isolated function")
