@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, ModelGuardError, Overloaded
@@ -26,7 +26,6 @@ from modelguard.lifecycle._engine import Engine, raise_outcome
 from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_models import afresh
-from modelguard.lifecycle._state import Enclosing, Generation
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.lifecycle.status import Postponed, State
 from modelguard.runtime import waiting
@@ -35,53 +34,13 @@ from modelguard.runtime.waiting import Steps, Timeout
 from modelguard.telemetry import Reason, WorkerEndCause
 
 
-class _Loan:
-    """A lease on a mold: each call takes one, and the object that blocks and coroutines use would cost it 5 us."""
-
-    __slots__ = ("engine", "epoch", "taken")
-
-    def __init__(self, engine: Engine[Mold]) -> None:
-        self.engine, self.epoch = engine, engine.state.epoch
-        self.taken: Enclosing = []
-
-    @property
-    def generation(self) -> Generation[Mold]:
-        return self.taken[0]  # type: ignore[no-any-return] # it is one of this guard's
-
-    @property
-    def model(self) -> Mold:
-        return self.generation.model
-
-    def __del__(self) -> None:
-        # A signal handler has raised before there was a worker; or a forked child drops what its parent has.
-        if getattr(self, "taken", None) and (generation := self._give_up()) is not None:
-            self.engine.leave_dropped(generation)
-
-    def end(self, *, failed: bool) -> None:
-        if (generation := self._give_up()) is not None:
-            self.engine.leave(generation, failed=failed)
-
-    def _give_up(self) -> Generation[Mold] | None:
-        """Hold the generation no longer; returns it if the loan counts in this process."""
-        generation = self.generation
-        del self.taken[:]
-        if self.epoch != self.engine.state.epoch:
-            return None
-        generation.leases.pop()
-        return generation
-
-
-#: What a call holds: a lease on a mold, of its guard or of a pool.
-Loan: TypeAlias = _Loan | Lease[Mold]
-
-
 class TakenWorker:
     """A worker for the call that has a loan on its mold, while it is held."""
 
     __slots__ = ("_loan", "_process", "held", "worker")
     worker: Worker
 
-    def __init__(self, loan: Loan) -> None:
+    def __init__(self, loan: Lease[Mold]) -> None:
         self.held = False
         self._process = os.getpid()
         self._loan = loan
@@ -120,7 +79,7 @@ class TakenWorker:
         self._loan.end(failed=False)
 
 
-def _end_worker(loan: Loan, worker: Worker) -> None:
+def _end_worker(loan: Lease[Mold], worker: Worker) -> None:
     loan.model.workers.end_worker(worker, "cancelled")
     loan.end(failed=False)
 
@@ -128,11 +87,11 @@ def _end_worker(loan: Loan, worker: Worker) -> None:
 class MoldScope(WorkerScope):
     # Where the molds come from
 
-    def _lend(self, key: Any) -> Loan | None:
+    def _lend(self, key: Any) -> Lease[Mold] | None:
         """Take a lease on the mold; None if there is none yet. Does not block."""
         raise NotImplementedError
 
-    def _until_lent(self, claim: Claim) -> Steps[Loan]:
+    def _until_lent(self, claim: Claim) -> Steps[Lease[Mold]]:
         """Take a lease on the mold, which is loaded if need be."""
         raise NotImplementedError
 
@@ -148,7 +107,7 @@ class MoldScope(WorkerScope):
             return taken
         return super().take(limits, key)
 
-    def _take_now(self, loan: Loan) -> Taken | None:
+    def _take_now(self, loan: Lease[Mold]) -> Taken | None:
         """Take a worker if that needs no waiting: most calls do without a claim."""
         taken = TakenWorker(loan)
         try:
@@ -166,7 +125,7 @@ class MoldScope(WorkerScope):
             del loan  # a drained generation is released, and must not be alive then
         return taken
 
-    def _until_granted(self, claim: Claim, loan: Loan) -> Steps[Taken | None]:
+    def _until_granted(self, claim: Claim, loan: Lease[Mold]) -> Steps[Taken | None]:
         """Take a worker of this mold; None if the next one is to be asked."""
         workers, taken = loan.model.workers, TakenWorker(loan)
         waiter = Waiter(claim.client, holder=taken, arrived=claim.limits.arrived, admitted=claim.admitted)
@@ -193,7 +152,7 @@ class MoldScope(WorkerScope):
             if worker is None:
                 self._leave_line(loan, taken, waiter)
 
-    def _until_replaced(self, claim: Claim, loan: Loan, waiter: Waiter) -> Steps[None]:
+    def _until_replaced(self, claim: Claim, loan: Lease[Mold], waiter: Waiter) -> Steps[None]:
         """Wait for the mold after this one, which has died. Without a lease, or a pool could not end it for another."""
         workers, generation, since = loan.model.workers, loan.generation, time.monotonic()
         loan.end(failed=False)
@@ -206,19 +165,19 @@ class MoldScope(WorkerScope):
             workers.withdraw(waiter)
 
     @staticmethod
-    def _leave_line(loan: Loan, taken: TakenWorker, waiter: Waiter) -> None:
+    def _leave_line(loan: Lease[Mold], taken: TakenWorker, waiter: Waiter) -> None:
         if loan.model.workers.withdraw(waiter):
             loan.end(failed=False)
         else:
             waiter.add_done_callback(partial(_return, loan, taken))
 
-    def _is_replaced(self, loan: Loan) -> bool:
+    def _is_replaced(self, loan: Lease[Mold]) -> bool:
         """Whether new calls get another mold. Those that wait when the function is closed are served."""
         generation = loan.generation
         return generation is not None and generation.retired and not self.closed
 
 
-def _return(loan: Loan, taken: TakenWorker, _waiter: Future[Worker | None]) -> None:
+def _return(loan: Lease[Mold], taken: TakenWorker, _waiter: Future[Worker | None]) -> None:
     """Give back what a call in line has got that has gone meanwhile. In the thread that gives it."""
     if taken.held:
         supervisor().call(taken.put_back)
@@ -241,12 +200,11 @@ class ProcessScope(MoldScope):
     def rollback(self) -> None:
         self._molds.rollback()
 
-    def _lend(self, key: Any) -> Loan | None:
+    def _lend(self, key: Any) -> Lease[Mold] | None:
         del key
-        loan = _Loan(self._engine)
-        return None if self._engine.state.enter(loan.taken) is None else loan
+        return Lease.take_now(self._engine)
 
-    def _until_lent(self, claim: Claim) -> Steps[Loan]:
+    def _until_lent(self, claim: Claim) -> Steps[Lease[Mold]]:
         while (loan := self._lend(None)) is None:
             self._admit(claim)
             if (future := self._engine.join_load()) is None:
@@ -360,10 +318,10 @@ class PoolScope(MoldScope):
         molds.set_paused(paused=self._pool.paused, reported=False)  # last, so that no pause is missed
         return molds.guard.engine
 
-    def _lend(self, key: Any) -> Loan | None:
+    def _lend(self, key: Any) -> Lease[Mold] | None:
         return self._pool.take_now(key)
 
-    def _until_lent(self, claim: Claim) -> Steps[Loan]:
+    def _until_lent(self, claim: Claim) -> Steps[Lease[Mold]]:
         until: float | None = None
         while (loan := self._lend(claim.key)) is None:
             self._admit(claim)
