@@ -50,7 +50,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(.*\.)?_\w+(\..*)?"),  # of private modules, and private names
     (
         "py:class",
-        r"Duration|Size|Kind|How|Swap|SmallObjects|CallOptions|(.*\.)?((Model|Loading)?Handle|IsolatedFunction|Forkable)",
+        r"Duration|Size|Kind|How|Swap|SmallObjects|CallOptions|(.*\.)?((Model|Loading)?Handle|Forkable)",
     ),
     (
         "py:class",

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from modelguard import _units
 from modelguard.control import _client
@@ -33,7 +33,10 @@ from modelguard.runtime.waiting import Timeout
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
+    from modelguard.isolation.isolate import Isolated
     from modelguard.lifecycle.status import State
+
+    Target: TypeAlias = ModelGuard[Any] | ModelPool[Any, Any] | Isolated[..., Any]
 
 
 # What takes commands in a process: its guards, pools and isolated functions, and their figures as JSON.
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
 
 #: What a target is, as the answers say it.
 Kind = Literal["guard", "pool", "isolated function"]
-
-Target = ModelGuard[Any] | ModelPool[Any, Any] | status.IsolatedFunction
 
 
 def find(name: str | None) -> list[Target]:

@@ -29,7 +29,7 @@ from modelguard.isolation._isolation_options import (
 from modelguard.isolation._mold_owner import MoldGuard
 from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle.handle import check_wait
+from modelguard.lifecycle.handle import LoadingHandle, check_wait
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime import call_context, waiting
 from modelguard.runtime.background import SHARED
@@ -81,7 +81,7 @@ R_co = TypeVar("R_co", covariant=True)  # pyright knows a coroutine function by 
 T = TypeVar("T")
 
 
-class Isolated(status.IsolatedFunction, Generic[P, R_co]):
+class Isolated(LoadingHandle, Generic[P, R_co]):
     """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
 
     ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future. A

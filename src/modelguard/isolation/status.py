@@ -5,13 +5,15 @@ from __future__ import annotations
 import atexit
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from modelguard import _public, _units
-from modelguard.lifecycle.handle import LoadingHandle
+from modelguard import _public
 from modelguard.lifecycle.status import PoolStatus, Postponed, State
 from modelguard.runtime import fork_hooks
 from modelguard.runtime.fork_hooks import WeakRegistry
+
+if TYPE_CHECKING:
+    from modelguard.isolation.isolate import Isolated
 
 __all__ = ["IsolationStatus", "WorkerStatus"]
 
@@ -99,27 +101,7 @@ class IsolationStatus:
 # The isolated functions of this process: for readiness probes, for commands, and for forks.
 
 
-class IsolatedFunction(LoadingHandle):
-    """An isolated function, as the rest of the process uses it."""
-
-    def status(self) -> IsolationStatus:
-        """Its state, its processes and its counts."""
-        raise NotImplementedError
-
-    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
-        """Make a new mold."""
-        raise NotImplementedError
-
-    def refuse_calls(self) -> None:
-        """This process exits: raise ``GuardClosed`` from now on."""
-        raise NotImplementedError
-
-    def renew_in_child(self) -> None:
-        """Start again without molds: those of the parent answer the parent."""
-        raise NotImplementedError
-
-
-functions: WeakRegistry[IsolatedFunction] = WeakRegistry()
+functions: WeakRegistry[Isolated[..., Any]] = WeakRegistry()
 
 
 @functools.cache
