@@ -34,8 +34,10 @@ from modelguard.isolation._mold_owner import MoldGuard, end_all
 from modelguard.isolation._scopes import ProcessScope, TakenWorker
 from modelguard.isolation._supervisor import Files, supervisor
 from modelguard.isolation.status import IsolationStatus
+from modelguard.runtime import waiting
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.child_processes import exit_now
+from modelguard.runtime.waiting import Steps, Timeout
 from modelguard.telemetry import Event, Reason, WorkerEndCause, logger
 
 #: Seconds for the rest of a message that has begun, and for room for an answer: both are there at once, unless the
@@ -71,9 +73,9 @@ class ClientConnection:
             "take": self._take,
             "release": self._release,
             "end": self._end_worker,
-            "load": lambda: self._do_aside(lambda: broker.scope.load(None)),
+            "load": lambda: self._await(broker.scope.until_loaded),
             "reload": self._reload,
-            "unload": lambda: self._do_aside(lambda: broker.scope.unload(None)),
+            "unload": lambda: self._await(broker.scope.until_unloaded),
             "pause": lambda paused: self._do(lambda: broker.pause(paused=paused)),
             "status": lambda: self._do(broker.status),
             "leave": self._leave,
@@ -201,11 +203,13 @@ class ClientConnection:
     # The mold
 
     def _reload(self, wait: bool) -> None:  # noqa: FBT001 - as they come
-        do = self._do_aside if wait else self._do
-        do(lambda: self._broker.scope.reload(wait=wait, timeout=None))
+        if wait:
+            self._await(self._broker.scope.until_reloaded)
+        else:
+            self._do(self._broker.scope.request_reload)
 
-    def _do_aside(self, work: Callable[[], object]) -> None:
-        start_thread(functools.partial(self._do, work), "modelguard-broker")
+    def _await(self, until: Callable[[Timeout], Steps[None]]) -> None:
+        start_thread(functools.partial(self._do, lambda: waiting.block(until(Timeout(None)))), "modelguard-broker")
 
     def _do(self, work: Callable[[], object]) -> None:
         try:

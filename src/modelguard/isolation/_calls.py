@@ -42,7 +42,7 @@ from modelguard.isolation._supervisor import supervisor
 from modelguard.lifecycle import runtime
 from modelguard.runtime import waiting
 from modelguard.runtime.background import SHARED
-from modelguard.runtime.waiting import Steps, Timeout, Wait
+from modelguard.runtime.waiting import Steps, Timeout, Wait, Work
 from modelguard.telemetry import Reason, WorkerEndCause
 
 
@@ -338,17 +338,8 @@ class WorkerScope:
 
     # As a source of models
 
-    def load(self, timeout: float | None) -> None:
-        raise NotImplementedError
-
-    async def aload(self, timeout: float | None) -> None:
-        await waiting.run(partial(self.load, timeout), f"modelguard-load-{self.name}", self.runtime.start_thread)
-
-    def unload(self, timeout: float | None) -> None:
-        raise NotImplementedError
-
-    async def aunload(self, timeout: float | None) -> None:
-        await waiting.run(partial(self.unload, timeout), f"modelguard-unload-{self.name}", self.runtime.start_thread)
+    def _aside(self, verb: str, work: Callable[[], object]) -> Steps[None]:
+        yield Work(work, f"modelguard-{verb}-{self.name}", self.runtime.start_thread)
 
 
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.

@@ -449,7 +449,7 @@ class HostScope(WorkerScope):
         """Have a broker and a mold again, also without a call: while none is ready, probes may keep calls away."""
         for failures in itertools.count(1):
             try:
-                self._ask("load")
+                self._ask("load", limit=Timeout(None))
             except GuardClosed:
                 return
             except Exception as error:  # noqa: BLE001 - the next attempt may succeed, and calls get their own errors
@@ -459,9 +459,9 @@ class HostScope(WorkerScope):
             if self._ended.wait(self._source.loading.backoff.seconds(failures, random.random())):  # noqa: S311 - jitter
                 return
 
-    def _ask(self, what: Any, *details: Any, timeout: float | None = None) -> Any:
+    def _ask(self, what: Any, *details: Any, limit: Timeout) -> Any:
         """Ask the broker; the one that comes next, if it ends meanwhile."""
-        limit, gone_since = Timeout(timeout), math.inf
+        gone_since = math.inf
         while True:
             try:
                 return self._joined(limit).ask(what, *details, limit=limit.left())
@@ -528,18 +528,19 @@ class HostScope(WorkerScope):
 
     # Its molds
 
-    def load(self, timeout: float | None) -> None:
-        if _processes.role == "owner":  # a mold imports a module that loads it
-            self._ask("load", timeout=timeout)
+    def until_loaded(self, limit: Timeout) -> Steps[None]:
+        return self._aside("load", partial(self._ask, "load", limit=limit))
 
-    def reload(self, *, wait: bool, timeout: float | None) -> None:
-        if wait:
-            waiting.raise_on_event_loop(self.name, "reload", "await f.areload()")
-        self._ask("reload", wait, timeout=timeout if wait or timeout is not None else _ORDER)
+    def until_reloaded(self, limit: Timeout) -> Steps[None]:
+        return self._aside("reload", partial(self._ask, "reload", True, limit=limit))  # noqa: FBT003 - as it is sent
 
-    def unload(self, timeout: float | None) -> None:
-        waiting.raise_on_event_loop(self.name, "unload", "await f.aunload()")
-        limit = Timeout(timeout)
+    def request_reload(self) -> None:
+        self._ask("reload", False, limit=Timeout(_ORDER))  # noqa: FBT003 - as above
+
+    def until_unloaded(self, limit: Timeout) -> Steps[None]:
+        return self._aside("unload", partial(self._unload, limit))
+
+    def _unload(self, limit: Timeout) -> None:
         if self.closed:
             raise GuardClosed(self.name)
         membership = self._look()

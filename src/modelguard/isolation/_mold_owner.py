@@ -36,7 +36,7 @@ from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.status import Postponed
 from modelguard.runtime import child_processes, fork_hooks
 from modelguard.runtime.fork_hooks import WeakRegistry
-from modelguard.runtime.waiting import Timeout
+from modelguard.runtime.waiting import Steps, Timeout, Wait, promise
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -583,14 +583,14 @@ class MoldGuard:
         mold = self.current
         return mold is None or mold.workers.presence != "present"
 
-    def call_back_workers(self, limit: Timeout) -> None:
-        """Start the workers that have ended until the next call, and wait for the first. Blocks."""
+    def until_workers_return(self, limit: Timeout) -> Steps[None]:
+        """Start the workers that have ended until the next call, and wait for the first."""
         while (mold := self.current) is not None and mold.idle:
             mold.workers.call_back()
             if limit.left() == 0:
                 raise Reloading(self._options.name, waited=limit.waited())
             del mold  # a drained mold is released, and must not be alive then
-            time.sleep(_LOOK)
+            yield Wait(promise(), Timeout(_LOOK))
 
     def set_paused(self, *, paused: bool, reported: bool = True) -> None:
         """Let no policy replace a mold or a worker, or let them again. Does not block.

@@ -14,7 +14,6 @@ from typing import Any
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, ModelGuardError, Overloaded
-from modelguard.isolation import _processes
 from modelguard.isolation._calls import CallTimes, Claim, Taken, WorkerScope
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
@@ -193,7 +192,8 @@ class ProcessScope(MoldScope):
         self._molds = molds
         self._engine = molds.guard.engine
         super().__init__(options, lambda: self._engine.options.wait_timeout)
-        self.reload, self.reopen = self._engine.reload, self._engine.reopen
+        self.until_reloaded, self.until_unloaded = self._engine.until_reloaded, self._engine.until_unloaded
+        self.reopen = self._engine.reopen
         self.set_paused = molds.set_paused
         self.end_at_once, self.abandon = molds.end_at_once, molds.abandon
 
@@ -248,15 +248,12 @@ class ProcessScope(MoldScope):
             postponed=self._molds.postponed,
         )
 
-    def load(self, timeout: float | None) -> None:
-        if _processes.role != "owner":  # a mold imports a module that loads it, and would import that in the next mold
-            return
-        limit = Timeout(timeout)
-        self._engine.load(timeout)
-        self._molds.call_back_workers(limit)
+    def until_loaded(self, limit: Timeout) -> Steps[None]:
+        yield from self._engine.until_loaded(limit)
+        yield from self._molds.until_workers_return(limit)
 
-    def unload(self, timeout: float | None) -> None:
-        self._engine.unload(timeout)
+    def request_reload(self) -> None:
+        self._engine.request_reload()
 
     @property
     def paused(self) -> bool:
@@ -372,15 +369,18 @@ class PoolScope(MoldScope):
             postponed=_of_all(mold.workers.postponed for mold in molds),
         )
 
-    def load(self, timeout: float | None) -> None:
+    def until_loaded(self, _limit: Timeout) -> Steps[None]:
         """Load nothing: the mold of a key is made when one needs it."""
-        del timeout
         if self.closed:
             raise GuardClosed(self.name)
+        yield from ()
 
-    def reload(self, *, wait: bool, timeout: float | None) -> None:
+    def until_reloaded(self, _limit: Timeout) -> Steps[None]:
+        self.request_reload()
+        yield from ()
+
+    def request_reload(self) -> None:
         """Make new molds, each for the next call with its key, so there is nothing to wait for."""
-        del wait, timeout
         self._pool.reload(())
 
     @property
@@ -393,8 +393,8 @@ class PoolScope(MoldScope):
         for molds in list(self._guards):
             molds.set_paused(paused=paused, reported=False)
 
-    def unload(self, timeout: float | None) -> None:
-        self._pool.unload((), Timeout(timeout))
+    def until_unloaded(self, limit: Timeout) -> Steps[None]:
+        return self._aside("unload", partial(self._pool.unload, (), limit))
 
     def close(self, timeout: float | None) -> None:
         waiting.raise_on_event_loop(self.name, "close", "await f.aclose()")

@@ -29,7 +29,7 @@ from modelguard.isolation._isolation_options import (
 from modelguard.isolation._mold_owner import MoldGuard
 from modelguard.isolation._scopes import PoolScope, ProcessScope
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle.handle import LoadingHandle, check_wait
+from modelguard.lifecycle.handle import LoadingHandle
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime import call_context, waiting
 from modelguard.runtime.background import SHARED
@@ -112,8 +112,11 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
 
     def _start(self, *, paused: bool = False) -> None:
         self._scope = _scope_of(self._options, self._source, paused=paused)
-        self._sources = self._loadable = (self._scope,)
+        self._sources = (self._scope,)
+        # A mold imports a module that loads or reloads it, and would import that in the next mold.
+        self._loadable = self._sources if _processes.role == "owner" else ()
         source = self._source
+        self._reload_waits = not isinstance(source, PoolSource)
         key_of = source.pooled.key_of if isinstance(source, PoolSource) else None
         self._caller = Caller(self._options, self._scope, key_of)
         # Without anybody who could call it, as after a module was reloaded, its processes have no purpose.
@@ -261,30 +264,6 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
         return f"<Isolated {self.name!r}>"
 
     # Its molds, beside what every handle has
-
-    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
-        """Make a new mold. The old one serves until the new one and its workers are ready, and ends then.
-
-        Over a pool the molds of all keys take no new calls and end after those that run; the next call with a key
-        makes a new one. There is nothing to wait for then.
-
-        Args:
-            wait: Return when the new mold takes calls; if False, return at once.
-            timeout: How long to wait at most.
-
-        Raises:
-            LoadFailed: The new mold failed. The old one serves on.
-            Reloading: ``timeout`` has passed. The reload goes on.
-            GuardClosed: After :meth:`close`.
-            InvalidOption: ``wait`` is not a bool.
-        """
-        check_wait(wait)
-        if _processes.role == "owner":  # a mold imports a module that reloads it, and the next mold would too
-            self._scope.reload(wait=wait, timeout=Timeout(timeout).seconds)
-
-    async def areload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`reload` for coroutines; does not block the event loop."""
-        await self._aside("reload", functools.partial(self.reload, timeout=timeout))
 
     def rollback(self) -> None:
         """Go back to the mold that the current one has replaced, as :meth:`ModelGuard.rollback` does, at once.

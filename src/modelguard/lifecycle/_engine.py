@@ -21,7 +21,7 @@ from traceback import walk_stack
 from types import CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from modelguard import _units, telemetry
+from modelguard import telemetry
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, NoPreviousModel, Reloading, WouldDeadlock
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._policy_checks import PolicyChecks
@@ -118,7 +118,8 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             fix = "Put @isolate() above the guard's decorator, or leave keep out to release the model."
             raise InvalidOption("keep", "mold", why=why, fix=fix)
 
-    def _request_reload(self) -> Future[Outcome]:
+    def request_reload(self) -> Future[Outcome]:
+        """Begin a reload, and wait for nothing."""
         self._check_keep()
         if (renew := self.checks.renew) is not None:
             self.state.raise_if_closed()
@@ -176,11 +177,11 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         """Seconds that a call waits for the load that it joins; None for as long as that takes, as at the first one."""
         return self.options.wait_timeout if self.state.generations else None
 
-    def _until_loaded(self, limit: Timeout) -> Steps[None]:
+    def until_loaded(self, limit: Timeout) -> Steps[None]:
         if call_context.is_inline():
             yield Inline(self)
         elif (future := self.join_load()) is not None:
-            yield from until_loaded(self.state, future, limit)
+            yield from until_there(self.state, future, limit)
 
     def until_entered(self, mine: Enclosing, timeout: float | None) -> Steps[Generation[M]]:
         """Take a lease, after a load if need be.
@@ -190,7 +191,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         """
         limit = Timeout(self.load_patience if timeout is None else timeout)
         while (generation := self.state.enter(mine)) is None:
-            yield from self._until_loaded(limit)
+            yield from self.until_loaded(limit)
         return generation
 
     def join_load(self) -> Future[Outcome] | None:
@@ -383,41 +384,12 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
 
     # Loads
 
-    def load(self, timeout: _units.Duration | None = None) -> None:
-        waiting.block(self._until_loaded(Timeout(timeout)))
+    def until_reloaded(self, limit: Timeout) -> Steps[None]:
+        self.raise_inside_call("reload")
+        raise_on_circle(self.state)  # a loader is refused before its request makes its own load stale
+        yield from until_there(self.state, self.request_reload(), limit)
 
-    async def aload(self, timeout: _units.Duration | None = None) -> None:
-        limit = Timeout(timeout)
-        self.state.raise_if_closed()
-        if self.state.current is None:
-            await waiting.suspend(self._until_loaded(limit))
-
-    def reload(self, *, wait: bool, timeout: _units.Duration | None = None) -> None:
-        limit = Timeout(timeout)  # first: a mistake must not begin a load
-        if wait:
-            waiting.raise_on_event_loop(self.name, "reload", "await guard.areload()")
-            self.raise_inside_call("reload")
-            raise_on_circle(self.state)  # a loader is refused before its request makes its own load stale
-            waiting.block(self._until_reloaded(limit))
-        else:
-            self._request_reload()
-
-    async def areload(self, timeout: _units.Duration | None = None) -> None:
-        limit = Timeout(timeout)
-        self.raise_inside_call("areload")
-        await waiting.suspend(self._until_reloaded(limit))
-
-    def _until_reloaded(self, limit: Timeout) -> Steps[None]:
-        yield from until_loaded(self.state, self._request_reload(), limit)
-
-    def unload(self, timeout: _units.Duration | None = None) -> None:
-        waiting.raise_on_event_loop(self.name, "unload", "await guard.aunload()")
-        waiting.block(self._until_unloaded(Timeout(timeout)))
-
-    async def aunload(self, timeout: _units.Duration | None = None) -> None:
-        await waiting.suspend(self._until_unloaded(Timeout(timeout)))
-
-    def _until_unloaded(self, limit: Timeout) -> Steps[None]:
+    def until_unloaded(self, limit: Timeout) -> Steps[None]:
         self.raise_inside_call("unload")
         self.state.raise_if_closed()
         if call_context.is_inline():
@@ -711,7 +683,7 @@ def _waited_for(state: GuardState[Any]) -> Iterator[tuple[GuardState[Any], list[
         pending.extend(following)
 
 
-def until_loaded(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> Steps[None]:
+def until_there(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> Steps[None]:
     """Wait until there is a current generation.
 
     Raises:

@@ -149,7 +149,6 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         Raises:
             GuardClosed, Reloading, UnhashableKey, WouldDeadlock: As for a guard and a lease.
         """
-        waiting.raise_on_event_loop(self.name, "unload", "await pool.aunload()")
         _check_keys(keys)
         with self._lock:
             self._raise_if_closed()
@@ -593,7 +592,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             if woken:
                 engine.state.await_next_use()
             at_load = UNKNOWN if probe is None else probe.wait(probe.ask(self.runtime))
-            engine.load()
+            waiting.block(engine.until_loaded(Timeout(None)))
             if probe is not None:
                 probe.loaded(at_load, self.runtime)
                 model.probe = probe

@@ -12,7 +12,7 @@ from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._wrappers import decorate, owner_of
-from modelguard.lifecycle.handle import ModelHandle, check_wait
+from modelguard.lifecycle.handle import ModelHandle
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime.fork_hooks import WeakRegistry
 
@@ -94,30 +94,6 @@ class ModelGuard(ModelHandle[M]):
     def version(self) -> str | None:
         """The version of the current model, as its loader gave it; None if it gave none, or if there is no model."""
         return self.engine.state.version
-
-    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
-        """Replace the model by one whose load begins after this call. Does not wait for a pause or a backoff.
-
-        A load that is running already becomes stale: while an old generation takes calls, its model is discarded
-        (``LoadDiscarded``) and loaded again, once.
-
-        Args:
-            wait: Return when the new generation takes calls; if False, return at once.
-            timeout: How long to wait at most. Default: until the load has succeeded or failed.
-
-        Raises:
-            LoadFailed: The load failed. The old generation, if there is one, keeps taking calls.
-            Reloading: ``timeout`` has passed. The reload goes on.
-            GuardClosed: The guard is closed.
-            WouldDeadlock: With ``wait``: called inside a call on this guard, or on a running event loop.
-            InvalidOption: ``wait`` is not a bool.
-        """
-        check_wait(wait)
-        self.engine.reload(wait=wait, timeout=timeout)
-
-    async def areload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`reload` for a coroutine: does not block the event loop."""
-        await self.engine.areload(timeout)
 
     def check(self) -> bool:
         """Ask the policies now, as the background thread does regularly; returns whether a reload was started."""

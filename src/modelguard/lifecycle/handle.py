@@ -15,7 +15,7 @@ from modelguard import _units
 from modelguard._entered import Entered
 from modelguard.lifecycle import _misuse
 from modelguard.runtime import waiting
-from modelguard.runtime.waiting import Timeout
+from modelguard.runtime.waiting import Steps, Timeout
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._engine import Engine
@@ -146,6 +146,9 @@ class Handle(Entered):
     async def _aside(self, verb: str, work: Callable[[], None]) -> None:
         await waiting.run(work, f"modelguard-{verb}-{self.name}", self._sources[0].runtime.start_thread)
 
+    def _raise_on_loop(self, verb: str) -> None:
+        waiting.raise_on_event_loop(self.name, verb, f"await {self._what.split()[-1]}.a{verb}()")
+
     def _reopen(self) -> None:
         for source in self._sources:
             source.reopen()
@@ -154,16 +157,17 @@ class Handle(Entered):
 class _Loadable(_Source, Protocol):
     @property
     def ready(self) -> bool: ...
-    def load(self, timeout: float | None) -> None: ...
-    async def aload(self, timeout: float | None) -> None: ...
-    def unload(self, timeout: float | None) -> None: ...
-    async def aunload(self, timeout: float | None) -> None: ...
+    def until_loaded(self, limit: Timeout, /) -> Steps[None]: ...
+    def until_reloaded(self, limit: Timeout, /) -> Steps[None]: ...
+    def request_reload(self) -> object: ...
+    def until_unloaded(self, limit: Timeout, /) -> Steps[None]: ...
 
 
 class LoadingHandle(Handle):
     """A handle on one model, or on several copies of it: a source for each."""
 
     _loadable: Sequence[_Loadable]
+    _reload_waits = True
 
     @property
     def ready(self) -> bool:
@@ -187,15 +191,44 @@ class LoadingHandle(Handle):
         """
         instead = "await f.aload(), or async with; in a module that uvicorn imports on its loop, f.reload(wait=False)"
         waiting.raise_on_event_loop(self.name, "load", instead)
-        limit = Timeout(timeout)
-        for engine in self._loadable:
-            engine.load(limit.left())
+        waiting.block(self._until_loaded(Timeout(timeout)))
 
     async def aload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`load` for a coroutine: does not block the event loop."""
-        limit = Timeout(timeout)
-        for engine in self._loadable:
-            await engine.aload(limit.left())
+        await waiting.suspend(self._until_loaded(Timeout(timeout)))
+
+    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
+        """Replace the model by one whose load begins after this call. Does not wait for a pause or a backoff.
+
+        A load that is running already becomes stale: while an old generation takes calls, its model is discarded
+        (``LoadDiscarded``) and loaded again, once. Replicas are replaced one after another, and the others take the
+        calls meanwhile; a reload that is asked for while one runs follows it. Of an isolated function the old mold
+        serves until the new one and its workers are ready; over a pool, the molds of all keys take no new calls and
+        end after those that run, the next call with a key makes a new one, and there is nothing to wait for.
+
+        Args:
+            wait: Return when the new generation takes calls; if False, return at once.
+            timeout: How long to wait at most, for all together. Default: until the load has succeeded or failed.
+
+        Raises:
+            LoadFailed: The load failed. The old generation, if there is one, keeps taking calls; replicas after it keep
+                their models.
+            Reloading: ``timeout`` has passed. The reload goes on.
+            GuardClosed: After :meth:`close`.
+            WouldDeadlock: With ``wait``: called inside a call, or on a running event loop (use :meth:`areload`).
+            InvalidOption: ``wait`` is not a bool, or ``timeout`` is not a duration.
+        """
+        check_wait(wait)
+        limit = Timeout(timeout)  # first: a mistake must not begin a load
+        if wait and self._reload_waits:
+            self._raise_on_loop("reload")
+            waiting.block(self._until_reloaded(limit))
+        else:
+            self._request_reload()
+
+    async def areload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`reload` for a coroutine: does not block the event loop."""
+        await waiting.suspend(self._until_reloaded(Timeout(timeout)))
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
         """Release the model until its next use, which loads it again. Blocks.
@@ -211,15 +244,28 @@ class LoadingHandle(Handle):
             GuardClosed: After :meth:`close`.
             WouldDeadlock: Called inside a call, by the loader, or on a running event loop (use :meth:`aunload`).
         """
-        limit = Timeout(timeout)
-        for engine in self._loadable:
-            engine.unload(limit.left())
+        self._raise_on_loop("unload")
+        waiting.block(self._until_unloaded(Timeout(timeout)))
 
     async def aunload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`unload` for a coroutine: does not block the event loop."""
-        limit = Timeout(timeout)
-        for engine in self._loadable:
-            await engine.aunload(limit.left())
+        await waiting.suspend(self._until_unloaded(Timeout(timeout)))
+
+    def _until_loaded(self, limit: Timeout) -> Steps[None]:
+        for source in self._loadable:
+            yield from source.until_loaded(limit)
+
+    def _until_reloaded(self, limit: Timeout) -> Steps[None]:
+        for source in self._loadable:
+            yield from source.until_reloaded(limit)
+
+    def _request_reload(self) -> None:
+        for source in self._loadable:
+            source.request_reload()
+
+    def _until_unloaded(self, limit: Timeout) -> Steps[None]:
+        for source in self._loadable:
+            yield from source.until_unloaded(limit)
 
     def _open(self) -> None:
         self._reopen()

@@ -140,6 +140,7 @@ class ModelPool(Handle, Generic[K, M]):
             UnhashableKey: One of them can be no key, as a list of keys.
             GuardClosed: After :meth:`close`.
         """
+        self._raise_on_loop("unload")
         self._engine.unload(keys, Timeout(timeout))
 
     async def aunload(self, *keys: K, timeout: _units.Duration | None = None) -> None:

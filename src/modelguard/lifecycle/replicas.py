@@ -17,7 +17,7 @@ from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._models import KnownModels
 from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.guard import ModelGuard, hide
-from modelguard.lifecycle.handle import ModelHandle, check_wait
+from modelguard.lifecycle.handle import ModelHandle
 from modelguard.lifecycle.policies import Snapshot
 from modelguard.lifecycle.pool import PoolLease
 from modelguard.runtime import fork_hooks, waiting
@@ -294,39 +294,11 @@ class ModelReplicas(ModelHandle[M]):
         wait = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
         return PoolLease(partial(self._free.take, wait), partial(self._free.atake, wait))
 
-    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
-        """Replace all replicas, one after another; the others take the calls meanwhile.
+    def _request_reload(self) -> None:
+        self._engines[0].state.raise_if_closed()
+        start_thread(partial(self._roll_in_background, self._loaded()), f"modelguard-roll-{self._name}")
 
-        Args:
-            wait: Return when all are replaced; if False, return at once. A reload that is asked for while one runs
-                follows it.
-            timeout: How long to wait at most, for all of them together. Default: as long as it takes.
-
-        Raises:
-            LoadFailed: A load failed; the replicas after it keep their models.
-            Reloading: ``timeout`` has passed. The reload of all of them goes on.
-            GuardClosed, WouldDeadlock: As :meth:`ModelGuard.reload`.
-            InvalidOption: ``wait`` is not a bool, or ``timeout`` is not a duration.
-        """
-        check_wait(wait)
-        limit = Timeout(timeout)
-        if not wait:
-            self._engines[0].state.raise_if_closed()
-            start_thread(partial(self._roll_in_background, self._loaded()), f"modelguard-roll-{self._name}")
-            return
-        waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
-        if timeout is None:
-            self._raise_inside_call("reload")
-            with self._waiting_for_loads():
-                self._roll(self._loaded())
-        else:
-            waiting.block(self._until_rolled(limit))
-
-    async def areload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`reload` for a coroutine: does not block the event loop."""
-        await waiting.suspend(self._until_rolled(Timeout(timeout)))
-
-    def _until_rolled(self, limit: Timeout) -> Steps[None]:
+    def _until_reloaded(self, limit: Timeout) -> Steps[None]:
         self._raise_inside_call("reload")
         start = self._engines[0].runtime.start_thread
         with self._waiting_for_loads():
@@ -343,13 +315,9 @@ class ModelReplicas(ModelHandle[M]):
                 waits.enter_context(_engine.LoadWait(engine.state))
             yield
 
-    def unload(self, timeout: _units.Duration | None = None) -> None:  # noqa: D102 - as LoadingHandle.unload says
+    def _until_unloaded(self, limit: Timeout) -> Steps[None]:
         self._raise_inside_call("unload")
-        super().unload(timeout)
-
-    async def aunload(self, timeout: _units.Duration | None = None) -> None:  # noqa: D102 - as above
-        self._raise_inside_call("unload")
-        await super().aunload(timeout)
+        yield from super()._until_unloaded(limit)
 
     def _raise_inside_call(self, action: str) -> None:
         """Before anything is done to the first of them: the call may be on a later one."""
