@@ -577,7 +577,6 @@ class HostScope(WorkerScope):
 
     def close(self, timeout: float | None) -> None:
         """Refuse further calls, wait for those of this process, and leave. The last one ends all processes."""
-        waiting.raise_on_event_loop(self.name, "close", "await f.aclose()")
         self._refuse_waiting()
         self._ended.set()
         drain_timeout = self._source.swap.drain_timeout if timeout is None else timeout

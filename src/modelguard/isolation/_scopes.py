@@ -27,7 +27,6 @@ from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.lifecycle.status import Postponed, State
-from modelguard.runtime import waiting
 from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.runtime.waiting import Steps, Timeout
 from modelguard.telemetry import Reason, WorkerEndCause
@@ -260,7 +259,6 @@ class ProcessScope(MoldScope):
         return self._engine.state.paused
 
     def close(self, timeout: float | None) -> None:
-        self._engine.check_closable()
         self._refuse_waiting()
         self._engine.shut_down(timeout)
 
@@ -397,7 +395,6 @@ class PoolScope(MoldScope):
         return self._aside("unload", partial(self._pool.unload, (), limit))
 
     def close(self, timeout: float | None) -> None:
-        waiting.raise_on_event_loop(self.name, "close", "await f.aclose()")
         self._refuse_waiting()
         self._pool.close(timeout)
 

@@ -492,20 +492,11 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         self.state.reopen()
 
     def close(self, timeout: float | None = None) -> None:
-        self.check_closable()
+        self.raise_inside_call("close")
         self.shut_down(timeout)
 
-    def check_closable(self) -> None:
-        """Check that nobody waits for the end of calls that would wait for this thread.
-
-        Raises:
-            WouldDeadlock: On an event loop, or inside a call.
-        """
-        waiting.raise_on_event_loop(self.name, "close", "await guard.aclose()")
-        self.raise_inside_call("close")
-
     def shut_down(self, timeout: float | None = None) -> None:
-        """:meth:`close` without its checks, for an owner that has made them."""
+        """:meth:`close` without its check, for an owner that has made it."""
         self.end(self.refuse(), timeout)
 
     def refuse(self) -> list[Generation[M]]:

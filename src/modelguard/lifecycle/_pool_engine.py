@@ -202,7 +202,6 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
 
     def close(self, timeout: float | None = None) -> None:
         limit = Timeout(timeout)
-        waiting.raise_on_event_loop(self.name, "close", "await pool.aclose()")
         TICKER.remove(self)
         with self._lock:
             engines = self._engines()

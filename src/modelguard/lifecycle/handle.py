@@ -136,6 +136,7 @@ class Handle(Entered):
                 :meth:`aclose`).
         """
         limit = Timeout(timeout)
+        self._raise_on_loop("close")
         for source in self._sources:
             source.close(limit.left())
 

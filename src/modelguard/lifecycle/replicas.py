@@ -326,8 +326,8 @@ class ModelReplicas(ModelHandle[M]):
 
     def close(self, timeout: _units.Duration | None = None) -> None:  # noqa: D102 - as Handle.close says
         limit = Timeout(timeout)
-        for engine in self._engines:
-            engine.check_closable()
+        self._raise_on_loop("close")
+        self._raise_inside_call("close")
         # All before the first of them drains, else the others would take its calls, and one that was reopened meanwhile
         # would be closed again.
         ended = [(engine, engine.refuse()) for engine in self._engines]
