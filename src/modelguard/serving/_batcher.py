@@ -24,21 +24,14 @@ from modelguard.runtime.clock import Watch
 from modelguard.runtime.event_loops import PrivateLoop, RunOnLoop, run_on
 from modelguard.runtime.fork_hooks import Wakeup, WeakRegistry
 from modelguard.serving._batch_options import BatchOptions, Buffer, Changes
-from modelguard.serving._execution import Answer, BatchFunction, Computed, compute, compute_one, one_line
+from modelguard.serving._execution import Answer, BatchFunction, Computed, compute, one_line
 from modelguard.serving._planner import GoalSize
 from modelguard.serving._queue import BatchQueue, CircuitChange
-from modelguard.serving._requests import (
-    Batch,
-    Callers,
-    Failure,
-    Request,
-    deliver,
-    loop_of,
-)
+from modelguard.serving._requests import Batch, Failure, Request, deliver, loop_of
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
 from modelguard.serving.status import BatchStatus, Counters
-from modelguard.serving.streams import AsyncSteps, InlineParts, Steps, StreamRequest, StreamRun
+from modelguard.serving.streams import AsyncSteps, Steps, StreamRequest, StreamRun
 from modelguard.telemetry import logger
 
 # Reports which size of batches ``AutoSize`` has chosen.
@@ -199,36 +192,48 @@ class Runner:
             batch: Its items and the keyword arguments that they share.
             answer: Called with what has its outcome already while the batch goes on.
         """
-        function, callers = self._function, Callers(batch.requests)
         get_loop = partial(loop_of, batch.group) if self._own_loop is None else self._own_loop.get
-        on_loop = partial(run_on, get_loop, callers=callers, others_wait=self._others_wait)
+        on_loop = partial(run_on, get_loop, callers=batch, others_wait=self._others_wait)
         if self._streams:
-            run = StreamRun(function, callers, answer, slow_after=self._slow_after, others_wait=self._others_wait)
             in_context = partial(on_loop, context=contextvars.copy_context())
-            return run.compute(partial(self._steps, in_context, partial(in_context, cancel=False)), batch.extras)
-        return compute(self._awaited(on_loop), batch, answer)
+            start = partial(self._steps, in_context, partial(in_context, cancel=False))
+            return self._stream(self._function, batch, answer).compute(start)
+        batch.watch()
+        return compute(_awaited(self._function, on_loop), batch, answer)
 
     def inline(self, request: Request) -> None:
-        """Compute one request without a batch, in this thread if it may."""
+        """Compute one request by itself, in this thread if it may."""
+        function, batch = replace(self._function, caught=Exception), Batch([request], clock.now())
         loop = PrivateLoop() if self._is_async else None
         if isinstance(request, StreamRequest):
+            request.state = "running"
             run, end = (None, None) if loop is None else (loop.run, loop.end)
-            start = partial(self._steps, run, end)
-            request.source = InlineParts(self._function, request, start, contextvars.copy_context().run)
+            request.source = self._stream(function, batch, _end).on_demand(partial(self._steps, run, end))
             return
         with contextlib.nullcontext() if loop is None else contextlib.closing(loop):
-            outcome = compute_one(self._function if loop is None else self._awaited(loop.run), request)
-        request.deliver(outcome)
+            computed = compute(function if loop is None else _awaited(function, loop.run), batch)
+        request.deliver(computed.outcomes[0])
 
-    def _awaited(self, on_loop: RunOnLoop) -> BatchFunction:
-        run = self._function.run
-        return replace(self._function, run=lambda items, /, **extras: on_loop(lambda: run(items, **extras)))
+    def _stream(self, function: BatchFunction, batch: Batch, answer: Answer) -> StreamRun:
+        return StreamRun(function, batch, answer, slow_after=self._slow_after, others_wait=self._others_wait)
 
     def _steps(
         self, on_loop: RunOnLoop | None, end: RunOnLoop | None, items: list[Any], extras: dict[str, Any]
     ) -> Steps:
         steps: Any = self._function.run(items, **extras)
         return AsyncSteps(steps, on_loop, end) if self._is_async and on_loop and end else steps
+
+
+def _awaited(function: BatchFunction, on_loop: RunOnLoop) -> BatchFunction:
+    run = function.run
+    return replace(function, run=lambda items, /, **extras: on_loop(lambda: run(items, **extras)))
+
+
+def _end(requests: list[Request], outcomes: list[Any]) -> None:
+    """Answer a request that is in no queue."""
+    for request in requests:
+        request.state = "done"
+    deliver(requests, outcomes)
 
 
 class Batcher(fork_hooks.Forkable):

@@ -263,6 +263,8 @@ class BatchFunction:
         name: Its name, for errors.
         isolate: Whether to run a batch that raised again in halves, to find the items at fault.
         ignore: Errors that the breaker does not count.
+        caught: What becomes an outcome if the function raises it: on a thread of the batcher anything, since not even
+            sys.exit() in a model may end that; in a caller's own thread no Ctrl-C.
         clock: Returns the time in seconds.
         suspects: What it has learned about bad items.
     """
@@ -271,6 +273,7 @@ class BatchFunction:
     name: str
     isolate: bool
     ignore: tuple[type[BaseException], ...] = ()
+    caught: type[BaseException] = BaseException
     clock: Callable[[], float] = time.monotonic
     suspects: Suspects = field(default_factory=Suspects)
 
@@ -317,7 +320,7 @@ Answer: TypeAlias = Callable[[list[Request], list[Any]], object]
 
 
 def compute(function: BatchFunction, batch: Batch, answer: Answer | None = None) -> Computed:
-    """Run a batch. Never raises: whatever the function does becomes outcomes.
+    """Run a batch. Whatever the function does becomes outcomes, but for what it must not catch.
 
     Args:
         function: What computes it.
@@ -326,28 +329,13 @@ def compute(function: BatchFunction, batch: Batch, answer: Answer | None = None)
     """
     try:
         return _compute(function, batch, answer)
-    except BaseException as error:  # noqa: BLE001 - an error or a result that cannot be copied, compared or printed
-        failures = [Failure(batch_failed(error, function.name, batch.count)) for _ in range(batch.count)]
-        return Computed(failures, batch.count, "failed", error)
+    except function.caught as error:  # an error or a result that cannot be copied, compared or printed
+        return all_failed(function, batch, error)
 
 
-def compute_one(function: BatchFunction, request: Request) -> Any:
-    """Run one request by itself; returns a result or a :class:`Failure`.
-
-    Raises:
-        BaseException: What the function raised or returned, if it is not an ``Exception``.
-    """
-    try:
-        (result,) = function([request.item], request.extras)
-    except Exception as error:  # noqa: BLE001 - the caller raises it
-        result = error
-    if not isinstance(result, BaseException):
-        return result
-    if isinstance(result, StopIteration):  # futures reject it
-        return Failure(batch_failed(result, function.name, 1))
-    if isinstance(result, Exception):
-        return Failure(result)
-    raise result
+def all_failed(function: BatchFunction, batch: Batch, error: BaseException) -> Computed:
+    failures = [Failure(batch_failed(error, function.name, batch.count)) for _ in range(batch.count)]
+    return Computed(failures, batch.count, "failed", error)
 
 
 def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Computed:
@@ -359,7 +347,7 @@ def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Co
         results = function(batch.items, batch.extras)
     except AllLeft:
         return Computed([None] * batch.count, 0, "inconclusive", whole=False)
-    except BaseException as error:  # noqa: BLE001 - not even sys.exit() in a model may end the thread
+    except function.caught as error:
         parts = _BadItemSearch(function, batch, answer)
         parts.find_bad_items([*range(batch.count)], error)
         return parts.computed(error)
@@ -447,7 +435,7 @@ class _BadItemSearch:
         started = self._function.clock()
         try:
             results = self._function(list(items), self._extras)
-        except BaseException as error:  # noqa: BLE001 - not even sys.exit() in a model may end the thread
+        except self._function.caught as error:
             return error
         weight = math.fsum(self.requests[at].weight for at in part)
         self._runs.append((len(part), weight, self._function.clock() - started))

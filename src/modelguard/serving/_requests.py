@@ -241,10 +241,12 @@ class Batch:
         started: When it was taken from the queue, in seconds on the batcher's clock.
         hung: Whether it has run for longer than ``hang_after``.
         oldest: When the first of them arrived.
+        wakeup: Set when one of their callers leaves, after :meth:`watch`; the batch's own steps may set it too.
     """
 
     weight = padding = 0.0
     hung = False
+    wakeup: Wakeup
 
     def __init__(self, requests: list[Request], started: float) -> None:
         self.group = requests[0].group
@@ -271,24 +273,12 @@ class Batch:
             weight = requests[0].weight * len(requests)
             self.padding, self.weight = max(weight - self.weight, 0.0), weight
 
+    # Who still waits: asked by what can be stopped half way, a coroutine or a generator
 
-_weight_of = attrgetter("weight")
-
-
-# Batches that can be stopped half way.
-
-
-class Callers:
-    """Who of a batch still waits. What can be stopped half way, a coroutine or a generator, asks here.
-
-    Attributes:
-        wakeup: Set when one of them leaves; the batch's own steps may set it as well.
-    """
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
+    def watch(self) -> None:
+        """Be told when one of the callers leaves."""
         self.wakeup = Wakeup()
-        for request in requests:
+        for request in self.requests:
             request.departure = self.wakeup
 
     def waiting(self) -> list[bool]:
@@ -298,3 +288,6 @@ class Callers:
     def all_left(self) -> bool:
         """Whether nobody waits: all have left, or have their answers."""
         return all(request.state == "done" for request in self.requests)
+
+
+_weight_of = attrgetter("weight")

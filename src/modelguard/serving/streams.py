@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from modelguard.errors import BatchFailed, ConsumerTooSlow, GuardClosed, WouldDeadlock, WrongResults
 from modelguard.runtime.event_loops import AllLeft, RunOnLoop
@@ -19,13 +20,13 @@ from modelguard.serving._execution import (
     Answer,
     BatchFunction,
     Computed,
-    batch_failed,
+    all_failed,
     check_results,
     error_for_caller,
     verdict_of,
     wrap_errors,
 )
-from modelguard.serving._requests import Callers, Failure, Request, call_on, count_failures
+from modelguard.serving._requests import Batch, Failure, Request, call_on, count_failures
 from modelguard.serving.status import Verdict
 
 __all__ = ["Stream"]
@@ -59,7 +60,7 @@ class StreamRequest(Request):
 
     def __init__(self, item: Any, max_buffer: int) -> None:
         self.item = item
-        self.source: InlineParts | None = None
+        self.source: Generator[None] | None = None
         self._max_buffer = max_buffer
         # Reentrant: the garbage collector may run a consumer's farewell in the middle of a change.
         self._lock = threading.RLock()
@@ -100,7 +101,7 @@ class StreamRequest(Request):
             BaseException: What the stream ended with. It is raised once.
         """
         if self.source is not None and not self._parts and self._outcome is _RUNNING:
-            self.source.advance()
+            next(self.source, None)
         with self._lock:
             if self._parts:
                 was_full = self.full
@@ -348,78 +349,102 @@ class StreamRun:
 
     Args:
         function: What computes it.
-        callers: Whose items to compute.
+        batch: Its items and the keyword arguments that they share.
         answer: Called with requests that end while others go on, and their outcomes.
         slow_after: How long a consumer with a full buffer may keep others waiting, beside its credit for the parts that
             it took.
         others_wait: Whether items wait in the queue.
-        wait: Waits for something to change, at most so many seconds.
+        wait: Waits for something to change, at most so many seconds. Default: until a consumer leaves or has made room.
     """
 
     def __init__(
         self,
         function: BatchFunction,
-        callers: Callers,
+        batch: Batch,
         answer: Answer,
         *,
         slow_after: float,
         others_wait: Callable[[], bool],
-        wait: Callable[[Callers, float], object] = lambda callers, seconds: callers.wakeup.wait(seconds),
+        wait: Callable[[float], object] | None = None,
     ) -> None:
+        batch.watch()
         self._function = function
-        self._callers = callers
-        self._requests = cast("list[StreamRequest]", callers.requests)
-        self._items = [request.item for request in callers.requests]
+        self._batch = batch
+        self._requests: list[Any] = batch.requests
         self._answer = answer
         self._slow_after = slow_after
         self._others_wait = others_wait
-        self._wait = wait
+        self._wait = batch.wakeup.wait if wait is None else wait
+        self._error: BaseException | None = None
         self._failed = self._succeeded = 0
         self._stalled = 0.0
         self._stalled_by: dict[Request, float] = {}
 
-    def compute(self, start: StartSteps, extras: dict[str, Any]) -> Computed:
+    def compute(self, start: StartSteps) -> Computed:
         """Run it to its end. Never raises: whatever the function does becomes outcomes.
 
         Args:
             start: Begins the computation.
-            extras: Keyword arguments that all requests share.
         """
         try:
-            return self.computed(self._to_end(start, extras))
+            for _ in self._steps(start):
+                pass
+            return self.computed(self._error)
         except BaseException as error:  # noqa: BLE001 - an error that cannot be copied or printed
-            failures = [Failure(batch_failed(error, self._function.name, len(self._items))) for _ in self._items]
-            return Computed(failures, len(failures), "failed", error)
+            return all_failed(self._function, self._batch, error)
 
-    def _to_end(self, start: StartSteps, extras: dict[str, Any]) -> BaseException | None:
+    def on_demand(self, start: StartSteps) -> Generator[None]:
+        """Run the batch of a single request in its consumer's thread, and in this context: a step for each ``next``."""
+        context, steps, (request,) = contextvars.copy_context(), self._steps(start), self._requests
+        try:
+            while context.run(next, steps, steps) is None and request.state != "done":
+                yield
+            if request.state != "done":
+                self._answer([request], self.computed(self._error).outcomes)
+        finally:
+            context.run(steps.close)
+
+    def _steps(self, start: StartSteps) -> Generator[None]:
+        """Make all parts and hand them out, with a pause after each step."""
         steps: Steps | None = None
-        error: BaseException | None = None
         try:
-            steps = start(list(self._items), extras)
-            self._take_steps(steps)
+            steps = start(self._batch.items, self._batch.extras)
+            waiting: list[bool] | None = None
+            while not self._batch.all_left and (parts := self._step(steps, waiting)) is not None:
+                self.hand_out(parts)
+                del parts
+                yield
+                self.wait_for_consumers()
+                waiting = self._batch.waiting()
         except AllLeft:
             pass
-        except BaseException as raised:  # noqa: BLE001 - not even sys.exit() in a model may end the thread
-            error = raised
-        try:
-            if steps is not None:
-                steps.close()
-        except AllLeft:
-            pass
-        except BaseException as raised:  # noqa: BLE001 - as above
-            error = error or raised
-        return error
+        except self._function.caught as raised:
+            self._error = raised
+        finally:
+            try:
+                if steps is not None:
+                    steps.close()
+            except AllLeft:
+                pass
+            except self._function.caught as raised:
+                self._error = self._error or raised
 
-    def _take_steps(self, steps: Steps) -> None:
-        waiting: list[bool] | None = None
-        while not self._callers.all_left:
-            parts = _step(steps, waiting, self._function.name, len(self._items))
-            if parts is None:
-                return
-            self.hand_out(parts)
-            del parts
-            self.wait_for_consumers()
-            waiting = self._callers.waiting()
+    def _step(self, steps: Steps, waiting: list[bool] | None) -> list[Any] | None:
+        """Run one step. Returns a part for each item; None at the end.
+
+        Raises:
+            WrongResults: It yielded something else, or nothing at all.
+            BaseException: Whatever the function raises.
+        """
+        name, count = self._function.name, self._batch.count
+        try:
+            parts = steps.send(waiting)
+        except StopIteration:
+            if waiting is not None:
+                return None
+            why = "it ended before it had yielded anything; for an item without parts, yield StopIteration"
+            raise WrongResults(name, why, size=count) from None
+        return check_results(parts, name, count, how="yielded")
 
     def hand_out(self, parts: list[Any]) -> None:
         """Hand each consumer that is left its part, or its end."""
@@ -452,16 +477,16 @@ class StreamRun:
                 self._answer([*slow], [Failure(ConsumerTooSlow(self._function.name)) for _ in slow])
                 continue
             began = clock()
-            self._wait(self._callers, min(left.values()))
+            self._wait(min(left.values()))
             seconds = clock() - began
             self._stalled += seconds
-            if self._others_wait() or len(full) < sum(self._callers.waiting()):
+            if self._others_wait() or len(full) < sum(self._batch.waiting()):
                 for one in full:
                     credit = 0.0 if one.full else _CREDIT * most
                     self._stalled_by[one] = max(most - left[one] + seconds - credit, 0.0)
 
     def computed(self, error: BaseException | None) -> Computed:
-        live = self._callers.waiting()
+        live = self._batch.waiting()
         if error is None:
             self._succeeded += sum(live)
             verdict: Verdict = "succeeded" if self._succeeded else "inconclusive"
@@ -472,64 +497,6 @@ class StreamRun:
         outcomes = [Failure(error_for_caller(error, name, count)) if waits else None for waits in live]
         failed, verdict = self._failed + sum(live), verdict_of([error], self._function.ignore)
         return Computed(outcomes, failed, verdict, error, stalled=self._stalled)
-
-
-class InlineParts:
-    """The parts of one item that has no batch: each is made when its consumer asks for it, in that thread.
-
-    Args:
-        function: What computes them.
-        request: Gets the parts and the end.
-        start: Begins the computation, of that item alone.
-        run: Runs a step in the context of the call.
-    """
-
-    def __init__(
-        self, function: BatchFunction, request: StreamRequest, start: StartSteps, run: Callable[..., Any]
-    ) -> None:
-        self._function = function
-        self._request = request
-        self._run = run
-        self._waiting: list[bool] | None = None
-        self._steps: Steps = run(start, [request.item], request.extras)
-
-    def advance(self) -> None:
-        function, request = self._function, self._request
-        part: Any = StopIteration
-        try:
-            parts = self._run(_step, self._steps, self._waiting, function.name, 1)
-            if parts is not None:
-                (part,) = parts
-            outcome = _outcome_of(part, function.name)
-        except Exception as error:  # noqa: BLE001 - the consumer raises it
-            outcome = Failure(error_for_caller(error, function.name, 1))
-        self._waiting = [True]
-        if outcome is _NO_OUTCOME:
-            request.push(part)
-            return
-        request.deliver(outcome)
-        self.close()
-
-    def close(self) -> None:
-        self._request.source = None
-        self._run(self._steps.close)
-
-
-def _step(steps: Steps, waiting: list[bool] | None, name: str, count: int) -> list[Any] | None:
-    """Run one step. Returns a part for each item; None at the end.
-
-    Raises:
-        WrongResults: It yielded something else, or nothing at all.
-        BaseException: Whatever the function raises.
-    """
-    try:
-        parts = steps.send(waiting)
-    except StopIteration:
-        if waiting is not None:
-            return None
-        why = "it ended before it had yielded anything; for an item without parts, yield StopIteration"
-        raise WrongResults(name, why, size=count) from None
-    return check_results(parts, name, count, how="yielded")
 
 
 def _outcome_of(part: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ from modelguard.errors import ConsumerTooSlow, DeadlineExceeded
 from modelguard.serving import Limits
 from modelguard.serving._execution import BatchFunction
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Batch, Callers, Request
+from modelguard.serving._requests import Batch, Request
 from modelguard.serving.streams import ENDED, NOTHING_YET, StreamRequest, StreamRun
 
 #: What a function yields for an item: mostly a part, else its end or its error.
@@ -114,11 +114,11 @@ class Streams(RuleBasedStateMachine):
             self.batch = found
             self.run = StreamRun(
                 self.function,
-                Callers(found.requests),
+                found,
                 self.answer,
                 slow_after=0.0,
                 others_wait=lambda: True,
-                wait=lambda _callers, _seconds: None,
+                wait=lambda _seconds: None,
             )
 
     @precondition(lambda self: self.batch is not None)

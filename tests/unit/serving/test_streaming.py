@@ -9,7 +9,7 @@ import pytest
 
 from modelguard.errors import BatchFailed, ConsumerTooSlow, Overloaded, WrongResults
 from modelguard.serving._execution import BatchFunction, Computed
-from modelguard.serving._requests import Callers, Request
+from modelguard.serving._requests import Batch, Request
 from modelguard.serving.streams import ENDED, NOTHING_YET, StreamRequest, StreamRun
 
 NO_PARTS = "yielded anything; for an item without parts, yield StopIteration"
@@ -34,18 +34,24 @@ class World:
     def leave(self, at: int) -> None:
         self.requests[at].state = "done"
 
-    def wait(self, _callers: Callers, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         self.waits.append(seconds)
         self.now += seconds
         self.while_waiting()
 
     def run(self, function: Any, *, slow_after: float = 1.0, ignore: Any = (), **extras: Any) -> Computed:
         batch = BatchFunction(run=function, name="f", isolate=True, ignore=ignore, clock=lambda: self.now)
-        callers = Callers(self.requests)
+        for request in self.requests:
+            request.group = tuple((name, type(value), value) for name, value in extras.items()) or None
         stream = StreamRun(
-            batch, callers, self.answer, slow_after=slow_after, others_wait=lambda: self.others_wait, wait=self.wait
+            batch,
+            Batch([*self.requests], 0.0),
+            self.answer,
+            slow_after=slow_after,
+            others_wait=lambda: self.others_wait,
+            wait=self.wait,
         )
-        computed = stream.compute(lambda items, extras: function(items, **extras), extras)
+        computed = stream.compute(lambda items, extras: function(items, **extras))
         self.answer([*self.requests], computed.outcomes)
         return computed
 
@@ -326,7 +332,7 @@ def test_stalls_are_counted_for_each_consumer() -> None:
     passes = iter([(2.0, second), (0.5, first), (0.6, None), (0.1, second)])
     got: list[Any] = []
 
-    def wait(_callers: Callers, seconds: float) -> None:
+    def wait(seconds: float) -> None:
         world.waits.append(seconds)
         passed, takes = next(passes)
         world.now += passed
@@ -385,7 +391,7 @@ def test_the_time_counts_in_all() -> None:
     world = World("slow", "quick", max_buffer=2)
     slow, quick = world.requests
 
-    def wait(_callers: Callers, seconds: float) -> None:
+    def wait(seconds: float) -> None:
         world.waits.append(seconds)
         world.now += 0.4
         slow.take()
@@ -408,7 +414,7 @@ def test_who_is_a_little_slower_than_others_may_go_on() -> None:
     slow, quick = world.requests
     got: list[Any] = []
 
-    def wait(_callers: Callers, _seconds: float) -> None:
+    def wait(_seconds: float) -> None:
         world.now += 0.009
         got.append(slow.take())
 
