@@ -21,6 +21,7 @@ from modelguard.isolation.status import WorkerState
 from modelguard.lifecycle.policies import Backoff
 from modelguard.runtime import child_processes
 from modelguard.serving.breaker import Breaker, Circuit
+from modelguard.serving.status import Verdict
 from modelguard.telemetry import Event, Reason, WorkerEndCause, logger
 
 #: Whether there are workers. ``ended``: none until the next call; ``returning``: that call waits for the first of them.
@@ -39,7 +40,7 @@ class Worker:
 
     Attributes:
         channel: To talk to it, once its mold was told to start it.
-        state: What it does. :class:`Workers` keeps this, :attr:`worn`, :attr:`probe` and :attr:`calls`.
+        state: What it does. :class:`Workers` keeps this, :attr:`worn` and :attr:`calls`.
     """
 
     channel: Channel
@@ -48,7 +49,6 @@ class Worker:
         self.number = number
         self.state: WorkerState = "starting"
         self.worn = False
-        self.probe = False
         self.calls = 0
         self.pid = 0
         self.pidfd: int | None = None
@@ -451,8 +451,7 @@ class Workers:
             holder.worker, holder.held = worker, True
         worker.state = "busy"
         del self._idle[-1]
-        if self._circuit.state != "closed":
-            worker.probe = self._circuit.admitted()
+        self._circuit.admitted(worker)
         return worker
 
     def _count_busy(self) -> int:
@@ -477,11 +476,9 @@ class Workers:
         """Note what an answer says about the model."""
         if counts:
             self._failures = 0
-            if (worker.probe or self._circuit.failures) and self._circuit.succeeded(probe=worker.probe):
-                self._events.append(telemetry.CircuitClosed(guard=self._name))
-        elif worker.probe:
-            self._circuit.probe_inconclusive()
-        worker.probe = False
+        verdict: Verdict = "succeeded" if counts else "inconclusive"
+        if self._circuit.ended((worker,), verdict, time.monotonic()) == "closed":
+            self._events.append(telemetry.CircuitClosed(guard=self._name))
 
     # Under the lock: which are started and ended
 
@@ -551,8 +548,8 @@ class Workers:
             self._note_loss(worker)
             if blame:
                 self._note_failure(worker, now, how)
-            elif worker.probe:
-                self._circuit.probe_inconclusive()
+            else:
+                self._circuit.forget(worker)
         self._settle(now)
         self._hand_over()
         if self._start_at > now:
@@ -571,7 +568,7 @@ class Workers:
         if self._failures > 1:
             self._start_at = now + self._backoff.seconds(self._failures - 1, random.random())  # noqa: S311 - jitter
         circuit = self._circuit
-        if worker.state in _BUSY and circuit.failed(now, probe=worker.probe):
+        if worker.state in _BUSY and circuit.ended((worker,), "failed", now) == "opened":
             retry = circuit.retry_after(now) or 0.0
             self._events.append(
                 telemetry.CircuitOpened(guard=self._name, failures=circuit.failures, retry_after=retry, error=how)

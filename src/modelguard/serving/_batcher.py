@@ -26,9 +26,9 @@ from modelguard.runtime.fork_hooks import Wakeup, WeakRegistry
 from modelguard.serving._batch_options import BatchOptions, Buffer, Changes
 from modelguard.serving._execution import Answer, BatchFunction, Computed, compute, one_line
 from modelguard.serving._planner import GoalSize
-from modelguard.serving._queue import BatchQueue, CircuitChange
+from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Batch, Failure, Request, deliver, loop_of
-from modelguard.serving.breaker import Circuit
+from modelguard.serving.breaker import Circuit, CircuitChange
 from modelguard.serving.deadlines import Scope, current_scope
 from modelguard.serving.status import BatchStatus, Counters
 from modelguard.serving.streams import AsyncSteps, Steps, StreamRequest, StreamRun

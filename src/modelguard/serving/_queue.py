@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from modelguard.errors import (
     CircuitOpen,
@@ -29,11 +29,8 @@ from modelguard.serving._lines import Line, Lines
 from modelguard.serving._planner import GoalSize, Planner
 from modelguard.serving._requests import Batch, Failure, Request, caller_gone, count_failures
 from modelguard.serving._times import BatchTimes
-from modelguard.serving.breaker import Circuit
+from modelguard.serving.breaker import Circuit, CircuitChange
 from modelguard.serving.status import BatchState, BatchStatus, Counters, Limits, Quantiles, Verdict
-
-CircuitChange: TypeAlias = Literal["opened", "closed"] | None
-
 
 #: The status shows quantiles over this many batches.
 _REMEMBERED = 512
@@ -150,7 +147,6 @@ class BatchQueue:
         self.undelivered: list[tuple[Request, Failure]] = []
         self.reopen()
         self.counters = Counters()
-        self._probe: Request | None = None  # which tries whether the circuit can be closed
         self._together = 1  # how many requests are admitted, or none of them
         self._joining = False  # whether requests are being admitted that belong to one that has passed the circuit
         self._recent = Recent()
@@ -245,8 +241,8 @@ class BatchQueue:
         self.waiting += 1
         if bounded:
             self._expiry.add(request)
-        if self.may_refuse:
-            self._admitted(request)
+        if self.circuit is not None and not self._joining:
+            self.circuit.admitted(request)
 
     def admit_together(self, requests: Sequence[Request], now: float) -> None:
         """Queue several requests, all of them or none. They take the place of no other. Raises what :meth:`admit` does.
@@ -295,32 +291,10 @@ class BatchQueue:
         self.counters.refused_open += self._together
         return CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
 
-    def _admitted(self, request: Request) -> None:
-        """Note that a request waits. It is the probe if the circuit is open."""
-        if self.circuit is not None and self.circuit.state != "closed" and not self._joining:
-            self._probe = request  # first: an exception may interrupt this at any point, and forget() has to know it
-            self.circuit.admitted()
-
     def _forget(self, request: Request) -> None:
-        """Note that a request is not computed. If it was the probe, the next one is."""
-        if request is self._probe and self.circuit is not None:
-            self._probe = None
-            self.circuit.probe_inconclusive()
-
-    def _batch_ended(self, batch: Batch, verdict: Verdict, now: float) -> CircuitChange:
-        circuit = self.circuit
-        if circuit is None:
-            return None
-        probe = self._probe is not None and self._probe in batch.requests
-        if probe:
-            self._probe = None
-        if verdict == "succeeded":
-            return "closed" if circuit.succeeded(probe=probe) else None
-        if verdict == "failed":
-            return "opened" if circuit.failed(now, probe=probe) else None
-        if probe:
-            circuit.probe_inconclusive()
-        return None
+        """Note that a request is not computed."""
+        if self.circuit is not None:
+            self.circuit.forget(request)
 
     def _check_room(self, request: Request, now: float) -> Request | None:
         """Check whether a request may wait.
@@ -475,7 +449,7 @@ class BatchQueue:
         self.counters.failed_batches += verdict == "failed"
         self._planner.note_verdict(batch.count, failed=verdict == "failed")
         self._note_most()
-        change = self._batch_ended(batch, verdict, now)
+        change = None if self.circuit is None else self.circuit.ended(batch.requests, verdict, now)
         if change == "opened":
             self._refuse_because_open(now)
         return change

@@ -1,15 +1,18 @@
 """``Breaker``: stop calling a model that fails again and again, and try it from time to time."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
+from modelguard.serving.status import Verdict
 
 __all__ = ["Breaker", "Circuit", "Reloadable"]
 
 CircuitState = Literal["closed", "open", "half-open"]
+CircuitChange: TypeAlias = Literal["opened", "closed"] | None
 
 #: ``retry_after`` in seconds while the probe is under way: nobody knows how long it takes.
 _RETRY_DURING_PROBE = 1.0
@@ -84,6 +87,7 @@ class Circuit:
         self._longest = _units.seconds(breaker.max_cooldown, "max_cooldown")
         self.cooldown = self._shortest
         self._open_until = -math.inf
+        self._probe: object = None  # which tries whether it can be closed
         self.state: CircuitState = "closed"
         self.failures = 0
 
@@ -93,43 +97,46 @@ class Circuit:
             return None
         return max(self._open_until - now, _RETRY_DURING_PROBE)
 
-    def admitted(self) -> bool:
-        """Record that an item was admitted. Returns whether it is the probe."""
-        if self.state == "closed":
-            return False
-        self.state = "half-open"
-        return True
+    def admitted(self, one: object) -> None:
+        """Note what was admitted. It is the probe if the circuit is not closed."""
+        if self.state != "closed":
+            self._probe = one  # first: an exception may interrupt this at any point, and forget() has to know it
+            self.state = "half-open"
 
-    def probe_inconclusive(self) -> None:
-        """Record that the probe gave no verdict: the next item may be the probe."""
-        if self.state == "half-open":
-            self.state = "open"
+    def forget(self, one: object) -> None:
+        """Note that something gives no verdict. If it was the probe, the next one is."""
+        if one is self._probe:
+            self._probe = None
+            if self.state == "half-open":
+                self.state = "open"
 
-    def succeeded(self, *, probe: bool) -> bool:
-        """Record that a batch succeeded. Returns whether that closes the circuit."""
-        if self.state != "closed" and not probe:
-            return False  # it started before the circuit opened, and says nothing about the model now
-        closes = self.state != "closed"
-        self.state = "closed"
-        self.failures = 0
-        self.cooldown = self._shortest
-        return closes
+    def ended(self, those: Sequence[object], verdict: Verdict, now: float) -> CircuitChange:
+        """Note how what was admitted has ended. Returns whether that opens or closes the circuit."""
+        probe, closed = self._probe is not None and self._probe in those, self.state == "closed"
+        if verdict == "inconclusive":
+            for one in those:
+                self.forget(one)
+            return None
+        if probe:
+            self._probe = None
+        self.failures += verdict == "failed"
+        if not (closed or probe):
+            return None  # it started before the circuit opened, and says nothing about the model now
+        if verdict == "succeeded":
+            self.state, self.failures, self.cooldown = "closed", 0, self._shortest
+            return None if closed else "closed"
+        if closed and self.failures < self._breaker.failures:
+            return None
+        if not closed:
+            self.cooldown = min(2 * self.cooldown, self._longest)
+        self._open(now)
+        return "opened"
 
     def trip(self, now: float) -> None:
         """Open at once: a batch hangs."""
         self.failures += 1
-        self.state = "open"
-        self._open_until = now + self.cooldown
+        self._open(now)
 
-    def failed(self, now: float, *, probe: bool) -> bool:
-        """Record that a batch failed. Returns whether that opens the circuit."""
-        self.failures += 1
-        if (self.state != "closed" and not probe) or (
-            self.state == "closed" and self.failures < self._breaker.failures
-        ):
-            return False
-        if self.state != "closed":
-            self.cooldown = min(2 * self.cooldown, self._longest)
+    def _open(self, now: float) -> None:
         self.state = "open"
         self._open_until = now + self.cooldown
-        return True

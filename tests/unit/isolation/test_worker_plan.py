@@ -391,7 +391,6 @@ class TestDeaths:
         assert not plan.refuses(20.0)
         probe = plan.take()
         assert probe is not None
-        assert probe.probe
         assert plan.refuses(20.0)
         plan.answered(probe.number, worn=False)
         assert not plan.refuses(20.0)

@@ -96,11 +96,11 @@ def test_a_probe_whose_caller_is_interrupted_is_followed_by_another() -> None:
     """A signal handler that raises in the middle of its admission does not leave the circuit waiting for it."""
 
     class Interrupting(Circuit):
-        def admitted(self) -> bool:
-            if super().admitted() and not interrupted:
+        def admitted(self, one: object) -> None:
+            super().admitted(one)
+            if self.state != "closed" and not interrupted:
                 interrupted.append(True)
                 raise KeyboardInterrupt
-            return self.state != "closed"
 
     interrupted: list[bool] = []
     queue = BatchQueue(Limits(name="f", max_size=4, max_queue=8), Interrupting(Breaker(failures=1, cooldown=10.0)))
