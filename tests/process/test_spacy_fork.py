@@ -18,7 +18,7 @@ import spacy
 from spacy.language import Language
 
 from modelguard import guard, telemetry
-from modelguard.adapters.spacy import ZoneContext, Zoned, _zone_of, zoned
+from modelguard.adapters.spacy import Zoned, _zone_of, zoned
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -179,9 +179,8 @@ def test_a_fork_inside_a_zone(zone: Zoned[Any]) -> None:
 
 def test_a_block_that_the_forking_code_is_not_inside_of(zone: Zoned[Any]) -> None:
     """The child has closed its zone already, so its end there takes nothing from calls that are inside by then."""
-    with zone._guard.lease() as nlp:
-        stay = ZoneContext(nlp, timeout=TIMEOUT, guard="en")
-    contextvars.copy_context().run(stay.__enter__)
+    stay = zone.lease()
+    nlp = contextvars.copy_context().run(stay.__enter__)
 
     def in_child() -> None:
         assert not nlp.vocab.in_memory_zone

@@ -307,68 +307,6 @@ class Part:
         self.epoch = 0
 
 
-class ZoneContext:
-    """A call's use of a pipeline's zone, for one ``with`` or ``async with``. Dropped, it ends."""
-
-    def __init__(self, language: Language, *, timeout: float, guard: str) -> None:
-        self.zone = _zone_of(language)
-        self._part = Part(self.zone)
-        self._language = language
-        self._timeout = timeout
-        self._guard = guard
-        self._pool: Any = None
-
-    def __enter__(self) -> None:
-        if not self.zone.join(self._part, waits=True):
-            waiting.block(self._entry(blocks=True))
-        self._begin()
-
-    async def __aenter__(self) -> None:
-        if not self.zone.join(self._part, waits=False):
-            await waiting.suspend(self._entry(blocks=False))
-        self._begin()
-
-    def _entry(self, *, blocks: bool) -> Steps[None]:
-        request = ZoneRequest(threading.get_ident(), blocks)
-        try:
-            yield from self.zone.admission(request, Timeout(self._timeout))
-            self._pool = self.zone.open(self._language, self._part)
-        except BaseException as error:
-            self._part.inside, self._part.request = False, None
-            self.zone.release(request)
-            if isinstance(error, TimeIsOver):
-                raise Overloaded(
-                    f"guard {self._guard!r}: other calls were in the pipeline's memory zone for {self._timeout:g} s, "
-                    "and only one call at a time can run there"
-                ) from None
-            raise
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        # The frames of a traceback refer to documents, and error reporters print the variables of frames. As long as
-        # such a frame lives, so does this object, and with it the memory that the documents point into.
-        if error is None:
-            self._pool = None
-        try:
-            with suppress(ValueError):  # it may end in another context than it began in (dependency injection)
-                _current.reset(self._token)
-            del self._token  # it refers to the part before
-        finally:
-            self.zone.leave(self._part)
-
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.__exit__(_kind, error, _trace)
-
-    def __del__(self) -> None:
-        if (part := getattr(self, "_part", None)) is not None:
-            part.zone.leave_dropped(part)
-
-    def _begin(self) -> None:
-        del self._language  # the frames of a traceback keep this object, but not the pipeline
-        # Not one that has ended: a task may start its successor inside, for ever.
-        self._part.outer = next(_entered(), None)
-        self._token: contextvars.Token[Part | None] = _current.set(self._part)
-
-
 _current: ContextVar[Part | None] = ContextVar("modelguard zone", default=None)
 
 _zones: WeakKeyDictionary[Language, ZoneLock] = WeakKeyDictionary()
@@ -463,11 +401,15 @@ class ZonedLease(Generic[L]):
         self._lease = lease
         self._timeout = timeout
         self._guard = guard
+        self._pool: Any = None
 
     def __enter__(self) -> L:
         with ExitStack() as stack:
             model = stack.enter_context(self._lease)
-            stack.enter_context(self._zone(model))
+            if not self._join(model, waits=True):
+                waiting.block(self._entry(model, blocks=True))
+            self._begin()
+            stack.push(self._leave)
             self._entered = stack.pop_all()
         return model
 
@@ -477,20 +419,59 @@ class ZonedLease(Generic[L]):
     async def __aenter__(self) -> L:
         async with AsyncExitStack() as stack:
             model = await stack.enter_async_context(self._lease)
-            await stack.enter_async_context(self._zone(model))
+            if not self._join(model, waits=False):
+                await waiting.suspend(self._entry(model, blocks=False))
+            self._begin()
+            stack.push(self._leave)
             self._aentered = stack.pop_all()
         return model
 
     async def __aexit__(self, *exc_info: Any) -> None:  # noqa: PYI036 - passed on
         await self._aentered.__aexit__(*exc_info)
 
-    def _zone(self, model: L) -> ZoneContext:
+    def __del__(self) -> None:
+        if (part := getattr(self, "_part", None)) is not None:
+            part.zone.leave_dropped(part)
+
+    def _join(self, model: L, *, waits: bool) -> bool:
         if not isinstance(model, Language):
             kind = type(model)
             why = f"must be a spaCy pipeline, and the guard {self._guard!r} loads a {kind.__qualname__}"
             raise InvalidOption("nlp", kind, why=why, fix="Let the guard load a spaCy pipeline.")
-        self._context = ZoneContext(model, timeout=self._timeout, guard=self._guard)
-        return self._context
+        self._part = Part(_zone_of(model))
+        return self._part.zone.join(self._part, waits=waits)
+
+    def _entry(self, model: L, *, blocks: bool) -> Steps[None]:
+        part, request = self._part, ZoneRequest(threading.get_ident(), blocks)
+        try:
+            yield from part.zone.admission(request, Timeout(self._timeout))
+            self._pool = part.zone.open(model, part)
+        except BaseException as error:
+            part.inside, part.request = False, None
+            part.zone.release(request)
+            if isinstance(error, TimeIsOver):
+                raise Overloaded(
+                    f"guard {self._guard!r}: other calls were in the pipeline's memory zone for {self._timeout:g} s, "
+                    "and only one call at a time can run there"
+                ) from None
+            raise
+
+    def _begin(self) -> None:
+        # Not one that has ended: a task may start its successor inside, for ever.
+        self._part.outer = next(_entered(), None)
+        self._token: contextvars.Token[Part | None] = _current.set(self._part)
+
+    def _leave(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        # The frames of a traceback refer to documents, and error reporters print the variables of frames. As long as
+        # such a frame lives, so does this object, and with it the memory that the documents point into.
+        if error is None:
+            self._pool = None
+        try:
+            with suppress(ValueError):  # it may end in another context than it began in (dependency injection)
+                _current.reset(self._token)
+            del self._token  # it refers to the part before
+        finally:
+            self._part.zone.leave(self._part)
 
 
 class Zoned(Decorator[L]):

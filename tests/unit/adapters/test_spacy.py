@@ -260,7 +260,7 @@ def test_documents_in_a_traceback_can_be_printed(nlp: Guard) -> None:
     with pytest.raises(ValueError, match=r"^$") as caught:
         fails()
     (lease,), (doc,) = variables(caught.value, "lease"), variables(caught.value, "doc")
-    assert 3 <= len(lease._context._pool.addresses)
+    assert 3 <= len(lease._pool.addresses)
     with pytest.raises(KeyError, match="E018"):
         str(doc)
 
