@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import ContextDecorator
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -200,35 +200,30 @@ def deadline(timeout: _units.Duration) -> Bound:
     return Bound("deadline", lambda outer: {"deadline": min(outer.deadline, clock.now() + seconds)})
 
 
-class OnBehalf:
-    """A block that may be left and entered again, between the parts of a response: what a generator set there stays.
+class OnBehalf(Bound):
+    """A block that may be left and entered again, between the parts of a response: what a generator set there stays."""
 
-    Made by :func:`on_behalf_of`.
-    """
-
-    def __init__(self, web_request: WebRequest, key: Hashable, priority: int) -> None:
-        self._web_request = web_request
-        self._key = key
-        self._priority = priority
-        self._scope: Scope | None = None
-        self._token: Token[Scope | None] | None = None
+    _scope: Scope | None = None
 
     def __enter__(self) -> None:
-        outer = current_scope.get() or _UNBOUNDED
-        key, priority = outer.key if self._key is None else self._key, max(outer.priority, self._priority)
-        scope = self._scope or replace(outer, web_request=self._web_request, key=key, priority=priority)
-        self._token = current_scope.set(scope)
+        if self._scope is None:
+            super().__enter__()
+        else:
+            current_scope.set(self._scope)
 
     def __exit__(self, *exc_info: object) -> None:
         self._scope = current_scope.get()
-        if self._token is not None:
-            with contextlib.suppress(ValueError):  # ended in another context, as a generator run in threads may be
-                current_scope.reset(self._token)
+        super().__exit__(*exc_info)
 
 
 def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> OnBehalf:
     """Make the batched calls inside the block for a web request, under its key and with its priority."""
-    return OnBehalf(web_request, key, priority)
+
+    def change(outer: Scope) -> dict[str, Any]:
+        whose = outer.key if key is None else key
+        return {"web_request": web_request, "key": whose, "priority": max(outer.priority, priority)}
+
+    return OnBehalf("on_behalf_of", change)
 
 
 def caller(key: Hashable, *, priority: int = 0) -> Bound:
