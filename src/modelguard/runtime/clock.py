@@ -58,7 +58,9 @@ class Watch:
         self.due = math.inf
 
     def schedule(self, at: float) -> None:
-        """Check at this time, which is before :attr:`due`. Called with the lock held."""
+        """Check at this time, unless that is done before. Called with the lock held."""
+        if at >= self.due:
+            return
         self.due = at
         try:
             _timer.add(at, self)
@@ -75,9 +77,7 @@ class Watch:
                 if self.due > at:  # it was checked before, and there is another entry for what is due next
                     return
                 self.due = math.inf
-                due = self._check(at)
-                if due != math.inf:
-                    self.schedule(due)
+                self.schedule(self._check(at))
             self._after(at)
         except BaseException:
             with suppress(BaseException):  # a log handler that raises

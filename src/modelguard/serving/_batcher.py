@@ -17,7 +17,16 @@ from operator import attrgetter
 from typing import Any
 
 from modelguard import _units, telemetry
-from modelguard.errors import CallerGone, GuardClosed, ItemRefused, ModelGuardError, Overloaded, WouldDeadlock, told
+from modelguard.errors import (
+    CallerGone,
+    GuardClosed,
+    ItemRefused,
+    ModelGuardError,
+    Overloaded,
+    WouldDeadlock,
+    of_a_signal,
+    told,
+)
 from modelguard.runtime import call_context, clock, fork_hooks
 from modelguard.runtime.background import LINGER, start_thread
 from modelguard.runtime.clock import Watch
@@ -319,7 +328,7 @@ class Batcher(fork_hooks.Forkable):
             self._options = self._options.changed(changes)
             self.limits = self._options.limits
             self._queue.configure(self.limits)
-            if self._queue.running and self._watch.due > now:
+            if self._queue.running:
                 self._watch.schedule(now)  # a batch may count as hung sooner
         self._wake_all()  # they may be waiting for a batch to become due
 
@@ -354,7 +363,7 @@ class Batcher(fork_hooks.Forkable):
         """Queue requests with their bounds; their outcomes come from another thread.
 
         Args:
-            requests: One of them, or several ``together``.
+            requests: One of them, or several ``together``, of which none has a nearer deadline than the first.
             together: Whether all of them are queued, or none; they take the place of no other then.
 
         Raises:
@@ -368,12 +377,10 @@ class Batcher(fork_hooks.Forkable):
             with self._lock:
                 if together:
                     self._queue.admit_together(requests, clock.now())
-                    due = min((request.deadline for request in requests), default=math.inf)
                 else:
                     self._queue.admit(requests[0], clock.now())
-                    due = requests[0].deadline
-                wakeup = self._find_thread() if requests else None
-                self._look_at(due)
+                wakeup = self._find_thread()
+                self._watch.schedule(requests[0].deadline)
             if wakeup is not None:
                 wakeup.set()
             if self._deferred or self._queue.undelivered:
@@ -381,9 +388,9 @@ class Batcher(fork_hooks.Forkable):
         except ModelGuardError:
             self._report_refusals()
             raise
-        except BaseException as error:  # Ctrl-C or a signal handler that raises, at any point of the above
+        except BaseException as error:  # at any point of the above: Ctrl-C, a signal handler, the caller's own code
             self._withdraw(*requests)
-            self._name_comparison(error, requests)
+            self._refuse_incomparable(error)
             raise
         scope = current_scope.get()
         if scope is not None and scope.web_request is not None:
@@ -425,7 +432,7 @@ class Batcher(fork_hooks.Forkable):
             if refused:
                 self._queue.withdraw(request)
             else:
-                self._look_at(request.deadline)
+                self._watch.schedule(request.deadline)
             wakeup = self._find_thread()
         if wakeup is not None:
             wakeup.set()
@@ -434,24 +441,11 @@ class Batcher(fork_hooks.Forkable):
         if refused:
             raise GuardClosed(self.name)
 
-    def _look_at(self, due: float) -> None:
-        """Have :meth:`_check_time` called by then. With the lock."""
-        if due < self._watch.due:
-            self._watch.schedule(due)
-
-    def _name_comparison(self, error: BaseException, requests: tuple[Request, ...]) -> None:
-        """Name what the caller's own code has raised, if that was where its arguments are compared with others.
-
-        Raises:
-            ItemRefused: It does so again.
-        """
-        try:
-            with self._lock:
-                for request in requests if isinstance(error, Exception) else ():
-                    self._queue.find_place(request)
-        except Exception as raised:  # noqa: BLE001 - whatever it raises
-            why = f"its key or its keyword arguments cannot be compared with those of others: {told(raised)}"
-            raise ItemRefused(self.name, why=why) from None
+    def _refuse_incomparable(self, error: BaseException) -> None:
+        """Say what the caller's own code has raised where its arguments were compared with others."""
+        if isinstance(error, Exception) and not of_a_signal(error):
+            why = f"its key or its keyword arguments cannot be compared with those of others: {told(error)}"
+            raise ItemRefused(self.name, why=why) from error
 
     def _withdraw(self, *requests: Request) -> None:
         """Undo an admission that an exception interrupted."""
@@ -629,7 +623,7 @@ class Batcher(fork_hooks.Forkable):
                 self._count_threads()
             found = queue.next_batch(clock.now())
             if isinstance(found, Batch):
-                self._look_at(found.started + self.limits.hang_after)
+                self._watch.schedule(found.started + self.limits.hang_after)
                 if queue.waiting or queue.inbox:  # the rest may be due before this batch has ended
                     other = self._find_thread()
             else:
@@ -768,7 +762,7 @@ class Batcher(fork_hooks.Forkable):
         """Have refusals reported within a second, also if no batch ends. Not by this thread: it may be a caller's."""
         if (due := self._events.refusals_due(self._queue.counters)) < self._watch.due:
             with self._lock:
-                self._look_at(due)
+                self._watch.schedule(due)
 
     # Closing
 

@@ -244,7 +244,8 @@ class Decorated(Entered):
             if self._on_callers_loop:
                 request.group = on_loop(request.group, request.loop or self._callers_loop())
             self._batcher.bound(request, seconds)
-        self._batcher.put(*requests, together=together)
+        if requests:
+            self._batcher.put(*requests, together=together)
 
     def _callers_loop(self) -> asyncio.AbstractEventLoop:
         try:
