@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import multiprocessing
 import os
 import random
@@ -340,18 +339,21 @@ def test_a_forked_child_can_use_batched_methods() -> None:
         signal.alarm(20)
         assert 6 == Doubling().double(3)
 
-    held, fork_done = threading.Event(), threading.Event()
+    begun, fork_done = threading.Event(), threading.Event()
 
-    def hold() -> None:
-        with importlib.import_module("modelguard.serving.batched")._lock:
-            held.set()
-            fork_done.wait(30)
+    def make() -> None:
+        kept = []
+        while not fork_done.wait(0.001):
+            kept.append(Doubling())
+            assert kept[-1].double.ready
+            begun.set()
 
-    thread = threading.Thread(target=hold)
+    thread = threading.Thread(target=make)
     thread.start()
-    assert held.wait(30)
+    assert begun.wait(30)
     try:
-        assert 0 == in_child(child)
+        for _ in range(3):
+            assert 0 == in_child(child)
     finally:
         fork_done.set()
         thread.join(30)

@@ -171,9 +171,6 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
 
     # Parts
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> Y_co:
         """The next part. Blocks.
 
@@ -199,9 +196,6 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
         if part is ENDED:
             raise StopIteration
         return part  # type: ignore[no-any-return]
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> Y_co:
         """The next part, without blocking the event loop. Cancelling it closes the stream.
