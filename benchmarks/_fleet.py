@@ -17,7 +17,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,7 +308,8 @@ class BatchingReplica(Replica):
     def _compute_batch(self, batch: Batch) -> None:
         started = self.now
         computed = compute(self._batched, batch)
-        self._queue.record_end(batch, self.now - started, self.now, bad=computed.bad)
+        # But for the times of runs: bursts are computed as they come.
+        self._queue.learn(batch, replace(computed, whole=False, parts=[]), self.now - started, self.now)
         requests, outcomes = self._queue.finish(batch, computed.outcomes, computed.failed)
         self._queue.record_verdict(batch, computed.verdict, self.now)
         for request, outcome in zip(requests, outcomes, strict=True):

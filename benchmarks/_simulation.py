@@ -224,11 +224,7 @@ class Simulation:
         started = self.now
         self.outcome.sizes.append(len(batch.requests))
         computed = compute(self._function, batch, self._answer)
-        if computed.error is None and computed.whole:
-            self.queue.record_run(batch, self.now - started, self.now)
-        for part in computed.parts:
-            self.queue.record_part(batch, *part, self.now)
-        self.queue.record_end(batch, self.now - started, self.now, bad=computed.bad)
+        self.queue.learn(batch, computed, self.now - started, self.now)
         requests, outcomes = self.queue.finish(batch, computed.outcomes, computed.failed)
         self.queue.record_verdict(batch, computed.verdict, self.now)
         for request, outcome in zip(requests, outcomes, strict=True):

@@ -674,7 +674,10 @@ class Batcher(fork_hooks.Forkable):
         seconds, between = now - started - computed.stalled, max(started - ended, 0.0)
         queue = self._queue
         with self._lock:
-            self._learn(batch, computed, seconds, between, now)
+            try:
+                queue.learn(batch, computed, seconds, now, between=between)
+            except Exception:  # noqa: BLE001 - the answers are there, whatever becomes of the figures
+                logger.exception("modelguard: %s() has not learned from a batch", self.name)
             queue.counters.bisected += bool(computed.reruns)
             requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed)
             change = queue.record_verdict(batch, computed.verdict, now)
@@ -688,17 +691,6 @@ class Batcher(fork_hooks.Forkable):
         if not quiet:
             self._report(batch, computed, seconds, change)
         return now
-
-    def _learn(self, batch: Batch, computed: Computed, seconds: float, between: float, now: float) -> None:
-        queue = self._queue
-        try:
-            if computed.error is None and computed.whole:
-                queue.record_run(batch, seconds, now, between=between)
-            for part in computed.parts:
-                queue.record_part(batch, *part, now)
-            queue.record_end(batch, seconds, now, between=between, bad=computed.bad)
-        except Exception:  # noqa: BLE001 - the answers are there, whatever becomes of the figures
-            logger.exception("modelguard: %s() has not learned from a batch", self.name)
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:

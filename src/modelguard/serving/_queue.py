@@ -25,6 +25,7 @@ from modelguard.errors import (
     QueueFull,
     QuotaExceeded,
 )
+from modelguard.serving._execution import Computed
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._planner import GoalSize, Planner
 from modelguard.serving._requests import Batch, Failure, Request, caller_gone, count_failures
@@ -468,20 +469,17 @@ class BatchQueue:
             if (refusal := self._circuit_open(now)) is not None:
                 self._drop(request, Failure(refusal))
 
-    def record_run(self, batch: Batch, seconds: float, now: float, *, between: float = 0.0) -> None:
-        """Record that the function ran once over all of a batch, for how many seconds, and so many after the last."""
-        self.times.record(batch.count, batch.weight, batch.group, seconds + between, now)
-        self._recent.note(batch, seconds)
-
-    def record_part(self, batch: Batch, count: int, weight: float, seconds: float, now: float) -> None:
-        """Record one run of the function that succeeded, over so many items of a batch."""
+    def learn(self, batch: Batch, computed: Computed, seconds: float, now: float, *, between: float = 0.0) -> None:
+        """Learn from a batch that has kept its thread for so many seconds, and begun so many after the one before."""
+        group = batch.group
+        if computed.error is None and computed.whole:
+            self.times.record(batch.count, batch.weight, group, seconds + between, now)
+            self._recent.note(batch, seconds)
         useful = batch.weight - batch.padding
-        padded = weight * batch.weight / useful if useful > 0 else weight
-        self.times.record(count, padded if self._limits.weighed else 0.0, batch.group, seconds, now)
-
-    def record_end(self, batch: Batch, seconds: float, now: float, *, between: float = 0.0, bad: float = 0.0) -> None:
-        """Record how long a batch kept its thread, and the share of bad items."""
-        self.times.record_batch(batch.count, seconds + between, now, bad=bad, weight=batch.weight, group=batch.group)
+        for count, weight, took in computed.parts:
+            padded = weight * batch.weight / useful if useful > 0 else weight
+            self.times.record(count, padded if self._limits.weighed else 0.0, group, took, now)
+        self.times.record_batch(batch.count, seconds + between, now, bad=computed.bad, weight=batch.weight, group=group)
         self._planner.note_batch(batch, seconds, now)
 
     def _note_most(self) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from modelguard.serving import Limits
+from modelguard.serving._execution import Computed
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Batch, Request
 from modelguard.serving.breaker import Breaker, Circuit
@@ -42,9 +43,7 @@ def filled(count: int, **limits: Any) -> tuple[BatchQueue, list[Request]]:
 
 def run(queue: BatchQueue, batch: Batch, seconds: float, now: float, verdict: Any = "succeeded") -> None:
     """End a batch, as the batcher does."""
-    if verdict == "succeeded":
-        queue.record_run(batch, seconds, now)
-    queue.record_end(batch, seconds, now)
+    queue.learn(batch, Computed([], whole=verdict == "succeeded"), seconds, now)
     queue.finish(batch, [one.item for one in batch.requests])
     queue.record_verdict(batch, verdict, now)
 

@@ -15,6 +15,7 @@ from tests.unit.serving.queues import request
 
 from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
 from modelguard.serving import Limits
+from modelguard.serving._execution import Computed
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Batch, Failure, Request
 from modelguard.serving.breaker import Breaker, Circuit
@@ -169,9 +170,8 @@ class Interleavings(RuleBasedStateMachine):
     @rule(data=st.data(), verdict=VERDICTS, seconds=st.floats(0.0, 5.0))
     def finish(self, data: st.DataObject, verdict: Any, seconds: float) -> None:
         batch = self.batches.pop(data.draw(st.integers(0, len(self.batches) - 1)))
-        if verdict == "succeeded":
-            self.queue.record_run(batch, seconds, self.now)
-        self.queue.record_end(batch, seconds, self.now, bad=0.5 * (verdict == "failed"))
+        computed = Computed([], whole=verdict == "succeeded", bad=0.5 * (verdict == "failed"))
+        self.queue.learn(batch, computed, seconds, self.now)
         self.end(batch)
         self.queue.record_verdict(batch, verdict, self.now)
         self.collect()
@@ -298,8 +298,7 @@ class PlainInterleavings(Interleavings):
             self.take()
             batch = self.batches.pop()
             self.now += seconds
-            self.queue.record_run(batch, seconds, self.now)
-            self.queue.record_end(batch, seconds, self.now)
+            self.queue.learn(batch, Computed([]), seconds, self.now)
             self.end(batch)
             self.queue.record_verdict(batch, "succeeded", self.now)
 
