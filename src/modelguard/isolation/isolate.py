@@ -33,7 +33,7 @@ from modelguard.lifecycle.handle import LoadingHandle
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime import call_context, waiting
 from modelguard.runtime.background import SHARED
-from modelguard.runtime.waiting import Timeout, Wait
+from modelguard.runtime.waiting import Timeout
 from modelguard.serving import deadlines
 from modelguard.serving.breaker import Breaker
 
@@ -194,17 +194,17 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
             result = self._call_inside(arguments)
             return await result if self._options.kind == "coroutine" else result
         waiting.require_loop("awaiting an isolated function")
-        return await _result(self._submit(arguments))
+        return await waiting.result(self._submit(arguments))
 
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
         waiting.require_loop("awaiting an isolated function")
         opening = step = self._caller.open(arguments, _limits())
         thread = f"modelguard-isolated-{self.name}"
         try:
-            items = await _result(opening)
+            items = await waiting.result(opening)
             while True:
                 step = waiting.start(items.next, thread, SHARED.start)
-                item = await _result(step)
+                item = await waiting.result(step)
                 if item is NO_ITEM:
                     return
                 yield item
@@ -212,7 +212,7 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
             closed = _close_after(step, opening)
             # Cancelled, or on a loop that is gone: the step that a worker has begun runs to its end.
             if isinstance(error, (Exception, GeneratorExit)) and waiting.on_any_loop():
-                await _result(closed)
+                await waiting.result(closed)
             raise
 
     def _refuse_streams(self) -> None:
@@ -294,16 +294,6 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
     # By reference, as functions are pickled and copied.
     def __reduce__(self) -> str:
         return str(self.__qualname__)  # type: ignore[attr-defined]
-
-
-async def _result(future: Future[T]) -> T:
-    """Await a future. Cancelling the task cancels it."""
-    try:
-        await Wait(future, Timeout(None)).suspend()
-        return future.result()
-    finally:
-        future.cancel()  # which does nothing to one that is done
-        del future  # it refers to the error, and that to this frame
 
 
 def _close_after(step: Future[Any], opening: Future[Items]) -> Future[None]:

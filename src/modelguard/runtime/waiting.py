@@ -145,9 +145,17 @@ async def run(work: Callable[[], T], name: str, start_thread: StartThread) -> T:
         NotSupported: The event loop is neither asyncio's nor trio's.
     """
     require_loop("waiting in a coroutine")
-    future = start(work, name, start_thread)
-    await Wait(future, Timeout(None)).suspend()
-    return future.result()
+    return await result(start(work, name, start_thread))
+
+
+async def result(future: Future[T]) -> T:
+    """Await what a future gets. It is cancelled if its caller is, unless it cannot be: see :func:`promise`."""
+    try:
+        await Wait(future, Timeout(None)).suspend()
+        return future.result()
+    finally:
+        future.cancel()  # which does nothing to one that is done
+        del future  # it refers to the error, and that to this frame
 
 
 def resolve(result: Any) -> Any:

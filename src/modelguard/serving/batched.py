@@ -352,18 +352,6 @@ class Decorated(Entered):
         return getattr(copy.deepcopy(instance, memo), name)
 
 
-async def _result(future: Future[Y]) -> Y:
-    """What a future gets, which is cancelled if this is interrupted."""
-    try:
-        await waiting.Wait(future, waiting.Timeout(None)).suspend()
-        return future.result()
-    except BaseException:  # Trio's cancellation is one
-        future.cancel()
-        raise
-    finally:
-        del future  # the error's traceback refers to this frame
-
-
 async def _results(futures: list[Future[Y]]) -> list[Y]:
     """What these get, as soon as all of them have it, or one of them an error."""
     ended, left = waiting.promise(), iter(range(len(futures) - 1, -1, -1))
@@ -379,13 +367,13 @@ async def _results(futures: list[Future[Y]]) -> list[Y]:
         for future in futures:
             future.add_done_callback(end)
         if futures:
-            await waiting.Wait(ended, waiting.Timeout(None)).suspend()
+            await waiting.result(ended)
         for future in futures:
             if future.done():  # all are, or one of them raises
                 results.append(future.result())
         return results
     finally:
-        del future, futures  # as above
+        del future, futures  # the error's traceback refers to this frame
 
 
 class Batched(Decorated, Generic[X, Y]):
@@ -468,7 +456,7 @@ class Batched(Decorated, Generic[X, Y]):
             loop = get_running_loop()
         except RuntimeError:
             waiting.require_loop("await f.aio(item)", "Call the function without .aio, in a thread")
-            return await _result(self.submit(item, *others, timeout=timeout, priority=priority, **extras))
+            return await waiting.result(self.submit(item, *others, timeout=timeout, priority=priority, **extras))
         call: asyncio.Future[Y] = asyncio.Future(loop=loop)  # what loop.create_future() does, in half the time
         request: Request = _new(Request)  # its __init__ would take as long as everything else here
         request.item, request.future, request.loop = item, call, loop
