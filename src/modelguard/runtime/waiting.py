@@ -45,11 +45,7 @@ PATIENCE = 0.5
 
 
 def on_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    return asyncio._get_running_loop() is not None  # noqa: SLF001 - the public one raises where there is none
 
 
 def raise_on_event_loop(name: str, action: str, instead: str) -> None:

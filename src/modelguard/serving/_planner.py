@@ -252,13 +252,14 @@ class Planner:
     """Sizes batches and prices requests by what was measured. Without a clock, a lock or a queue of its own.
 
     Attributes:
+        arrivals: Has to be told of all requests that are admitted without an estimate.
         auto: Chooses the size of batches by a latency goal, if there is one.
         most: Most items in a batch of the kind that was measured last.
     """
 
     def __init__(self, limits: Limits, times: BatchTimes) -> None:
         self._times = times
-        self._arrivals = Arrivals()
+        self.arrivals = Arrivals()
         self._mean = 0.0  # weight of an item in the last batch
         self.configure(limits)
         self._padding = 1.0  # what a batch weighs over what its items weigh
@@ -270,7 +271,7 @@ class Planner:
         """Plan with these bounds from now on. What was measured stays."""
         self._limits = limits
         self.auto = GoalSize(limits.slo, limits.max_wait, limits.max_size)
-        self._arrivals.configure(limits.max_size, limits.max_weight, self.auto.seconds)
+        self.arrivals.configure(limits.max_size, limits.max_weight, self.auto.seconds)
         self._best, self._unplanned = BestSize(limits.max_size), 0.0
         self._worth = limits.max_size  # fewer where smaller batches compute as much
         self._safe = limits.max_size  # fewer after batches that failed as a whole
@@ -306,12 +307,12 @@ class Planner:
                 best = self._best.next(self._times.curve(batch.group), mean)
                 self._worth = max(min(best, int(_BAD_IN_BATCH / self._times.bad)), 1) if self._times.bad else best
         self._bound()
-        if self._asked or self._arrivals.offered:
+        if self._asked or self.arrivals.offered:
             self._full = self._full_batch()
         if self._asked:
             self._asked = False
             self._confirm(batch, seconds, now)
-        self._arrivals.note_batch(now)
+        self.arrivals.note_batch(now)
 
     def note_verdict(self, count: int, *, failed: bool) -> None:
         """Note whether a batch of so many items failed as a whole.
@@ -374,21 +375,17 @@ class Planner:
         sure = simple and self.surely_in_time(waiting, left, running, now)
         curve = self._times.curve(request.group) if not sure and self._times.fresh(now) else None
         if curve is None:
-            self._arrivals.note(left)
+            self.arrivals.note(left)
             return None
         alone = curve.seconds(1, request.weight if self._limits.weighed else 0.0)
         if not curve.hopeless(alone, left):
-            self._arrivals.note(left)
+            self.arrivals.note(left)
         elif now < self._confirmed.get(request.group, -math.inf):
             return alone
         if not waiting and len(running) < self._limits.threads:
             return None
         estimate = self._seconds_to_answer(request, curve, lines, running, now)
         return estimate if estimate > left else None
-
-    def note_admitted(self, left: float, count: int = 1) -> None:
-        """Note that so many requests have come which have room in time, with so many seconds for their answers."""
-        self._arrivals.note(left, count)
 
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
@@ -419,14 +416,14 @@ class Planner:
             place, weight = in_front + 1, heavy + request.weight
         weight *= self._padding
         mean = weight / place if self._limits.weighed else 0.0
-        crowd = self._arrivals.crowd(request.group, curve, mean, lines=len(lines), ceiling=self._ceiling)
+        crowd = self.arrivals.crowd(request.group, curve, mean, lines=len(lines), ceiling=self._ceiling)
         crowd = min(crowd, self._most(curve, mean))
         batches = (place - 1) // crowd
         if self._limits.max_weight != math.inf:
             batches = max(batches, math.ceil(weight / self._limits.max_weight) - 1)
         ahead += batches * curve.seconds(crowd, crowd * mean)
         start = (busy + ahead) / threads
-        joining = self._arrivals.rate * start / max(len(lines), 1)
+        joining = self.arrivals.rate * start / max(len(lines), 1)
         mine = max(place - batches * crowd, 1)
         own = max(mine, min(crowd, mine + joining))
         return start + curve.seconds(own, max(own * mean, request.weight if mean else 0.0))
@@ -498,9 +495,9 @@ class Planner:
             return 0
         if curve is None or not curve.holds(count, 0.0, nearest - now):
             return count if curve is None else 0
-        if not self._arrivals.rate or (lines <= 1 and self.surely_in_time(waiting, self._arrivals.shortest, [], now)):
+        if not self.arrivals.rate or (lines <= 1 and self.surely_in_time(waiting, self.arrivals.shortest, [], now)):
             return count
-        return 0 if count > self._arrivals.crowd(group, curve, 0.0, lines=lines, ceiling=self._ceiling) else count
+        return 0 if count > self.arrivals.crowd(group, curve, 0.0, lines=lines, ceiling=self._ceiling) else count
 
     def choose(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
         """The requests of the next batch, and those that will be late in any case.
@@ -541,7 +538,7 @@ class Planner:
 
     def _due(self, request: Request) -> float:
         """Who has no deadline has as long as anybody: else those with one would pass it for ever."""
-        return request.deadline if request.deadline != math.inf else request.arrived + self._arrivals.longest
+        return request.deadline if request.deadline != math.inf else request.arrived + self.arrivals.longest
 
     def _fast_enough(self, waiting: list[Request], curve: Curve, now: float, lines: int) -> tuple[list[Request], float]:
         """The batch without those whose deadlines would keep it too slow, as few as possible; and the last of these."""
@@ -564,7 +561,7 @@ class Planner:
 
     def _needed(self, by_deadline: list[float], now: float, lines: int) -> float:
         """Items a second that have to be computed for everything to be in time: what waits, and what arrives."""
-        needed = self._arrivals.keeping_up(lines)
+        needed = self.arrivals.keeping_up(lines)
         for number, deadline in enumerate(by_deadline, start=1):
             if deadline == math.inf:
                 break
@@ -609,10 +606,10 @@ class Planner:
     def _planned(self, waiting: list[Request], curve: Curve, now: float, lines: int) -> list[Request]:
         """As many as a batch may have, or fewer, where what arrives meanwhile would be late."""
         chosen = self._fill(waiting, curve, now)
-        if not chosen or not self._arrivals.rate:
+        if not chosen or not self.arrivals.rate:
             return chosen
         mean = self._weight(chosen) / len(chosen)
-        crowd = self._arrivals.crowd(waiting[0].group, curve, mean, lines=lines, ceiling=self._ceiling)
+        crowd = self.arrivals.crowd(waiting[0].group, curve, mean, lines=lines, ceiling=self._ceiling)
         return chosen[:crowd] if len(chosen) > crowd and self._rest_holds(waiting, crowd, curve, now) else chosen
 
     def _rate_of(self, chosen: list[Request], curve: Curve) -> float:

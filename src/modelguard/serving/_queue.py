@@ -189,7 +189,7 @@ class BatchQueue:
             return
         self._emptying = True
         try:
-            self._planner.note_admitted(self._limits.deadline, count)
+            self._planner.arrivals.note(self._limits.deadline, count)
             for _ in range(count):
                 request = self.inbox[0]
                 if request.deadline != math.inf and request.timer is None:
@@ -209,7 +209,7 @@ class BatchQueue:
         """The first requests out of the inbox."""
         self._emptying = True
         try:
-            self._planner.note_admitted(self._limits.deadline, count)
+            self._planner.arrivals.note(self._limits.deadline, count)
             take = self.inbox.popleft
             return [take() for _ in range(min(count, len(self.inbox)))]
         finally:
@@ -235,7 +235,7 @@ class BatchQueue:
         if bounded:
             self._refuse_if_late(request, now)
         else:
-            self._planner.note_admitted(math.inf)
+            self._planner.arrivals.note(math.inf)
         if displaced is not None:
             self._drop(displaced, Failure(self._queue_full(now, displaced=True)))
         self._lines.add(request)
