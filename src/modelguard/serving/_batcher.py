@@ -217,7 +217,8 @@ class Runner:
         if isinstance(request, StreamRequest):
             request.state = "running"
             run, end = (None, None) if loop is None else (loop.run, loop.end)
-            request.source = self._stream(function, batch, _end).on_demand(partial(self._steps, run, end))
+            start = partial(self._steps, run, end)
+            request.source = self._stream(function, batch, _end).on_demand(start, contextvars.copy_context())
             return
         with contextlib.nullcontext() if loop is None else contextlib.closing(loop):
             computed = compute(function if loop is None else _awaited(function, loop.run), batch)

@@ -387,9 +387,9 @@ class StreamRun:
         except BaseException as error:  # noqa: BLE001 - an error that cannot be copied or printed
             return all_failed(self._function, self._batch, error)
 
-    def on_demand(self, start: StartSteps) -> Generator[None]:
-        """Run the batch of a single request in its consumer's thread, and in this context: a step for each ``next``."""
-        context, steps, (request,) = contextvars.copy_context(), self._steps(start), self._requests
+    def on_demand(self, start: StartSteps, context: contextvars.Context) -> Generator[None]:
+        """Run the batch of a single request in its consumer's thread, but in the call's context: a step each time."""
+        steps, (request,) = self._steps(start), self._requests
         try:
             while context.run(next, steps, steps) is None and request.state != "done":
                 yield

@@ -476,6 +476,19 @@ def test_inline_streams_end_as_others_do(part: Any, error: type[Exception] | Non
                 next(stream)
 
 
+def test_inline_each_step_runs_in_the_context_of_the_call() -> None:
+    """So the mistake of a function that streams from itself is found, wherever its parts are asked for."""
+
+    @batched(max_size=4)
+    def f(items: list[int]) -> Iterator[list[int]]:
+        yield [next(f.stream(item)) for item in items]
+
+    with inline():
+        stream = f.stream(1)
+        with pytest.raises(WouldDeadlock, match="its batch function calls it"):
+            next(stream)
+
+
 def test_inline_async_streams() -> None:
     """An asynchronous generator is stepped through from a thread and from a running event loop."""
 
