@@ -120,6 +120,25 @@ BUSY = """
     print("the end")
 """
 
+UNFINISHED = """
+    from modelguard import guard
+
+    class Model:
+        pass
+
+    nlp = guard(Model, reload_on=None, swap="load_first")
+
+    @nlp
+    def words(model):
+        yield "one"
+        yield "two"
+
+    unfinished = words()
+    next(unfinished)
+    nlp.reload()
+    print("the end")
+"""
+
 
 def ended(program: str) -> str:
     """What a program printed, which has come to a good end."""
@@ -161,3 +180,8 @@ def test_models_are_unloaded_at_exit_by_the_process_that_loaded_them() -> None:
 def test_a_model_with_a_call_on_it_is_not_unloaded_at_exit() -> None:
     """The hook could crash the call; the exit waits for it, but not for ever."""
     assert ["the end"] == ended(BUSY).splitlines()
+
+
+def test_a_generator_that_is_not_finished_does_not_keep_the_interpreter() -> None:
+    """An old model waits for its end, which comes when no thread can be started any more to release that model."""
+    assert "the end\n" == ended(UNFINISHED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -224,7 +225,13 @@ class Runtime:
         return None if by_malloc is None else by_malloc + (self.python_in_use() or 0)
 
     def in_background(self, work: Callable[[], None], name: str) -> None:
-        """Do something in another thread; in this one if the system gives none."""
+        """Do something in another thread; in this one if the system gives none.
+
+        Nothing is done while the interpreter shuts down: a finalizer asks for it, no thread runs any more, and those
+        that have ended may hold any lock.
+        """
+        if sys.is_finalizing():
+            return
         try:
             self.start_thread(work, name)
         except RuntimeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +39,8 @@ def start_thread(work: Work, name: str) -> threading.Thread:
     Raises:
         RuntimeError: The system gives no thread, or the interpreter is shutting down.
     """
+    if sys.is_finalizing():  # start() would wait for a thread that never runs, up to Python 3.11
+        raise RuntimeError("the interpreter is shutting down")
     thread = threading.Thread(target=work, name=name, daemon=True)
     # Free-threaded interpreters give a thread the context of whoever starts it: it would count as part of a call, and
     # keep alive what that has in its context.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-import sys
 import threading
 import time
 import weakref
@@ -570,8 +569,6 @@ class Batcher(fork_hooks.Forkable):
         holder: list[Batcher] = [self]
         self._wakeups.add(wakeup)
         try:
-            if sys.is_finalizing():  # start() would wait for a thread that never runs
-                raise RuntimeError("the interpreter is shutting down")  # noqa: TRY301
             start_thread(partial(_serve, holder, wakeup), f"modelguard-batch-{self.name}")
         except BaseException as error:
             with contextlib.suppress(IndexError):  # the thread was started all the same
