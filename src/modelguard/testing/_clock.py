@@ -230,6 +230,8 @@ class Clock(OfTest):
         with self._lock:  # its model's age must not become negative
             self._ticks = max(self._ticks, math.ceil(guard.engine.runtime.clock()) * _TICKS)
         guard.engine.runtime = self._runtime
+        if (current := guard.engine.state.current) is not None:
+            current.jitter = 0.0  # it was drawn when the model was loaded
 
     # What the fixture calls
 

@@ -323,6 +323,18 @@ def test_a_guard_from_before_the_test_can_be_driven(modelguard_clock: Clock) -> 
     assert before + 1 == generation(module_level)
 
 
+def test_a_model_from_before_the_test_loses_its_jitter(modelguard_clock: Clock) -> None:
+    """A process's first model is due after half of its time at the earliest; in a test after all of it."""
+    with use(lambda: Runtime(random=lambda: 0.9, ticks=False)):
+        nlp = guard(dict, reload_on=TTL("1h"))
+    nlp.load()
+    modelguard_clock.drive(nlp)
+    modelguard_clock.advance("59m")
+    assert 1 == generation(nlp)
+    modelguard_clock.advance("1m")
+    assert 2 == generation(nlp)
+
+
 def test_what_has_many_models_is_not_driven(modelguard_clock: Clock) -> None:
     """Of a pool and of replicas the error says where to make them instead."""
     for made in (pool(dict, max_memory="1 GB"), replicas(guard(dict, reload_on=None))):
