@@ -34,6 +34,10 @@ def write(source: Any, create: Create) -> Mapping[str, Any]:
     """Write the state dict of a module, or the given one."""
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
     plain = OrderedDict((name, _checked(name, value)) for name, value in state.items())
+    if not plain:
+        why = "has neither parameters nor buffers; those of a frozen TorchScript module are in its code"
+        fix = "Publish the module as it is before torch.jit.freeze(), or load its own file."
+        raise InvalidOption("source", type(source).__name__, why=why, fix=fix)
     # The version of a state dict, which modules check; torch keeps it as an attribute.
     plain._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]  # noqa: SLF001
     try:
@@ -169,7 +173,21 @@ def _on_meta(module: torch.nn.Module) -> set[str]:
     registered = _registered(module)
     known = {id(tensor) for _, tensor in registered}
     loose = [(name, tensor) for name, tensor in _attributes(module) if id(tensor) not in known]
-    return {name for name, tensor in (*registered, *loose) if tensor.is_meta}
+    return {name for name, tensor in (*registered, *loose, *_constants(module)) if tensor.is_meta}
+
+
+def _constants(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in the code of TorchScript, where a frozen module has its weights."""
+    for prefix, part in module.named_modules():
+        if not isinstance(part, torch.jit.ScriptModule):
+            continue
+        code = part._c  # noqa: SLF001 - torch has no public way to list the methods
+        for method in code._method_names():  # noqa: SLF001
+            for node in code._get_method(method).graph.findAllNodes("prim::Constant"):  # noqa: SLF001
+                value = node.output().toIValue()
+                for tensor in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(tensor, torch.Tensor):
+                        yield f"{prefix}.{method}".removeprefix("."), tensor
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

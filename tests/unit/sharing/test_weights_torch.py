@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ def made() -> Any:
 
 
 INDEX = torch.tensor([1, 5, 9])
+
+
+def frozen(module: Any) -> Any:
+    """The module as TorchScript, its weights in the code."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of torch.jit itself
+        return torch.jit.freeze(torch.jit.script(module.eval()))
 
 
 @pytest.fixture
@@ -177,6 +184,17 @@ class TestBuilding:
         mapped = weights.load(self.build(constructor), path)
         assert torch.equal(model.weight, mapped.weight)
         assert not any(copied.is_meta for copied in getattr(mapped, "copies", [*mapped.buffers()]))
+
+    def test_may_freeze_a_part_in_torchscript(self, path: Path) -> None:
+        """The weights of a frozen part are in its code, and in no file: it keeps those that it was built with."""
+
+        def build() -> Any:
+            torch.manual_seed(3)
+            return nn.Sequential(nn.Linear(4, 4), frozen(nn.Sequential(nn.LSTM(4, 4))))
+
+        numbers, model = torch.ones(1, 4), build()
+        weights.publish(model, path)
+        assert torch.equal(model(numbers)[0], weights.load(build, path)(numbers)[0])
 
     def test_may_name_one_parameter_twice(self, path: Path) -> None:
         """Names that share a parameter from the beginning still do."""
@@ -311,11 +329,21 @@ class TestWhatDoesNotFit:
             {"a": torch.ones(2), "version": 3},
             {1: torch.ones(2)},
             {"a": (numbers := torch.ones(2)), "b": numbers.view(torch.int32)},
+            frozen(nn.Linear(2, 2)),
         ],
-        ids=["nested", "meta", "sparse", "lazy", "numbers", "names that are not text", "two types of one memory"],
+        ids=[
+            "nested",
+            "meta",
+            "sparse",
+            "lazy",
+            "numbers",
+            "names that are no text",
+            "two types of one memory",
+            "frozen",
+        ],
     )
     def test_what_cannot_be_mapped_is_not_published(self, path: Path, source: Any) -> None:
-        """A state dict with anything but plain tensors is rejected before anything is written."""
+        """A state dict without tensors, or with anything but plain ones, is rejected before anything is written."""
         with pytest.raises(InvalidOption, match="source="):
             weights.publish(source, path)
         assert not path.exists()
