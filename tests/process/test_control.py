@@ -171,6 +171,14 @@ class TestOneProcess:
             status, text = ctl(service.pid, "reload", "asr")
             assert (1, True) == (status, "There are: 'nlp'" in text)
 
+    def test_a_guard_with_a_very_long_name(self) -> None:
+        """It takes commands by its name too."""
+        with program(
+            "long = guard(Model, reload_on=None, name='名' * 10_000); long.load(); control.listen()"
+        ) as service:
+            assert 0 == ctl(service.pid, "reload", "名" * 10_000)[0]
+            assert "2" == service.do("print(long.status().generation, flush=True)")
+
     @pytest.mark.parametrize(
         "sent", [b"", b"\n", b"{", b"[" * 4000 + b"\n", b"x" * 100_000, b'{"command": "stop"}\n', b"\xff\n"], ids=repr
     )

@@ -18,8 +18,8 @@ from modelguard.facts._proc import peer
 # How a process and ``modelguard ctl`` find each other, and talk: one line of JSON each way.
 
 
-#: The longest request, in bytes.
-LONGEST_REQUEST = 4096
+#: The longest request, in bytes. It has the name of a guard, which may be long: a character takes up to twelve.
+LONGEST_REQUEST = 2**18
 #: The longest answer, in bytes: the status of a few thousand guards.
 LONGEST_ANSWER = 4 * 2**20
 

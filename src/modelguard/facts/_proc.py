@@ -435,6 +435,8 @@ _PAUSE = "modelguard-paused:"
 _MEMORY_FILE = "/memfd:"
 #: Bytes of a name of a memory file, from the kernel's mm/memfd.c: NAME_MAX less the prefix.
 _LONGEST = 249
+#: Bytes of a version that are shown at most: more than 128 characters of ASCII, and room for some of the guard's name.
+_LONGEST_VERSION = 160
 
 
 class _Shown:
@@ -462,14 +464,19 @@ class ShownVersion(_Shown):
     """The version of one guard's model."""
 
     def show(self, version: str | None) -> None:
-        self._show(None if version is None else f"{_VERSION}{self._guard.replace('=', '-')}={version}")
+        if version is None:
+            self._show(None)
+            return
+        end = f"={_cut(version, _LONGEST_VERSION)}"  # half a version would be another one, so the name gives way
+        name = _cut(self._guard.replace("=", "-"), _LONGEST - len(_VERSION) - len(end.encode()))
+        self._show(f"{_VERSION}{name}{end}")
 
 
 class ShownPause(_Shown):
     """Whether one guard is paused."""
 
     def show(self, *, paused: bool) -> None:
-        self._show(f"{_PAUSE}{self._guard}" if paused else None)
+        self._show(_PAUSE + _cut(self._guard, _LONGEST - len(_PAUSE)) if paused else None)
 
 
 def versions_in(mappings: Iterable[MemoryMapping]) -> dict[str, str]:
@@ -491,6 +498,12 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
+def _cut(text: str, most: int) -> str:
+    """Text of at most so many bytes; if something is left out, it ends with an ellipsis."""
+    content = text.encode()
+    return text if len(content) <= most else content[: most - len("…".encode())].decode(errors="ignore") + "…"
+
+
 def _map(name: str) -> int:
     import ctypes  # takes 2 - 3 ms, and only models with a version and paused guards need it
     import mmap
@@ -498,7 +511,7 @@ def _map(name: str) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-    fd = os.memfd_create(name.encode()[:_LONGEST].decode(errors="ignore"), os.MFD_CLOEXEC)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, mmap.PAGESIZE)
         # Not a mmap object, which would keep a descriptor that servers close behind its back.
