@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import os
 import sys
@@ -15,7 +14,7 @@ from typing import Any, Protocol, Self, TypeAlias, TypeVar
 from modelguard.errors import BatchFailed, ConsumerTooSlow, GuardClosed, WouldDeadlock, WrongResults
 from modelguard.runtime.event_loops import AllLeft, RunOnLoop
 from modelguard.runtime.fork_hooks import Wakeup
-from modelguard.runtime.waiting import OnAsyncio, OnTrio, sleeper
+from modelguard.runtime.waiting import OnAsyncio, OnTrio, on_event_loop, sleeper
 from modelguard.serving._execution import (
     Answer,
     BatchFunction,
@@ -149,6 +148,10 @@ def _wake(waiters: Iterable[OnAsyncio]) -> None:
 # The consumer.
 
 
+class _NotIterable(WouldDeadlock, TypeError):
+    """Tells what takes either kind of iterator, as Django's responses do, to iterate asynchronously."""
+
+
 class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
     """The parts of one item's result. Made by :meth:`BatchedStream.stream`.
 
@@ -171,6 +174,10 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
 
     # Parts
 
+    def __iter__(self) -> Self:
+        self._refuse_to_block()
+        return self
+
     def __next__(self) -> Y_co:
         """The next part. Blocks.
 
@@ -182,9 +189,7 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
             WouldDeadlock: On a running event loop (use ``async for``).
             Exception: What the function raised, or yielded, for this item.
         """
-        if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none
-            why = "waiting for the next part would block the running event loop"
-            raise WouldDeadlock(self._name, why=why, fix="Write: async for part in f.stream(item).")
+        self._refuse_to_block()
         part = self._take(None)
         while part is NOTHING_YET:
             waiter = Wakeup()
@@ -196,6 +201,11 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
         if part is ENDED:
             raise StopIteration
         return part  # type: ignore[no-any-return]
+
+    def _refuse_to_block(self) -> None:
+        if on_event_loop():
+            why = "waiting for the next part would block the running event loop"
+            raise _NotIterable(self._name, why=why, fix="Write: async for part in f.stream(item).")
 
     async def __anext__(self) -> Y_co:
         """The next part, without blocking the event loop. Cancelling it closes the stream.

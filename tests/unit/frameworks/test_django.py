@@ -6,11 +6,12 @@ import asyncio
 import inspect
 import json
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.frameworks.asgi_by_hand import Client, behind, disconnect, piece
+from tests.unit.frameworks.asgi_by_hand import TIMEOUT, Client, behind, disconnect, piece, scope, seen
 from tests.unit.frameworks.refusals import ERRORS, IDS, NAME
 
 from modelguard import Fair, batched, guard
@@ -29,7 +30,7 @@ django = pytest.importorskip("django", reason="needs Django")
 from django.conf import settings  # noqa: E402 - after the look for Django
 from django.core.handlers.asgi import ASGIHandler  # noqa: E402
 from django.core.handlers.wsgi import WSGIHandler  # noqa: E402
-from django.http import HttpResponse  # noqa: E402
+from django.http import HttpResponse, StreamingHttpResponse  # noqa: E402
 from django.test import AsyncClient  # noqa: E402
 from django.test import Client as SyncClient  # noqa: E402
 from django.test.utils import override_settings  # noqa: E402
@@ -231,6 +232,37 @@ def test_a_disconnect_cancels_what_waits(kind: str, model: Gated) -> None:
     f.close()
     assert [["first"]] == model.batches
     assert ([CallerGone] if kind == "sync" else []) == seen
+
+
+def test_an_async_view_sends_a_stream_part_by_part() -> None:
+    """Under ASGI: a part is sent before the next one is computed, and a client that leaves ends the stream."""
+    goes_on, over = threading.Event(), threading.Event()
+
+    @batched(max_size=1)
+    def spell(texts: list[str]) -> Iterator[list[str]]:
+        try:
+            for letter in texts[0]:
+                yield [letter]
+                goes_on.wait(TIMEOUT)
+        finally:
+            over.set()
+
+    async def streaming(request: Any) -> Any:
+        return StreamingHttpResponse(spell.stream("ab"))
+
+    async def main() -> None:
+        client = Client(piece())
+        serving = asyncio.create_task(ASGIHandler()(scope(), client.receive, client.send))
+        try:
+            await seen(lambda: len(client.sent) > 1)
+            client.disconnect()
+            await asyncio.wait_for(serving, TIMEOUT)
+        finally:
+            goes_on.set()
+        assert (b"a", True) == (client.body, await asyncio.to_thread(over.wait, TIMEOUT))
+
+    with Site.of(streaming), spell:
+        asyncio.run(main())
 
 
 @pytest.mark.parametrize("handler", [WSGIHandler, ASGIHandler])

@@ -516,6 +516,8 @@ def test_a_thread_cannot_wait_on_an_event_loop() -> None:
         stream = f.stream(1)
         with pytest.raises(WouldDeadlock, match="async for part in"):
             next(stream)
+        with pytest.raises(TypeError, match="async for part in"):  # what takes either kind of iterator takes the other
+            iter(stream)
         return [part async for part in stream]
 
     assert [1, 2, 3] == asyncio.run(consume())
