@@ -89,38 +89,51 @@ def times(spread: Spread, unit: str = "x") -> str:
     return f"{median}{unit}" if low == high else f"{median}{unit} ({low}-{high})"
 
 
-def costs(one: Trial) -> tuple[tuple[Spread, float], tuple[Spread, float]]:
-    return (one.cpu, one.cpu_seconds), (one.p99, one.p99_seconds)
-
-
 def milliseconds(seconds: float) -> str:
     amount = seconds * 1000
     return f"{amount:,.0f} ms" if amount >= 100 else f"{amount:.2g} ms"  # noqa: PLR2004 - where digits say nothing more
 
 
+#: The columns of the table of remedies.
+_COLUMNS = ("remedy", "MB per 1,000 calls", "CPU time per call", "p99", "held at the end", "rounds")
+
+
+def _rows(trials: Trials) -> list[tuple[str, ...]]:
+    """The cells of each remedy, of doing nothing first; no row if nothing could be tried."""
+    return [
+        (
+            f"{one.name}{' *' if one.front else ''}",
+            left(one),
+            f"{times(one.cpu)} {milliseconds(one.cpu_seconds)}",
+            f"{times(one.p99)} {milliseconds(one.p99_seconds)}",
+            format_bytes(one.held),
+            str(one.rounds),
+        )
+        for one in ((trials.nothing, *trials.tried) if trials.nothing is not None else ())
+    ]
+
+
+def _told(trials: Trials) -> Iterator[str]:
+    """What there is to say of single remedies."""
+    for one in trials.tried:
+        if one.stopped:
+            yield f"Stopped: {one.name}, because {one.stopped}"
+        elif one.undecided:
+            yield f"Undecided: {one.name}, because {one.undecided}; --try {trials.needed} may decide it"
+    yield from (f"Not tried: {line}" for line in trials.left_out)
+
+
+_STAR = "* No other remedy is better in one figure and as good in the others."
+
+
 def _remedies_text(trials: Trials) -> Iterator[str]:
-    if trials.nothing is not None:
-        yield f"Remedies, in fresh processes with {trials.calls:,} calls each:"
-        yield ""
-        heads = ("", "MB per 1,000 calls", "CPU time", "p99", "held", "rounds")
-        rows: list[tuple[str, ...]] = [heads]
-        for one in (trials.nothing, *trials.tried):
-            cpu, p99 = (f"{times(ratio)} {milliseconds(each)}" for ratio, each in costs(one))
-            name = f"{one.name}{' *' if one.front else ''}"
-            rows.append((name, left(one), cpu, p99, format_bytes(one.held), str(one.rounds)))
-        yield from _table_text(rows)
-        yield ""
-        yield "* No other remedy is better in one figure and as good in the others."
-        yield advice(trials)
+    if rows := _rows(trials):
+        yield from (f"Remedies, in fresh processes with {trials.calls:,} calls each:", "")
+        yield from _table_text([_COLUMNS, *rows])
+        yield from ("", _STAR, advice(trials))
         if (best := _recommended(trials)) is not None:
             yield from (f"  {line}" for line in best.lines)
-        for one in trials.tried:
-            if one.stopped:
-                yield f"Stopped: {one.name}, because {printable(one.stopped)}"
-            elif one.undecided:
-                yield f"Undecided: {one.name}, because {printable(one.undecided)}; --try {trials.needed} may decide it"
-    for line in trials.left_out:
-        yield f"Not tried: {printable(line)}"
+    yield from map(printable, _told(trials))
 
 
 def _table_text(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
@@ -144,14 +157,9 @@ STYLE = (
     ".tick{position:absolute;font-size:.75rem;line-height:1;color:var(--quiet);white-space:nowrap}"
     ".area .y{left:-.4rem;transform:translate(-100%,50%)}.area .x{top:calc(100% + .4rem);transform:translateX(-50%)}"
     ".grid{position:absolute;background:var(--line)}.area .grid{left:0;right:0;height:1px}"
-    ".swatch{display:inline-block;width:.8rem;height:.8rem;margin-right:.3rem;border-radius:.4rem;vertical-align:-.1rem;box-sizing:border-box}"
+    ".swatch{display:inline-block;width:.8rem;height:.8rem;margin-right:.3rem;border-radius:.4rem;vertical-align:-.1rem}"
     ".key span{display:inline-block;margin-right:1rem}"
-    ".track{position:relative;height:1.2rem;margin:.2rem .4rem}.track .grid{top:0;bottom:0;width:1px}"
-    ".track b,.track i{position:absolute;top:calc(50% - .35rem);height:.7rem}"
-    ".track b{width:.7rem;margin-left:-.35rem;border-radius:.35rem;box-sizing:border-box}"
-    ".track i{height:2px;top:calc(50% - 1px);min-width:1px}"
-    ".green{background:var(--green)}.blue{background:var(--blue)}.text{background:var(--text)}"
-    ".grey{background:var(--quiet)}.hollow{background:var(--page);border:2px solid var(--quiet)}"
+    ".green{background:var(--green)}.blue{background:var(--blue)}.grey{background:var(--quiet)}"
     ".chain{display:flex;flex-wrap:wrap;list-style:none;padding:0;margin:.6rem 0 1rem;gap:.5rem 0;align-items:center}"
     ".chain li{display:flex;align-items:center;max-width:100%}.chain li+li::before{content:'\\2192';padding:0 .5rem}"
     ".chain li>div{border:1px solid var(--quiet);border-radius:.4rem;padding:.2rem .6rem;min-width:0}"
@@ -187,8 +195,8 @@ class _Axis(NamedTuple):
     low: float
     step: float
     steps: int
-    factor: float = 1.0
-    unit: str = ""
+    factor: float
+    unit: str
 
     def at(self, value: float) -> float:
         return round(100 * (value - self.low) / (self.step * self.steps), 2)
@@ -199,7 +207,7 @@ class _Axis(NamedTuple):
             yield 100 * number / self.steps, f"{(self.low + number * self.step) / self.factor:,.{digits}f}"
 
 
-def _axis(values: Iterable[float], units: Sequence[tuple[float, str]] = ((1.0, ""),)) -> _Axis:
+def _axis(values: Iterable[float], units: Sequence[tuple[float, str]]) -> _Axis:
     every = list(values)
     low, high = min(every), max(every)
     factor, unit = next((each for each in units if high >= each[0]), units[-1])
@@ -305,24 +313,6 @@ def _links(way: str) -> list[str]:
     return [*first, *re.findall(r"\[\.\.\.\]|\.?[^.\[]+", entries + rest)]
 
 
-# Remedies
-
-
-def _colour(one: Trial, trials: Trials) -> str:
-    if one is trials.nothing:
-        return "text"
-    if one.stopped:
-        return "hollow"
-    return "green" if one.name == trials.recommended else "blue" if one.front else "grey"
-
-
-def _track(axis: _Axis, spread: Spread, colour: str) -> str:
-    low, high = axis.at(spread.low), axis.at(spread.high)
-    grid = "".join(f'<span class="grid" style="left:{place}%"></span>' for place, _ in axis.ticks())
-    line = f'<i class="grey" style="left:{low}%;width:{round(high - low, 2)}%"></i>'
-    return f'<div class="track">{grid}{line}<b class="{colour}" style="left:{axis.at(spread.median)}%"></b></div>'
-
-
 _STYLE = (
     ":root{color-scheme:light dark;--page:#fff;--text:#1b1b1b;--quiet:#666;--line:#ddd;--soft:#f4f4f4;--best:#e8f3ea;"
     "--blue:#2563a8;--green:#1a7f37}"
@@ -334,113 +324,83 @@ _STYLE = (
     "td,th{text-align:left;padding:.4rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}"
     "th{overflow-wrap:normal}.causes th:first-child{width:15%}.causes th:nth-child(2){width:9%}"
     ".causes th:last-child{width:36%}.remedies th:first-child{width:26%}"
-    ".number{text-align:right}.number small{white-space:nowrap}.bar{background:var(--blue);height:.5rem}"
+    ".remedies td:not(:first-child),.remedies th:not(:first-child){text-align:right}"
+    ".bar{background:var(--blue);height:.5rem}"
     ".best{background:var(--best)}small{color:var(--quiet)}"
     "pre{background:var(--soft);padding:.7rem;white-space:pre-wrap}"
     "dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:0 1rem;font-size:.85rem}"
     "dt{color:var(--quiet)}dd{margin:0}"
     "@media(max-width:700px){table,tbody,tr,td{display:block}tr.head{display:none}tr{padding:.5rem;"
-    "border-bottom:1px solid var(--line)}td,.number{border:0;padding:.1rem 0;text-align:left}"
-    "td:not(:first-child)::before{content:attr(data-of)': ';color:var(--quiet)}td:first-child{font-weight:bold}"
-    "td br{display:none}}"
+    "border-bottom:1px solid var(--line)}td,.remedies td:not(:first-child){border:0;padding:.1rem 0;text-align:left}"
+    "td:not(:first-child)::before{content:attr(data-of)': ';color:var(--quiet)}td:first-child{font-weight:bold}}"
 )
 
 
 def as_html(report: GrowthReport) -> str:
     """Write a report as one page without any other file."""
     subject, measured = words(report.subject), report.measured
-    held = "".join(_chain(one) for one in measured.held if one.about or one.size >= _SEEN * measured.growth)
-    chains = f"<h2>What holds it</h2>{held}" if held else ""
-    found = [f"{each.told(measured.per)}: {each.seen}. {each.fix}" for each in measured.growing]
-    rows = "".join(f"<dt>{words(name)}</dt><dd>{words(value)}</dd>" for name, value in report.about.items())
-    about = f"<h2>This run</h2><dl>{rows}</dl>" if rows else ""
+    about = "".join(f"<dt>{words(name)}</dt><dd>{words(value)}</dd>" for name, value in report.about.items())
+    sections = {
+        "Causes": _causes(report),
+        "More with the calls": _list(
+            f"{each.told(measured.per)}: {each.seen}. {each.fix}" for each in measured.growing
+        ),
+        "Notes": _list((*report.seen, *report.unknown)),
+        "What holds it": "".join(
+            _chain(one) for one in measured.held if one.about or one.size >= _SEEN * measured.growth
+        ),
+        "Remedies": "" if report.trials is None else _remedies(report.trials),
+        "This run": f"<dl>{about}</dl>" if about else "",
+    }
+    inside = "".join(f"<h2>{title}</h2>{content}" for title, content in sections.items() if content)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{subject}</title><style>{_STYLE}{STYLE}</style></head><body><h1>{subject}</h1>"
-        f"<p>{words(verdict(report))}.</p>{readings(measured)}{_causes(report)}"
-        f"{_list('More with the calls', found)}{_list('Notes', (*report.seen, *report.unknown))}{chains}"
-        f"{_remedies(report.trials)}{about}</body></html>\n"
+        f"<p>{words(verdict(report))}.</p>{readings(measured)}{inside}</body></html>\n"
     )
 
 
 def _causes(report: GrowthReport) -> str:
-    heads = ("cause", "share", "seen", "fix")
     rows = [
-        _row(heads, (words(cause.name), _share(cause.share), words(cause.seen), words(cause.fix)))
-        for cause in report.causes
+        (
+            words(one.name),
+            f'{one.share:.0%}<div class="bar" style="width:{one.share:.0%}"></div>',
+            words(one.seen),
+            words(one.fix),
+        )
+        for one in report.causes
     ]
-    rest = f"<p>{report.unexplained:.0%} is unexplained.</p>"
-    return f"<h2>Causes</h2>{_table('causes', heads, rows)}{rest}" if rows else ""
+    table = _table("causes", ("cause", "share", "seen", "fix"), rows)
+    return f"{table}<p>{report.unexplained:.0%} is unexplained.</p>" if rows else ""
 
 
-def _share(share: float) -> str:
-    return f'{share:.0%}<div class="bar" style="width:{share * 100:.0f}%"></div>'
-
-
-def _remedies(trials: Trials | None) -> str:
-    """What each remedy leaves of the growth, and what it costs: each in a row, as a figure and as a dot on a line."""
-    if trials is None:
-        return ""
-    missing = _list("Not tried", trials.left_out)
-    if trials.nothing is None:
-        return missing
-    every = (trials.nothing, *trials.tried)
-    growth = _axis(itertools.chain([0.0, 1e3], *(one.growth for one in every)), _BYTES)
-    cpu = _axis(itertools.chain([0.0, 1.0], *(one.cpu for one in every)))
+def _remedies(trials: Trials) -> str:
+    """What each remedy leaves of the growth, and what it costs."""
+    told, rows = _list(_told(trials)), _rows(trials)
+    if not rows:
+        return told
     best = _recommended(trials)
     lines = f"<pre>{'<br>'.join(map(words, best.lines))}</pre>" if best else ""
-    rows = [_trial(one, _colour(one, trials), growth, cpu) for one in every]
-    key = "".join(_swatch(colour, text) for colour, text in _COLOURS)
+    row_of_best = 1 + trials.tried.index(best) if best else None  # below that of doing nothing
+    table = _table("remedies", _COLUMNS, [tuple(map(words, row)) for row in rows], row_of_best)
     return (
-        f"<h2>Remedies</h2><p>{words(advice(trials))}</p>{lines}"
-        f'{_table("remedies", _OF_TRIALS, rows, numbers=True)}<p class="key">{key}</p>'
+        f"<p>{words(advice(trials))}</p>{lines}{table}"
         "<p><small>Medians, with the lowest and the highest, over rounds of fresh processes with "
         f"{trials.calls:,} calls each. CPU time and p99 are multiples of those of doing nothing in the same round. "
-        f"* No other remedy is better in one figure and as good in the others.</small></p>{missing}"
+        f"{_STAR}</small></p>{told}"
     )
 
 
-_OF_TRIALS = ("remedy", "MB per 1,000 calls", "CPU time per call", "p99", "held at the end", "rounds")
-_COLOURS = (
-    ("text", "without a remedy"),
-    ("green", "recommended"),
-    ("blue", "marked *"),
-    ("grey", "another is better"),
-    ("hollow", "stopped"),
-)
+def _table(kind: str, heads: Sequence[str], rows: Iterable[Sequence[str]], best: int | None = None) -> str:
+    """A table whose cells name their columns: a narrow page shows them below each other."""
+    body = ""
+    for number, row in enumerate(rows):
+        cells = "".join(f'<td data-of="{head}">{cell}</td>' for head, cell in zip(heads, row, strict=True))
+        body += f'<tr class="best">{cells}</tr>' if number == best else f"<tr>{cells}</tr>"
+    return f'<table class="{kind}"><tr class="head">{"".join(f"<th>{head}</th>" for head in heads)}</tr>{body}</table>'
 
 
-def _trial(one: Trial, colour: str, growth: _Axis, cpu: _Axis) -> str:
-    why = f"stopped: {one.stopped}" if one.stopped else f"undecided: {one.undecided}" if one.undecided else ""
-    name = words(one.name) + ("*" if one.front else "") + (f"<br> <small>{words(why)}</small>" if why else "")
-    time, p99 = (f"{_broken(times(ratio))}<br> <small>{milliseconds(each)}</small>" for ratio, each in costs(one))
-    left_over = _broken(left(one)) + _track(growth, one.growth, colour)
-    cells = (name, left_over, time + _track(cpu, one.cpu, colour), p99, format_bytes(one.held), str(one.rounds))
-    return _row(_OF_TRIALS, cells, numbers=True, kind="best" if colour == "green" else "")
-
-
-def _broken(spread: str) -> str:
-    median, _, rest = spread.partition(" (")
-    return f"{median}<br> <small>({rest}</small>" if rest else median
-
-
-def _table(kind: str, heads: Sequence[str], rows: Iterable[str], *, numbers: bool = False) -> str:
-    first, *others = heads
-    cells = f"<th>{first}</th>" + "".join(f"<th{' class=number' if numbers else ''}>{head}</th>" for head in others)
-    return f'<table class="{kind}"><tr class="head">{cells}</tr>{"".join(rows)}</table>'
-
-
-def _row(heads: Iterable[str], cells: Iterable[str], *, numbers: bool = False, kind: str = "") -> str:
-    """A row, whose cells name their columns: a narrow page shows them below each other."""
-    pairs = enumerate(zip(heads, cells, strict=True))
-    inside = "".join(
-        f'<td{" class=number" if numbers and place else ""} data-of="{head}">{cell}</td>'
-        for place, (head, cell) in pairs
-    )
-    return f'<tr class="{kind}">{inside}</tr>'
-
-
-def _list(title: str, lines: Iterable[str]) -> str:
+def _list(lines: Iterable[str]) -> str:
     inside = "".join(f"<li>{words(line)}</li>" for line in lines)
-    return f"<h2>{title}</h2><ul>{inside}</ul>" if inside else ""
+    return f"<ul>{inside}</ul>" if inside else ""

@@ -166,7 +166,9 @@ def test_too_short_a_trial_is_undecided() -> None:
     text = "\n".join(_growth_page.as_text(GrowthReport("app:f", "grows", trials=trials)))
     assert "Undecided, as the runs were too short: isolate. --try 1m30s is likely to be enough." in text
     assert "Undecided: isolate, because memory rises and falls too slowly" in text
-    assert "undecided: memory rises and falls" in _growth_page.as_html(GrowthReport("app:f", "grows", trials=trials))
+    assert "Undecided: isolate, because memory rises and falls" in _growth_page.as_html(
+        GrowthReport("app:f", "grows", trials=trials)
+    )
 
 
 def test_without_growth_nothing_is_decided() -> None:
@@ -251,5 +253,6 @@ def test_the_table() -> None:
     assert "Not tried: reload: no guard" in text
     page = _growth_page.as_html(REPORT)
     assert "&lt;low&gt;" in page
-    assert '<b class="green"' in page
+    assert '<tr class="best"><td data-of="remedy">jemalloc</td>' in page
+    assert "Stopped: &lt;low&gt;, because it leaves the growth as it is" in page
     assert REPORT.as_dict()["trials"]["tried"][0]["growth"] == (1000.0 * 1e3, 1000.0 * 1e3, 1000.0 * 1e3)
