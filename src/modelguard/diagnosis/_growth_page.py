@@ -1,18 +1,14 @@
 """A growth report as a single HTML page with inline figures, which opens offline."""
 
-import bisect
 import html
-import itertools
 import math
 import re
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from modelguard._units import format_bytes, printable
 from modelguard.diagnosis._counts import counted
 from modelguard.diagnosis._growth_causes import GrowthReport, Measured, Spread, Trial, Trials
-from modelguard.facts._growth_judge import Judgement
 from modelguard.facts._holders import Held
 
 # A growth report as text for a terminal, and the sentences that its page has too.
@@ -152,8 +148,7 @@ STYLE = (
     ".area svg{position:absolute;width:100%;height:100%;overflow:hidden}"
     "svg *{vector-effect:non-scaling-stroke;fill:none}"
     ".line{stroke:var(--blue)}.dots{stroke:var(--blue);stroke-width:5;stroke-linecap:round}"
-    ".band{fill:var(--green);opacity:.18}.rate,.step{stroke:var(--green);stroke-width:2}.step{stroke-dasharray:4 4}"
-    ".left{fill:var(--quiet);opacity:.15}"
+    ".step{stroke:var(--green);stroke-width:2;stroke-dasharray:4 4}.left{fill:var(--quiet);opacity:.15}"
     ".tick{position:absolute;font-size:.75rem;line-height:1;color:var(--quiet);white-space:nowrap}"
     ".area .y{left:-.4rem;transform:translate(-100%,50%)}.area .x{top:calc(100% + .4rem);transform:translateX(-50%)}"
     ".grid{position:absolute;background:var(--line)}.area .grid{left:0;right:0;height:1px}"
@@ -234,7 +229,7 @@ def readings(measured: Measured) -> str:
         f'<span class="grid" style="bottom:{place}%"></span><span class="tick y" style="bottom:{place}%">{label}</span>'
         for place, label in up.ticks()
     ) + "".join(f'<span class="tick x" style="left:{place}%">{label}</span>' for place, label in across.ticks())
-    drawn, key = _judged(measured, across, up)
+    drawn, key = _judged(measured, across)
     return (
         f'<div class="plot"><p class="unit">private memory, {up.unit}</p>'
         '<div class="area" role="img" aria-label="private memory over calls">'
@@ -246,44 +241,18 @@ def readings(measured: Measured) -> str:
     )
 
 
-def _judged(measured: Measured, across: _Axis, up: _Axis) -> tuple[str, str]:
-    """The rate that was judged, with its interval and the steps beside it; and the key to them."""
-    first = measured.judged_from
-    calls, judged = measured.calls[first:], measured.judged
-    drawn, key = "", ""
+def _judged(measured: Measured, across: _Axis) -> tuple[str, str]:
+    """What was not judged, and the steps; and the key to them, with the rate and its interval."""
+    first, judged = measured.judged_from, measured.judged
+    drawn = "".join(f'<path class="step" d="M{across.at(step.calls)} 0V100"/>' for step in judged.steps)
+    key = _swatch("green", "a step") if judged.steps else ""
     if first:
-        drawn += f'<path class="left" d="M0 0H{across.at(calls[0])}V100H0Z"/>'
+        drawn += f'<path class="left" d="M0 0H{across.at(measured.calls[first])}V100H0Z"/>'
         key += _swatch("grey", "not judged: it was undecided")
-    drawn += "".join(f'<path class="step" d="M{across.at(step.calls)} 0V100"/>' for step in judged.steps)
-    if not (math.isfinite(judged.low) and math.isfinite(judged.high)):
-        return drawn, key
-    for part in _parts(calls, measured.private[first:], judged):
-        middle, level, begin, end = _middle(part, judged.growth / (calls[-1] - calls[0]))
-        low, most, rate = (
-            [(x, level + growth * (x - middle) / (calls[-1] - calls[0])) for x in (begin, end)]
-            for growth in (judged.low, judged.high, judged.growth)
-        )
-        band, line = (
-            "L".join(f"{across.at(x)} {100 - up.at(y)}" for x, y in points)
-            for points in ([low[0], most[1], low[1], most[0]], rate)
-        )
-        drawn += f'<path class="band" d="M{band}Z"/><path class="rate" d="M{line}"/>'
-    least, most_of_all, growth = (format_bytes(round(one)) for one in (judged.low, judged.high, judged.growth))
-    steps = "; dashed: a step" if judged.steps else ""
-    return drawn, key + _swatch("green", f"judged: {growth}, between {least} and {most_of_all}{steps}")
-
-
-def _parts(calls: Sequence[int], sizes: Sequence[int], judged: Judgement) -> Iterator[list[tuple[int, int]]]:
-    pairs = list(zip(calls, sizes, strict=True))
-    ends = [0, *(bisect.bisect_left(calls, step.calls) for step in judged.steps), len(calls)]
-    return (pairs[begin:end] for begin, end in itertools.pairwise(ends) if end - begin > 1)
-
-
-def _middle(part: Sequence[tuple[int, int]], rate: float) -> tuple[float, float, int, int]:
-    """Where a line of this rate passes the middle of the calls, half of the readings below it; and its ends."""
-    begin, end = part[0][0], part[-1][0]
-    middle = (begin + end) / 2
-    return middle, statistics.median(y - rate * (x - middle) for x, y in part), begin, end
+    if math.isfinite(judged.low) and math.isfinite(judged.high):
+        growth, low, high = (format_bytes(round(one)) for one in (judged.growth, judged.low, judged.high))
+        key += f"<span>judged: {growth}, between {low} and {high}</span>"
+    return drawn, key
 
 
 def _swatch(colour: str, text: str) -> str:
