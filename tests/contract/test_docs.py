@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 #: May be missing: on an interpreter that has no wheels for them, or where an extra was left out; nothing else may.
-OPTIONAL = {"ja_ginza", "matplotlib", "prometheus_client", "rich", "spacy", "torch", "transformers"}
+OPTIONAL = {"ja_ginza", "matplotlib", "prometheus_client", "spacy", "torch", "transformers"}
 #: May be missing for these programs: packages of dependency groups for Python 3.11.
 OPTIONAL_IN_PROGRAMS = OPTIONAL | {
     "aiohttp",

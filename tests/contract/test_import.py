@@ -60,7 +60,6 @@ def report() -> dict[str, Any]:
         "transformers",
         "starlette",
         "fastapi",
-        "rich",
         "prometheus_client",
         "opentelemetry",
         "matplotlib",

@@ -286,7 +286,6 @@ def test_a_watch_ends_well_when_it_is_interrupted(server: subprocess.Popen[str])
 
 def test_a_watch_ends_with_its_terminal(server: subprocess.Popen[str]) -> None:
     """Also where no SIGHUP tells it that the terminal has gone."""
-    pytest.importorskip("rich", reason="the live view needs rich")
     ours, its = os.openpty()
     command = [sys.executable, "-m", "modelguard", "top", str(server.pid), "--interval", "0.2"]
     with subprocess.Popen(command, stdout=its, stderr=subprocess.PIPE, text=True, start_new_session=True) as watch:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
@@ -25,8 +25,6 @@ from modelguard.errors import InvalidOption
 from modelguard.facts import _redact
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from modelguard.sharing._memory_report import ProcessReport, TreeReport, TreeWatch
 
 #: Seconds between readings; a reading takes 50 - 150 ms for each process with torch or spaCy.
@@ -62,8 +60,8 @@ def run(options: argparse.Namespace) -> int:
     if size is not None:
         size = _units.size(int(size) if re.fullmatch(r"[0-9]{1,18}", size, re.ASCII) else size, "--model-bytes")
     read = make_reader(None if options.pid is None else process_id(options.pid), size)
-    shown = nullcontext(_show_json) if options.json else choose(sys.stdout, live=not options.once)
-    with suppress(KeyboardInterrupt), shown as show:  # the usual end
+    show = _show_json if options.json else choose(sys.stdout, live=not options.once)
+    with suppress(KeyboardInterrupt):  # the usual end
         show(read())
         while interval is not None and _output.why_lost() is None:
             time.sleep(interval)
@@ -193,38 +191,22 @@ _WIDTH = 36
 _NARROWEST = 12
 
 
-def choose(stream: TextIO, *, live: bool) -> AbstractContextManager[Show]:
-    """The live view if it is wanted, rich is installed and ``stream`` is a terminal; otherwise plain text."""
-    if live and stream.isatty() and importlib.util.find_spec("rich") is not None:
-        return _live(stream)
-    return nullcontext(partial(_show_text, stream))
+def choose(stream: TextIO, *, live: bool) -> Show:
+    """On a terminal each reading replaces the one before, if that is wanted; otherwise they follow each other."""
+    return partial(_replace if live and stream.isatty() and os.environ.get("TERM") != "dumb" else _append, stream)
 
 
-def _show_text(stream: TextIO, trees: Sequence[TreeReport]) -> None:
+def _append(stream: TextIO, trees: Sequence[TreeReport]) -> None:
     stream.write("\n".join(f"{table(tree)}\n{summary(tree)}\n" for tree in trees) + "\n")
     stream.flush()
 
 
-@contextmanager
-def _live(stream: TextIO) -> Iterator[Show]:
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(file=stream, force_terminal=True)  # goes on writing, and so learns, when the terminal has gone
-    with Live(console=console, auto_refresh=False) as live:
-        yield lambda trees: live.update(_rendered(trees, console.width), refresh=True)
-
-
-def _rendered(trees: Sequence[TreeReport], width: int) -> Group:
-    from rich.console import Group
-    from rich.text import Text
-
-    parts: list[Text] = []
-    for tree in trees:
-        shown = Text(table(tree, width), no_wrap=True)
-        shown.highlight_regex(r"\A.*", "bold")
-        parts += [shown, Text(f"{summary(tree)}\n")]
-    return Group(*parts)
+def _replace(stream: TextIO, trees: Sequence[TreeReport]) -> None:
+    columns, lines = shutil.get_terminal_size()
+    shown = "\n".join(f"{table(tree, columns)}\n{summary(tree)}\n" for tree in trees).splitlines()
+    # From the first line on, and what is left of the last reading is cleared.
+    stream.write("\x1b[H\x1b[J" + "\n".join(shown[: lines - 1]) + "\n")
+    stream.flush()
 
 
 def table(tree: TreeReport, width: int | None = None) -> str:

@@ -182,9 +182,8 @@ def faulty() -> report.DoctorReport:
 
 
 def test_colours_in_a_terminal(faulty: report.DoctorReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is a fault is red, also without the extra ``cli``; a terminal without colours shows none."""
+    """What is a fault is red; a terminal without colours shows none."""
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setitem(sys.modules, "rich", None)
     for name, shown in (("xterm-256color", "\x1b[1;31mMG201 fault"), ("dumb", "\nMG201 fault")):
         monkeypatch.setenv("TERM", name)
         terminal = Terminal()
