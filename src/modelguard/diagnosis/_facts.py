@@ -13,6 +13,7 @@ from typing import Literal
 from modelguard.environment import _knobs
 from modelguard.environment._allocator_files import Problem
 from modelguard.facts._memory import Cpus, Limit, Strain
+from modelguard.facts._proc import Interpreter
 
 #: When a variable is set: before the program starts; by the program before or after it has loaded a library that reads
 #: thread variables.
@@ -51,27 +52,6 @@ class Machine:
     limit: Limit | None = None
     swapped: int | None = None
     strain: Strain = field(default_factory=Strain)
-
-
-@dataclass(frozen=True, slots=True)
-class Interpreter:
-    """The Python that runs the service.
-
-    Attributes:
-        version: Such as ``(3, 12)``.
-        name: ``"CPython"`` or another implementation.
-        free_threaded: Whether it is a build without the GIL.
-        micro: The patch, 2 in 3.12.2; None if unknown.
-    """
-
-    version: tuple[int, int]
-    name: str = "CPython"
-    free_threaded: bool = False
-    micro: int | None = None
-
-    def __str__(self) -> str:
-        build = " free-threaded" if self.free_threaded else ""
-        return f"{self.name} {self.version[0]}.{self.version[1]}{build}"
 
 
 @dataclass(frozen=True, slots=True)

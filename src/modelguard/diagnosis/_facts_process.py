@@ -25,7 +25,6 @@ from modelguard.diagnosis._facts import (
     Facts,
     Guarded,
     Inside,
-    Interpreter,
     Machine,
     Moment,
     Role,
@@ -39,7 +38,7 @@ from modelguard.environment import _allocator, _allocator_problems
 from modelguard.environment._allocator_files import Problem
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 from modelguard.facts import _memory, _proc, _redact
-from modelguard.facts._proc import MemoryMapping, model_libraries
+from modelguard.facts._proc import Interpreter, interpreter_in, model_libraries
 
 # Facts about this machine and this environment: everything there is where no service was named.
 
@@ -132,9 +131,6 @@ def _variable(name: str, value: str, moment: str, where: str) -> Variable:
 _FIX = "Give the id of a running process of yours, as pgrep prints it."
 _AS_OWNER = "Run modelguard as its owner, or as root."
 
-#: Compiled parts of the standard library have the interpreter's version in their names: ``.cpython-313t-``.
-_VERSION = re.compile(r"\.(cpython|pypy)-?(\d)(\d+)(t?)[-.]|libpython(\d)\.(\d+)(t?)\.so")
-_PROGRAM = re.compile(r"/python(\d)\.(\d+)(t?)$")
 _SERVERS = ("granian", "gunicorn", "hypercorn", "uvicorn")
 #: Words of a command line among which the server's name is: ``python -m uvicorn``, ``/usr/bin/python3 bin/gunicorn``.
 _FIRST_WORDS = 3
@@ -190,7 +186,7 @@ def named_process(pid: int, root: Path = _proc.ROOT) -> str:
 
 def interpreter_of(pid: int, root: Path = _proc.ROOT) -> Interpreter | None:
     """The Python that a process runs on; None if it runs on none."""
-    return _interpreter(_proc.if_readable(_proc.maps, pid, root) or ())
+    return interpreter_in(_proc.if_readable(_proc.maps, pid, root) or ())
 
 
 def require_proc(root: Path = _proc.ROOT) -> None:
@@ -202,7 +198,7 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
     seen = _allocator_problems.observe(pid, root=root)
     environ = _proc.if_readable(_proc.environment, pid, root) or {}
     processes = tuple(_tree(pid, root, answers))
-    python = _with_patch(_interpreter(_proc.maps(pid, root)), pid, root)
+    python = _with_patch(interpreter_in(_proc.maps(pid, root)), pid, root)
     unknown = [] if environ else [f"process {pid} has overwritten the environment that it was started with"]
     if python is None:
         unknown.append(
@@ -297,20 +293,6 @@ def _process(pid: int, role: Role, root: Path, answers: Answers, owners: Contain
     )
 
 
-def _interpreter(mappings: Iterable[MemoryMapping]) -> Interpreter | None:
-    names = [mapping.name for mapping in mappings]
-    for name in names:
-        if found := _VERSION.search(name):
-            major, minor, free_threaded = found.group(2, 3, 4) if found[2] else found.group(5, 6, 7)
-            name_of_kind = "PyPy" if found[1] == "pypy" else "CPython"
-            return Interpreter((int(major), int(minor)), name_of_kind, bool(free_threaded))
-    # Where no part of the standard library is loaded from a file of its own, the program's name has to do.
-    for name in names:
-        if found := _PROGRAM.search(name):
-            return Interpreter((int(found[1]), int(found[2])), free_threaded=bool(found[3]))
-    return None
-
-
 def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter | None:
     """With the last number of its version, from the text of it in its program or library."""
     if python is None:
@@ -323,7 +305,7 @@ def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter
             mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
             if found := whole.search(content):
-                return replace(python, micro=int(found[1]))
+                return python._replace(micro=int(found[1]))
     return python
 
 

@@ -90,6 +90,42 @@ def model_libraries(mappings: Iterable[MemoryMapping]) -> tuple[str, ...]:
     return tuple(sorted({word for words in folders for word in words} & MODEL_LIBRARIES))
 
 
+class Interpreter(NamedTuple):
+    """The Python that a process runs on.
+
+    Attributes:
+        version: Such as ``(3, 12)``.
+        name: ``"CPython"`` or another implementation.
+        free_threaded: Whether it is a build without the GIL.
+        micro: The patch, 2 in 3.12.2; None if unknown.
+    """
+
+    version: tuple[int, int]
+    name: str = "CPython"
+    free_threaded: bool = False
+    micro: int | None = None
+
+    def __str__(self) -> str:
+        build = " free-threaded" if self.free_threaded else ""
+        return f"{self.name} {self.version[0]}.{self.version[1]}{build}"
+
+
+#: The program or the library of a Python, and its compiled modules, such as those of the standard library:
+#: ``.cpython-313t-``.
+_PYTHON = r"/(?:lib)?python(\d)\.(\d+)(t?)(?:\.so[\d.]*)?$|\.(cpython|pypy)-?(\d)(\d+)(t?)[-.]"
+
+
+def interpreter_in(mappings: Iterable[MemoryMapping]) -> Interpreter | None:
+    """The Python of a process with these mappings, as its program or inside of it; None if it has none."""
+    pattern = re.compile(_PYTHON)
+    for mapping in mappings:
+        if found := pattern.search(mapping.name):
+            major, minor, free_threaded = found.group(1, 2, 3) if found[1] else found.group(5, 6, 7)
+            name = "PyPy" if found[4] == "pypy" else "CPython"
+            return Interpreter((int(major), int(minor)), name, bool(free_threaded))
+    return None
+
+
 def _add_figure(mapping: MemoryMapping, line: str) -> None:
     name, _, value = line.partition(":")
     words = value.split()

@@ -17,7 +17,7 @@ from modelguard.environment import _allocator_problems
 from modelguard.environment._allocator_files import Kind
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.facts import _memory, _proc
-from modelguard.facts._proc import MemoryMapping, ProcessStat, model_libraries
+from modelguard.facts._proc import MemoryMapping, ProcessStat, interpreter_in, model_libraries
 
 # Where the private memory of a process is, as far as its mappings show.
 
@@ -35,9 +35,6 @@ _NAMED = (
     ("stacks", re.compile(r"\[stack|\[anon: glibc: pthread stack")),
     ("heap", re.compile(r"\[heap\]|\[anon: ?(?:glibc|jemalloc|mimalloc|tcmalloc)")),
 )
-
-_PYTHON = re.compile(r"/(?:python\d[\d.]*t?|libpython\d[^/]*|lib-dynload/[^/]*)$")
-_FREE_THREADED = re.compile(r"/(?:(?:lib)?python3\.\d+t(?:\.so[^/]*)?|[^/]*\.cpython-3\d+t-[^/]*)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +83,6 @@ def total(mappings: Iterable[MemoryMapping], *names: str) -> int:
     return sum(mapping.sizes.get(name, 0) for mapping in mappings for name in names)
 
 
-def is_python(mappings: Iterable[MemoryMapping]) -> bool:
-    """Whether a process with these mappings runs Python, as its program or inside of it."""
-    return any(mapping.is_file and _PYTHON.search(mapping.name) for mapping in mappings)
-
-
 def has_arenas(mappings: Sequence[MemoryMapping], pythonmalloc: str) -> bool:
     """Whether Python's own allocator serves its small objects.
 
@@ -98,7 +90,8 @@ def has_arenas(mappings: Sequence[MemoryMapping], pythonmalloc: str) -> bool:
         mappings: The mappings of the process.
         pythonmalloc: The variable ``PYTHONMALLOC`` of the process; empty if it is not set.
     """
-    if not is_python(mappings) or any(_FREE_THREADED.search(mapping.name) for mapping in mappings if mapping.is_file):
+    python = interpreter_in(mappings)
+    if python is None or python.name != "CPython" or python.free_threaded:
         return False
     return pythonmalloc in {"", "default", "debug", "pymalloc", "pymalloc_debug"}
 
@@ -362,7 +355,7 @@ def python_trees(*, root: Path = _proc.ROOT, without: Collection[int] = ()) -> l
     owned = (
         pid for pid in processes if pid not in without and _proc.if_readable(_proc.owner, pid, root) == os.geteuid()
     )
-    found = [pid for pid in owned if is_python(_proc.if_readable(_proc.maps, pid, root) or ())]
+    found = [pid for pid in owned if interpreter_in(_proc.if_readable(_proc.maps, pid, root) or ())]
     return [pid for pid in found if processes[pid].parent not in found]
 
 

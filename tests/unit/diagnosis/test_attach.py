@@ -16,9 +16,9 @@ import pytest
 from modelguard import guard
 from modelguard.control import _client
 from modelguard.diagnosis import _facts_process
-from modelguard.diagnosis._facts import Interpreter
 from modelguard.diagnosis._facts_process import Ask, inside_of, require_attachable
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
+from modelguard.facts._proc import Interpreter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
 

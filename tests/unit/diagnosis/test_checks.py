@@ -15,7 +15,6 @@ from modelguard.diagnosis._facts import (
     Facts,
     Guarded,
     Inside,
-    Interpreter,
     Machine,
     Moment,
     Server,
@@ -24,6 +23,7 @@ from modelguard.diagnosis._facts import (
 )
 from modelguard.environment import _knobs
 from modelguard.facts._memory import Cpus, Limit, Strain
+from modelguard.facts._proc import Interpreter
 
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 MB = 10**6

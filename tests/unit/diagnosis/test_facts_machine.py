@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from modelguard.diagnosis import examine
-from modelguard.diagnosis._facts import Interpreter, Machine
+from modelguard.diagnosis._facts import Machine
 from modelguard.diagnosis._facts_process import facts_of_machine, machine, this_interpreter
+from modelguard.facts._proc import Interpreter
 
 
 @pytest.fixture

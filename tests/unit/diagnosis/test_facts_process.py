@@ -9,10 +9,11 @@ import pytest
 
 from modelguard.diagnosis import examine
 from modelguard.diagnosis._doctor_report import as_json, as_text
-from modelguard.diagnosis._facts import Facts, Guarded, Interpreter, Variable
+from modelguard.diagnosis._facts import Facts, Guarded, Variable
 from modelguard.diagnosis._facts_process import facts_of_process, facts_of_tree
 from modelguard.environment import _allocator_problems
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts._proc import Interpreter
 
 LIBRARIES = "7f00-7f10 r-xp 00000000 08:01 11 /usr/lib/libc.so.6\n"
 PYTHON = "7f20-7f30 r-xp 00000000 08:01 12 /usr/lib/libpython3.12.so.1.0\n"

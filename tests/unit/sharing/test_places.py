@@ -105,7 +105,7 @@ def test_the_places_add_up_to_private_memory() -> None:
 )
 def test_a_python_is_recognised_by_its_files(file: str, expected: bool) -> None:  # noqa: FBT001
     """A program that loads Python, such as uWSGI, counts; one in a Python's folder does not."""
-    assert expected == _memory_report.is_python(read(mapping(0, MIB, file)))
+    assert expected == (_proc.interpreter_in(read(mapping(0, MIB, file))) is not None)
 
 
 @pytest.mark.parametrize(
