@@ -213,13 +213,16 @@ def _kept(calls: int, records: Iterable[_Record], tool: str) -> dict[str, Any]:
 
 
 def _by_tracemalloc(run: Callable[[], int]) -> tuple[int, list[_Record]]:
+    tracing = tracemalloc.is_tracing()
     tracemalloc.start(_FRAMES)
+    tracemalloc.clear_traces()
     try:
         calls = run()
         gc.collect()
         traces = tracemalloc.take_snapshot().traces  # nothing from before is traced
     finally:
-        tracemalloc.stop()
+        if not tracing:
+            tracemalloc.stop()
     return calls, [(each.traceback[0].filename, each.traceback[0].lineno, each.size, 1, True) for each in traces]
 
 

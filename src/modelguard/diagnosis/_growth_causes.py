@@ -461,7 +461,7 @@ def _given_back(measured: Measured) -> _Found:
         seen = f"a trim of the allocator gave {format_bytes(measured.trimmed)} back"
         yield "retention", part * measured.trimmed, seen
     if measured.garbage >= max(_FEWEST_MORE, _WITH_CALLS * _calls(measured)):
-        most = f" ({_kinds(measured.freed)})" if measured.freed else ""
+        most = f" ({kinds(measured.freed)})" if measured.freed else ""
         garbage = f"{measured.garbage:,} objects{most}, which gave {format_bytes(measured.collected)} back"
         yield "cycles", measured.collected, f"a garbage collection freed {garbage}"
     for cache, size in measured.cleared.items():
@@ -539,8 +539,8 @@ def _kept(measured: Measured) -> _Found:
         return
     python = max(_allocated(measured, calls), sum(each.size for each in held))
     if python > 0:
-        places = [f"allocated at {where}"] if (where := _places(measured.traced)) else []
-        yield _holding(held), python, "; ".join([*_holders(held), *places])
+        lines = [f"allocated at {where}"] if (where := places(measured.traced)) else []
+        yield _holding(held), python, "; ".join([*_holders(held), *lines])
     yield from _native(measured, calls, python)
 
 
@@ -583,7 +583,7 @@ def _live(measured: Measured, calls: int) -> _Found:
     elif sum(each.size for each in held) >= _LEAST_SHARE * measured.growth:
         yield from _held(held)
     elif more >= (_BLOCKS * calls if measured.per == "calls" else measured.growth / _BLOCK):
-        most = _kinds({kind: number for kind, number in measured.types.items() if number >= _LEAST_SHARE * more})
+        most = kinds({kind: number for kind, number in measured.types.items() if number >= _LEAST_SHARE * more})
         most = most or "of types that the collector does not track"
         yield "python objects", measured.growth, "; ".join([blocks, most, *_holders(held)])
     else:
@@ -600,7 +600,7 @@ def _holding(held: Sequence[Held]) -> CauseName:
     return cast("CauseName", (held and held[0].about) or "python objects")
 
 
-def _kinds(types: Mapping[str, int]) -> str:
+def kinds(types: Mapping[str, int]) -> str:
     most = Counter(types).most_common(_LINES)
     return ", ".join(f"{number:,} {kind.removeprefix('builtins.')}" for kind, number in most)
 
@@ -611,7 +611,7 @@ def _holders(held: Sequence[Held]) -> Iterator[str]:
             yield f"held by {each}, {format_bytes(each.size)}"
 
 
-def _places(lines: Mapping[str, float]) -> str:
+def places(lines: Mapping[str, float]) -> str:
     most = sorted(lines.items(), key=lambda line: -line[1])[:_LINES]
     shown = [(place, size) for place, size in most if size >= max(1, _LEAST_SHARE * most[0][1])]
     return ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in shown)
@@ -641,5 +641,5 @@ def _native(measured: Measured, calls: int, python: float) -> _Found:
     if measured.repeats is not None:
         seen += f"; a repeated input grows by {measured.repeats:,.0f} bytes per call"
     if measured.native:
-        seen += f"; allocated below {_places(measured.native)}"
+        seen += f"; allocated below {places(measured.native)}"
     yield "native memory", size, "; ".join([seen, *_holders(measured.held)])

@@ -6,10 +6,9 @@ import gc
 import inspect
 import math
 import sys
-import tracemalloc
 import warnings
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -73,9 +72,6 @@ _ROUNDS = 15
 _LONGER = 2
 #: So many rounds in all. They fill a cache of 25,000 entries with the default.
 _MOST_ROUNDS = 270
-#: How many types of objects, and lines of code, a failure lists.
-_NAMED = 5
-_LINES = 3
 _PAGE = 4096
 _MALLOC = "allocated by malloc"
 
@@ -332,41 +328,30 @@ def _runner(fn: Callable[[Any], object]) -> _Run:
 
 
 def _what_grew(run: Callable[[], None], calls: int) -> list[str]:
+    """The types of what more calls leave behind, and the lines that allocate it, as a diagnosis names them."""
+    from modelguard.diagnosis import _census, _growth_causes  # takes 0.2 s, and only a failure needs it
+    from modelguard.diagnosis._counts import kept_by_line
+
     gc.collect()
-    types = _types()
+    before = _census.look()[1]
     run()
     gc.collect()
-    types = _types() - types
-    grown = [f"+{count:,} {name}" for name, count in types.most_common(_NAMED) if count >= calls // 2]
-    found = [f"objects: {', '.join(grown)}"] if grown else []
-    found += [f"allocated at {place}" for place in _places(run, calls)[:_LINES]]
-    return found or ["neither Python's objects nor its allocations: memory of a native library"]
+    more = {kind: number - before.get(kind, 0) for kind, number in _census.look()[1].items()}
+    types = {kind: number for kind, number in more.items() if number >= calls // 2}
 
-
-def _places(run: Callable[[], None], calls: int) -> list[str]:
-    tracing = tracemalloc.is_tracing()
-    tracemalloc.start()  # does nothing if it traces
-    try:
-        gc.collect()
-        before = tracemalloc.take_snapshot()
+    def run_again() -> int:
         run()
-        gc.collect()
-        after = tracemalloc.take_snapshot()
-    finally:
-        if not tracing:
-            tracemalloc.stop()
-    own = [tracemalloc.Filter(inclusive=False, filename_pattern=file) for file in (tracemalloc.__file__, __file__)]
-    changes = after.filter_traces(own).compare_to(before.filter_traces(own), "lineno")
-    return [
-        f"{change.traceback[0].filename}:{change.traceback[0].lineno}: +{_units.format_bytes(change.size_diff)}"
-        f" in {change.count_diff:,} blocks"
-        for change in changes
-        if change.count_diff > 0 and change.size_diff >= calls
-    ]
+        return calls
 
-
-def _types() -> Counter[str]:
-    return Counter(_units.type_name(type(one)).removeprefix("builtins.") for one in gc.get_objects())
+    kept = kept_by_line(run_again)
+    lines = {
+        line: size
+        for line, size in (kept["traced"] | kept["native"]).items()
+        if size >= 1 and not line.startswith(__file__)
+    }
+    found = [f"objects: {_growth_causes.kinds(types)}"] if types else []
+    found += [f"allocated at {_growth_causes.places(lines)}"] if lines else []
+    return found or ["neither Python's objects nor its allocations: memory of a native library"]
 
 
 def _message(fn: Callable[..., object], stretch: _Stretch, grew: list[str]) -> str:

@@ -51,7 +51,10 @@ def test_a_leak_of_objects_is_found_and_named() -> None:
     assert "predict() grows with its calls" in told
     assert "Python's own blocks: +" in told
     assert "in 15,000 calls:" in told
-    assert "+1,000 tests.unit.testing.test_growth.test_a_leak_of_objects_is_found_and_named.<locals>.Request" in told
+    assert (
+        "objects: 1,000 tests.unit.testing.test_growth.test_a_leak_of_objects_is_found_and_named.<locals>.Request"
+        in told
+    )
     assert "test_growth.py:" in told
 
 
