@@ -176,7 +176,7 @@ def _few_lows(run: _Run, lows: _Readings) -> Judgement:
 class _Run:
     def __init__(self, readings: _Readings, total: float, least: float, usual: float, *, falls: _Readings = ()) -> None:
         self.readings = readings
-        self.total, self.least, self.usual = total, least, usual
+        self.total, self.least = total, least
         extra = _beyond(readings)
         *_, third, second, first = sorted(range(len(extra)), key=extra.__getitem__)
         # Cut at what may be a step: it stands alone, where stairs do not. It is called one if it is far from usual.
@@ -189,15 +189,11 @@ class _Run:
             for at in self.cuts
             if extra[at - 1] > step and len(readings) - at >= _STAYS
         )
-        rises = [at for at, more in enumerate(extra) if more > step]
-        late = bool(rises) and readings[-1].calls - readings[rises[-1]].calls < _LONG * total
-        self.has_stairs = len(rises) > _STEPS and late
 
     def judged(self) -> Judgement:
         whole = self.rate()
         if whole.high < self.least or any(self.is_flat_from(eighth) for eighth in (2, 3, 4, 5)):
-            two = len(self.steps) == _STEPS and self.readings[-1].calls - self.steps[-1].calls < _LONG * self.total
-            if two or self.has_stairs:
+            if len(self.steps) == _STEPS and self.readings[-1].calls - self.steps[-1].calls < _LONG * self.total:
                 return self.verdict("undecided", whole, "memory rose in steps, which may be the first of more", 3.0)
             return self.verdict("steady", whole)
         late = self.rate(4)
@@ -219,27 +215,17 @@ class _Run:
     def rises_beyond(self, low: _Reading) -> bool:
         before = self.readings[: self.readings.index(low)]
         each = abs(self.rate().middle) / len(self.readings)
-        return statistics.median(self._end()) > max(one.size for one in before) + self.least + 2 * each
-
-    def _end(self) -> list[float]:
-        return [one.size for one in self.readings[-_STAYS + 1 :]]
+        end = statistics.median(one.size for one in self.readings[-_STAYS + 1 :])
+        return end > max(one.size for one in before) + self.least + 2 * each
 
     def going_on(self, whole: _Rate, late: _Rate) -> Judgement:
         """Of what has grown: whether it goes on."""
         early, third, fourth = self.rate(0, 4), self.rate(4, 6), self.rate(6)
         goes_on = fourth.middle >= _PERSISTS * third.middle and late.middle >= _PERSISTS * early.middle
         constant = fourth.low > 0 and fourth.middle >= _CONSTANT * third.middle
-        begin = statistics.median(one.size for one in self.readings[: max(1, len(self.readings) // 4)])
-        if statistics.median(self._end()) < begin + self.least / 2:
-            return self.verdict("undecided", whole, "memory has risen to where it was before", 3.0)
-        if (goes_on and not self.has_just_ended(late)) or constant:
+        if goes_on or constant:
             return self.verdict("grows", whole)
         return self.verdict("undecided", whole, "memory grows less and less", 3.0)
-
-    def has_just_ended(self, late: _Rate) -> bool:
-        first, last = self.readings[-_STAYS], self.readings[-1]
-        expected = late.middle * (last.calls - first.calls) / self.total
-        return last.size - first.size < 0.3 * expected - 2 * self.usual
 
     def is_flat_from(self, eighth: int) -> bool:
         begin = self._at(eighth)
