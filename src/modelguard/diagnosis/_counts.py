@@ -214,16 +214,22 @@ def _kept(calls: int, records: Iterable[_Record], tool: str) -> dict[str, Any]:
 
 def _by_tracemalloc(run: Callable[[], int]) -> tuple[int, list[_Record]]:
     tracing = tracemalloc.is_tracing()
-    tracemalloc.start(_FRAMES)
-    tracemalloc.clear_traces()
+    tracemalloc.start(_FRAMES)  # does nothing if it traces
     try:
+        before = _traced()
         calls = run()
         gc.collect()
-        traces = tracemalloc.take_snapshot().traces  # nothing from before is traced
+        kept = _traced() - before
     finally:
         if not tracing:
             tracemalloc.stop()
-    return calls, [(each.traceback[0].filename, each.traceback[0].lineno, each.size, 1, True) for each in traces]
+    return calls, [(file, line, size * count, count, True) for (file, line, size), count in kept.items()]
+
+
+def _traced() -> Counter[tuple[str, int, int]]:
+    """How many blocks there are of each line and size."""
+    traces = tracemalloc.take_snapshot().traces
+    return Counter((each.traceback[0].filename, each.traceback[0].lineno, each.size) for each in traces)
 
 
 def _by_memray(run: Callable[[], int]) -> tuple[int, list[_Record]]:
