@@ -321,15 +321,18 @@ def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, *
     if scope is not None and isinstance(owner_of(function), PooledFunction):
         why = "cannot hold the molds of a pool's keys, which its budget ends"
         raise InvalidOption("scope", "host", why=why, fix="Leave it out, or give each model a guard of its own.")
+    kind = _units.function_kind(inspect.unwrap(function)) if stub is None else stub.kind
+    if _units.flag(given["retry"], "retry") and "generator" in kind:
+        raise InvalidOption("retry", True, why="cannot send a stream again", fix="Leave it out for a generator.")
     return IsolationOptions(
         function=where,
         stub=stub,
-        kind=_units.function_kind(inspect.unwrap(function)) if stub is None else stub.kind,
+        kind=kind,
         name=".".join(reference(function)) if name is None else _units.name(name),
         workers=_units.whole_number(given["workers"], "workers"),
         timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
         start=start,
-        retry=_units.flag(given["retry"], "retry"),
+        retry=given["retry"],
         breaker=Breaker() if breaker is None else _checked_breaker(breaker),
         bounds=Bounds() if bounds is None else _units.instance(bounds, "bounds", Bounds, "Bounds", fix=_BOUNDS_FIX),
         scope=scope,

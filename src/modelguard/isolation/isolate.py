@@ -382,7 +382,8 @@ def isolate(
             memory, and one takes as long to replace as the model takes to load.
         recycle_on: For functions without a guard: when to replace a worker (or, for ``TTL``, ``Modified`` and
             ``Changed``, all).
-        retry: Run a call once more if its worker crashed. Only for functions that may safely run twice.
+        retry: Run a call once more if its worker crashed. Only for functions that may safely run twice, and no
+            generators.
         breaker: When calls are refused because workers crash or exceed ``timeout`` one after the other. Default:
             ``Breaker()``. It counts no errors, so it takes no ``ignore``, and no ``reload``.
         bounds: How many calls may wait, and how large their arguments and results may be. Default: ``Bounds()``, 256
