@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import pickle
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from tests.contract.handles import (
     spawn,
 )
 
-from modelguard import telemetry
+from modelguard import guard, telemetry
 from modelguard.errors import (
     GuardClosed,
     InvalidOption,
@@ -299,6 +299,28 @@ class TestReload:
         with pytest.raises(WouldDeadlock):
             handle.inside(handle.it.reload)
         assert 1 == handle.call()
+
+    @needs("reload waits")
+    @both
+    def test_the_loader_of_another_guard_may_wait_for_it(self, make: Make, how: How) -> None:
+        """That has the turn of this host already, and would wait for itself for five minutes."""
+        handle = make()
+        before = handle.load()
+        renew = count()
+
+        def load() -> object:
+            if next(renew):
+                handle.it.reload()
+            return object()
+
+        async def aload() -> object:
+            if next(renew):
+                await handle.it.areload()
+            return object()
+
+        with guard(aload if how == "async" else load, reload_on=None) as outer:
+            outer.reload(timeout=TIMEOUT)
+        assert handle.call() > before
 
 
 class TestUnload:

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,7 @@ from modelguard.isolation._mold_owner import MoldGuard, end_all
 from modelguard.isolation._scopes import ProcessScope, TakenWorker
 from modelguard.isolation._supervisor import Files, supervisor
 from modelguard.isolation.status import IsolationStatus
+from modelguard.lifecycle._engine import lent_turn
 from modelguard.runtime import waiting
 from modelguard.runtime.background import start_thread
 from modelguard.runtime.child_processes import exit_now
@@ -202,14 +203,18 @@ class ClientConnection:
 
     # The mold
 
-    def _reload(self, wait: bool) -> None:  # noqa: FBT001 - as they come
+    def _reload(self, wait: bool, lent: bool) -> None:  # noqa: FBT001 - as they come
         if wait:
-            self._await(self._broker.scope.until_reloaded)
+            self._await(self._broker.scope.until_reloaded, lent=lent)
         else:
             self._do(self._broker.scope.request_reload)
 
-    def _await(self, until: Callable[[Timeout], Steps[None]]) -> None:
-        start_thread(functools.partial(self._do, lambda: waiting.block(until(Timeout(None)))), "modelguard-broker")
+    def _await(self, until: Callable[[Timeout], Steps[None]], *, lent: bool = False) -> None:
+        def work() -> None:
+            with lent_turn() if lent else nullcontext():
+                waiting.block(until(Timeout(None)))
+
+        start_thread(functools.partial(self._do, work), "modelguard-broker")
 
     def _do(self, work: Callable[[], object]) -> None:
         try:

@@ -42,7 +42,8 @@ from modelguard.telemetry import logger
 #: * ``join`` (token, code; with a socket for reports): become a client. The connection stands for the process.
 #: * ``call`` (token): this connection is for calls of that client.
 #: * ``take`` (), ``release`` (worn), ``end`` (cause, blame): one worker. Who no longer wants one hangs up.
-#: * ``load`` (), ``reload`` (wait), ``unload`` (), ``pause`` (whether to pause or to resume), ``status`` ().
+#: * ``load`` (), ``reload`` (wait, whether who waits has the turn of this host), ``unload`` (), ``status`` (),
+#:   ``pause`` (whether to pause or to resume).
 #: * ``leave`` (): be a client no more.
 Request = Literal["join", "call", "take", "release", "end", "load", "reload", "unload", "pause", "status", "leave"]
 

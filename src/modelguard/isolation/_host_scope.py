@@ -27,6 +27,7 @@ from modelguard.isolation._host import ANSWER_SOON, Election, Joined, Request
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus
+from modelguard.lifecycle._engine import has_turn
 from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._pool_models import afresh
 from modelguard.lifecycle.status import State
@@ -532,10 +533,10 @@ class HostScope(WorkerScope):
         return self._aside("load", partial(self._ask, "load", limit=limit))
 
     def until_reloaded(self, limit: Timeout) -> Steps[None]:
-        return self._aside("reload", partial(self._ask, "reload", True, limit=limit))  # noqa: FBT003 - as it is sent
+        return self._aside("reload", partial(self._ask, "reload", True, has_turn(), limit=limit))  # noqa: FBT003
 
     def request_reload(self) -> None:
-        self._ask("reload", False, limit=Timeout(_ORDER))  # noqa: FBT003 - as above
+        self._ask("reload", False, False, limit=Timeout(_ORDER))  # noqa: FBT003 - as above
 
     def until_unloaded(self, limit: Timeout) -> Steps[None]:
         return self._aside("unload", partial(self._unload, limit))

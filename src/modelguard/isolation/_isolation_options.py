@@ -323,7 +323,9 @@ def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, *
         raise InvalidOption("scope", "host", why=why, fix="Leave it out, or give each model a guard of its own.")
     kind = _units.function_kind(inspect.unwrap(function)) if stub is None else stub.kind
     if _units.flag(given["retry"], "retry") and "generator" in kind:
-        raise InvalidOption("retry", given["retry"], why="cannot send a stream again", fix="Leave it out for a generator.")
+        raise InvalidOption(
+            "retry", given["retry"], why="cannot send a stream again", fix="Leave it out for a generator."
+        )
     return IsolationOptions(
         function=where,
         stub=stub,

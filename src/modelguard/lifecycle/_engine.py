@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
@@ -604,7 +604,7 @@ def search(states: Iterable[GuardState[Any]]) -> None:
     for name, threads in loads:
         stacks = [walk_stack(frames[thread]) for thread in threads if thread in frames]
         if any(_is_done_here(frame) for stack in stacks for frame, _ in stack):
-            why = "the warm-up of its new model waits for this thread, which waits for that model"
+            why = "its load, or the warm-up in it, waits for this thread, which waits for that load"
             fix = "Call the function in the warm-up itself, or submit contextvars.copy_context().run(...)."
             raise WouldDeadlock(name, why=why, fix=fix)
 
@@ -658,8 +658,31 @@ def raise_on_circle(state: GuardState[Any]) -> None:
 
 def _is_lent_the_turn(state: GuardState[Any]) -> bool:
     """Whether a reload that has the turn of this host waits, in its loader or in a hook, for a load of this guard."""
-    turns = [engine.state for engine in engines() if (job := engine.state.job) is not None and job.has_turn]
-    return any(state is awaited for turn in turns for awaited, _ in _waited_for(turn))
+    here = any(state is awaited for turn in _turns() for awaited, _ in _waited_for(turn))
+    return here or any(wait.state is state and wait.thread in _lent_from_outside for wait in waits)
+
+
+def has_turn() -> bool:
+    """Whether a reload that has the turn of this host waits for this thread."""
+    return any(threading.get_ident() in threads for turn in _turns() for _, threads in _waited_for(turn))
+
+
+@contextmanager
+def lent_turn() -> Iterator[None]:
+    """Inside the block, a reload of another process that has the turn of this host waits for this thread."""
+    me = threading.get_ident()
+    _lent_from_outside.add(me)
+    try:
+        yield
+    finally:
+        _lent_from_outside.discard(me)
+
+
+_lent_from_outside: set[int] = set()
+
+
+def _turns() -> list[GuardState[Any]]:
+    return [engine.state for engine in engines() if (job := engine.state.job) is not None and job.has_turn]
 
 
 def _waited_for(state: GuardState[Any]) -> Iterator[tuple[GuardState[Any], list[int]]]:
@@ -700,7 +723,7 @@ def until_ended(state: GuardState[Any], job: LoadJob | None, timeout: Timeout) -
         GuardClosed: The guard was closed meanwhile.
     """
     if job is not None:
-        yield Wait(job.ended, timeout)
+        yield Wait(job.ended, timeout, search=partial(search, [state]))
         if not job.ended.done():
             command = "the load or release under way"
             raise Reloading(state.name, waited=timeout.waited(), command=command, current=state.number)

@@ -45,6 +45,19 @@ def test_a_loader_that_uses_its_own_guard_is_told(world: World, use: str, option
     assert [LoadFailed, WouldDeadlock] == causes(failure.value)
 
 
+def test_a_loader_that_awaits_a_release_of_its_model_in_another_thread_is_told(world: World) -> None:
+    """The release waits for the load, and is found by what the loader waits for."""
+
+    async def load() -> Any:
+        await asyncio.to_thread(guard.unload)
+        return world.loader()
+
+    guard = world.guard(load)
+    with pytest.raises(LoadFailed, match="waits for this thread") as failure:
+        guard.load(TIMEOUT)
+    assert [LoadFailed, WouldDeadlock] == causes(failure.value)
+
+
 @pytest.mark.parametrize("options", [{}, {"loading": Loading("1h")}], ids=str)
 @pytest.mark.parametrize("use", ["reload", "unload"])
 @pytest.mark.parametrize("event", [LoadFinished, GenerationReleased])

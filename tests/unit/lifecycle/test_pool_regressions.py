@@ -269,7 +269,7 @@ class TestWarmups:
 
         failure = world.spawn(use, pool, "a").exception(TIMEOUT)
         assert isinstance(failure, LoadFailed)
-        assert "warm-up of its new model waits for this thread" in str(failure)
+        assert "the warm-up in it, waits for this thread" in str(failure)
 
     @own_context
     def test_that_await_themselves_through_an_executor_are_refused(self, world: World) -> None:
@@ -299,7 +299,7 @@ class TestWarmups:
         number = pair(lambda model: model.number)
         failure = world.spawn(pair.load if first == "load" else number).exception(TIMEOUT)
         assert isinstance(failure, LoadFailed)
-        assert "warm-up of its new model waits for this thread" in str(failure)
+        assert "the warm-up in it, waits for this thread" in str(failure)
 
 
 def test_a_loop_over_a_pooled_generator_whose_time_is_over_may_call_its_pool(world: World) -> None:

@@ -182,7 +182,7 @@ class TestWarmups:
         failures: list[Any] = []
         nlp = world.guard(warmup=warm)
         call = nlp(lambda model, text: (model, text))
-        with pytest.raises(LoadFailed, match="warm-up of its new model waits for this thread"):
+        with pytest.raises(LoadFailed, match="the warm-up in it, waits for this thread"):
             nlp.load(timeout=TIMEOUT)
 
     @pytest.mark.parametrize("own", [False, True], ids=["the loop's", "another"])
@@ -196,7 +196,7 @@ class TestWarmups:
 
         nlp = world.guard(warmup=warm)
         call = nlp(lambda model, text: (model, text))
-        with pytest.raises(LoadFailed, match="warm-up of its new model waits for this thread"):
+        with pytest.raises(LoadFailed, match="the warm-up in it, waits for this thread"):
             nlp.load(timeout=TIMEOUT)
 
     def test_may_await_a_thread_in_their_own_context(self, world: World) -> None:
