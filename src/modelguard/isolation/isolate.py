@@ -33,7 +33,6 @@ from modelguard.lifecycle.handle import LoadingHandle
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime import call_context, waiting
 from modelguard.runtime.background import SHARED
-from modelguard.runtime.waiting import Timeout
 from modelguard.serving import deadlines
 from modelguard.serving.breaker import Breaker
 
