@@ -5,15 +5,12 @@ from __future__ import annotations
 import atexit
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from modelguard import _public
 from modelguard.lifecycle.status import PoolStatus, Postponed, State
 from modelguard.runtime import fork_hooks
 from modelguard.runtime.fork_hooks import WeakRegistry
-
-if TYPE_CHECKING:
-    from modelguard.isolation.isolate import Isolated
 
 __all__ = ["IsolationStatus", "WorkerStatus"]
 
@@ -101,7 +98,7 @@ class IsolationStatus:
 # The isolated functions of this process: for readiness probes, for commands, and for forks.
 
 
-functions: WeakRegistry[Isolated[..., Any]] = WeakRegistry()
+functions: WeakRegistry[Any] = WeakRegistry()  # of Isolated, whose module imports this one
 
 
 @functools.cache
