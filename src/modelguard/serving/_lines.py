@@ -416,7 +416,7 @@ class Lines:
             looked_at = list(itertools.islice(line.requests, 0, None, 1 + len(line.requests) // _SAMPLED))
             sooner = sum(due(one) <= mine for one in looked_at) / len(looked_at)
             return round(line.waiting * sooner), line.weight * sooner
-        return self.fairness.ahead(request, line.requests, all_of_them=len(self) <= 1)
+        return self.fairness.ahead(request, line.requests, all_of_them=line.waiting > 0 and len(self) <= 1)
 
     def add(self, request: Request) -> None:
         group = request.group

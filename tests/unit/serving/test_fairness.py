@@ -347,6 +347,23 @@ def test_the_estimate_follows_the_turns() -> None:
     assert "polite" in served(queue, 2)
 
 
+def test_requests_of_another_group_are_waited_for_once() -> None:
+    """Eight requests with keyword arguments are two batches in front of one without any, and not four."""
+    queue, group = fair_queue(max_queue=200), (("language", str, "de"),)
+    measure(queue, 4, 1.0)
+    for _ in range(3):
+        for number in range(4):
+            queue.admit(request(number, group=group), 0.0)
+        batch = queue.next_batch(0.0)
+        assert isinstance(batch, Batch)
+        run(queue, batch, 1.0, 0.0)
+    for number in range(8):
+        queue.admit(request(number, key="a", group=group), 0.0)
+    with pytest.raises(DeadlineUnreachable) as refused:
+        queue.admit(request("alone", key="a", deadline=0.1), 0.0)
+    assert refused.value.estimate == pytest.approx(2.25, rel=0.1)
+
+
 def test_the_estimate_follows_priorities() -> None:
     """An urgent request is let in where others would be late."""
     queue = queue_of(max_queue=200)
