@@ -175,7 +175,7 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
     # Parts
 
     def __iter__(self) -> Self:
-        self._refuse_to_block()
+        self._refuse_to_block(_NotIterable)
         return self
 
     def __next__(self) -> Y_co:
@@ -189,7 +189,7 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
             WouldDeadlock: On a running event loop (use ``async for``).
             Exception: What the function raised, or yielded, for this item.
         """
-        self._refuse_to_block()
+        self._refuse_to_block(WouldDeadlock)
         part = self._take(None)
         while part is NOTHING_YET:
             waiter = Wakeup()
@@ -202,10 +202,10 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
             raise StopIteration
         return part  # type: ignore[no-any-return]
 
-    def _refuse_to_block(self) -> None:
+    def _refuse_to_block(self, kind: type[WouldDeadlock]) -> None:
         if on_event_loop():
             why = "waiting for the next part would block the running event loop"
-            raise _NotIterable(self._name, why=why, fix="Write: async for part in f.stream(item).")
+            raise kind(self._name, why=why, fix="Write: async for part in f.stream(item).")
 
     async def __anext__(self) -> Y_co:
         """The next part, without blocking the event loop. Cancelling it closes the stream.
