@@ -176,7 +176,6 @@ class Ticker(fork_hooks.Forkable):
         # Reentrant: the garbage collector may return a dropped lease in here, which may add a guard.
         self._lock = threading.RLock()
         self._wakeup = Wakeup()  # not an Event: the garbage collector may set it in the middle of a wait
-        self._running = False
         self._stopped = False
         self._thread: threading.Thread | None = None
 
@@ -184,15 +183,9 @@ class Ticker(fork_hooks.Forkable):
         """Check ``guard`` from now on, as long as somebody else refers to it."""
         with self._lock:
             self._guards.add(guard)
-            if self._stopped:
-                return
-            start, self._running = not self._running, True
-        if start:
-            try:
+            # If the system gives no thread, or a signal handler raises before there is one, the next call tries again.
+            if not self._stopped and self._thread is None:
                 self._thread = start_thread(self._run, "modelguard-ticker")
-            except RuntimeError:  # the system gives no thread; the next call tries again
-                self._running = False
-                raise
         self._wakeup.set()
 
     def remove(self, guard: Ticked) -> None:
@@ -213,12 +206,15 @@ class Ticker(fork_hooks.Forkable):
             thread.join()
 
     def _run(self) -> None:
-        interval = _SHORTEST
+        interval, me = _SHORTEST, threading.current_thread()
         while True:
             self._wakeup.wait(interval)
             with self._lock:
+                if self._thread not in (None, me):  # who started this one was interrupted before it could be noted
+                    return
+                self._thread = me
                 if self._stopped or not self._guards:
-                    self._running = False
+                    self._thread = None
                     return
             interval = max(_SHORTEST, self._check_all())
 

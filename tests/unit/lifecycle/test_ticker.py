@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.unit.interrupts import interrupted_everywhere, traces_instructions
 from tests.unit.lifecycle.world import TIMEOUT, World, until
 
 from modelguard import TTL, guard
@@ -154,6 +155,19 @@ def test_a_thread_that_cannot_be_started_is_tried_again(ticker: Ticker, monkeypa
             ticker.add(guard)
     ticker.add(guard)
     assert guard.is_asked()
+
+
+@traces_instructions
+def test_a_signal_handler_that_raises_before_it_has_begun_is_not_its_end() -> None:
+    """As Celery's time limits do: else no policy of this process would be asked any more. The next guard starts it."""
+    before = threads()
+    for ticker, where in interrupted_everywhere(Ticker, lambda made: made.add(Ticked())):
+        guard = Ticked()
+        ticker.add(guard)
+        assert guard.is_asked(), where
+        ticker.remove(guard)
+    gc.collect()  # the last one's guard, which frames that were traced refer to
+    until(lambda: [] == new(before))
 
 
 def test_a_guard_may_be_brought_from_within(ticker: Ticker) -> None:
