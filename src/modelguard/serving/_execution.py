@@ -141,8 +141,12 @@ def _key(item: Any, group: Hashable) -> Hashable:
     return kind, item, group
 
 
+#: Futures reject the one, and in the loop of who iterates over a stream either would be its end.
+_ENDS = (StopIteration, StopAsyncIteration)
+
+
 def _copied(error: Exception) -> Exception | None:
-    if isinstance(error, StopIteration):  # futures reject it, as in error_for_caller()
+    if isinstance(error, _ENDS):
         return None
     try:
         again = copy.copy(error)
@@ -215,8 +219,8 @@ def error_for_caller(error: BaseException, name: str, count: int) -> Exception:
             again: ModelGuardError = copy.copy(error)
             again.__cause__ = error.__cause__
             return again
-    # Futures reject StopIteration. CancelledError and SystemExit would be taken for the caller's own.
-    if count == 1 and isinstance(error, Exception) and not isinstance(error, StopIteration):
+    # CancelledError and SystemExit would be taken for the caller's own.
+    if count == 1 and isinstance(error, Exception) and not isinstance(error, _ENDS):
         return error
     return batch_failed(error, name, count)
 

@@ -156,7 +156,9 @@ def test_arrays_are_lists_of_results() -> None:
     assert [1, 2] == ran(lambda items: (1, 2), range(2)).outcomes
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), StopIteration(1)])
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), StopIteration(1), StopAsyncIteration()]
+)
 def test_errors_that_would_end_the_caller_are_wrapped(error: BaseException) -> None:
     """A model that exits or is cancelled does not end its caller's thread or event loop."""
 

@@ -151,11 +151,14 @@ def test_a_bad_item_that_comes_again_is_run_last_and_then_not_at_all() -> None:
     assert ["bad 2"] == model.batches[-1], "it is tried again"
 
 
-def test_an_item_that_ends_an_iterator_gets_an_error_again_and_again() -> None:
+@pytest.mark.parametrize("end", [StopIteration, StopAsyncIteration])
+def test_an_item_that_ends_an_iterator_gets_an_error_again_and_again(end: type[Exception]) -> None:
     """A future rejects StopIteration, also from an item that is not computed again; in a loop it would be an end."""
 
     def run(items: list[str]) -> list[str]:
-        return [next(letter for letter in item if letter != "-") for item in items]
+        if "---" in items:
+            raise end
+        return items
 
     function = BatchFunction(run=run, name="f", isolate=True)
     for _ in range(4):

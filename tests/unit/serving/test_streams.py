@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -284,6 +285,23 @@ def test_a_dropped_stream_waits_for_no_lock(steps: Steps) -> None:
     assert ended
     assert 1 == f.status().cancelled
     until(lambda: f.status().running == 0)
+
+
+@pytest.mark.parametrize("inlined", [False, True])
+def test_a_failure_is_no_end(*, inlined: bool) -> None:
+    """A function that raises what ends an ``async for`` has not made all parts."""
+
+    @batched(max_size=2)
+    def f(items: list[int]) -> Iterator[list[int]]:
+        yield items
+        raise StopAsyncIteration
+
+    async def consume() -> None:
+        async for _ in f.stream(1):
+            pass
+
+    with inline() if inlined else nullcontext(), pytest.raises(BatchFailed, match="StopAsyncIteration"):
+        asyncio.run(consume())
 
 
 def test_a_slow_consumer_is_dropped() -> None:
