@@ -303,7 +303,7 @@ class ModelReplicas(ModelHandle[M]):
         start = self._engines[0].runtime.start_thread
         with self._waiting_for_loads():
             rolling = waiting.start(partial(self._roll, self._loaded()), f"modelguard-roll-{self._name}", start)
-            yield Wait(rolling, limit)
+            yield Wait(rolling, limit, search=partial(_engine.search, [engine.state for engine in self._engines]))
         if not rolling.done():
             raise Reloading(self._name, waited=limit.waited())
         rolling.result()

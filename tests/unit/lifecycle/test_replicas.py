@@ -600,6 +600,18 @@ def test_a_reload_may_be_bounded(held: tuple[ModelReplicas[Any], threading.Event
     assert [5, 5] == generations(pair)
 
 
+def test_a_loader_that_waits_for_a_reload_of_all_is_told() -> None:
+    """The reload waits for the load, and is found by what the loader waits for."""
+
+    async def load() -> Any:
+        await asyncio.to_thread(pair.reload)
+
+    pair = replicas(guard(load, reload_on=None, name="nlp"), 2)
+    with pytest.raises(LoadFailed, match="waits for this thread"):
+        pair.load(TIMEOUT)
+    pair.close()
+
+
 def test_a_bounded_reload_says_why_it_failed(modelguard_loader: Loader) -> None:
     """What the load raised reaches who waits."""
     pair = replicas(guard(modelguard_loader, reload_on=None, name="nlp"), 2)
