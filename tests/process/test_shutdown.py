@@ -139,6 +139,34 @@ UNFINISHED = """
     print("the end")
 """
 
+FINALIZERS = """
+    import sys
+    import threading
+    import time
+
+    from modelguard import guard, replicas
+
+    end = threading.Event()
+    hung = guard(end.wait, reload_on=None)
+    hung.reload(wait=False)
+    loaded = replicas(guard(list, reload_on=None), 2)
+    loaded.load()
+    calls = hung(id), hung.load, hung.reload, hung.unload, loaded.reload, loaded.unload
+
+    class Last:
+        def __del__(self, calls=calls):
+            for call in calls:
+                try:
+                    call()
+                except RuntimeError as error:
+                    print(error, flush=True)
+                else:
+                    print("done", flush=True)
+
+    sys.modules["last"] = Last()
+    time.sleep(0.2)
+"""
+
 
 def ended(program: str) -> str:
     """What a program printed, which has come to a good end."""
@@ -185,3 +213,8 @@ def test_a_model_with_a_call_on_it_is_not_unloaded_at_exit() -> None:
 def test_a_generator_that_is_not_finished_does_not_keep_the_interpreter() -> None:
     """An old model waits for its end, which comes when no thread can be started any more to release that model."""
     assert "the end\n" == ended(UNFINISHED)
+
+
+def test_finalizers_wait_for_no_thread() -> None:
+    """None runs any more then: neither one that loads, nor one that waits for work."""
+    assert 5 * ["the interpreter is shutting down"] + ["done"] == ended(FINALIZERS).splitlines()

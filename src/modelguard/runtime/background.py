@@ -79,7 +79,8 @@ class KeptThreads:
         """
         with self._lock:
             key = next(iter(self._idle), 0) if self._shared else name
-            idle = self._idle.pop(key, None) if keep else None
+            # A thread that waits runs no more while the interpreter shuts down.
+            idle = self._idle.pop(key, None) if keep and not sys.is_finalizing() else None
             self._running += 1
         inbox: _Inbox = SimpleQueue() if idle is None else idle[0]
         inbox.put((work, name))  # not as an argument, which the thread would keep alive as long as it runs

@@ -184,6 +184,8 @@ class Wait(NamedTuple):
         woken = Wakeup()
         self.future.add_done_callback(lambda _: woken.set())
         while (pause := self._pause()) != 0:
+            if sys.is_finalizing():  # called by a finalizer, and the threads that would answer do not run any more
+                raise RuntimeError("the interpreter is shutting down")
             if woken.wait(pause):
                 return
             for look in (self.look, self.search):
