@@ -264,8 +264,13 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
         self._open = True
 
     def close(self) -> None:
-        """Leave: no more parts come, and those that nobody has taken are dropped. Closing twice does nothing."""
-        self._end(self._leave)
+        """Leave: no more parts come, and those that nobody has taken are dropped. Closing twice does nothing.
+
+        Whoever waits for a part in another thread or task gets the end.
+        """
+        if self._open:
+            self._end(self._leave)
+            self._request.deliver(None)
 
     def _end(self, leave: Callable[[Request], object]) -> None:
         if not self._open:

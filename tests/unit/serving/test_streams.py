@@ -287,6 +287,33 @@ def test_a_dropped_stream_waits_for_no_lock(steps: Steps) -> None:
     until(lambda: f.status().running == 0)
 
 
+def test_a_consumer_that_waits_gets_the_end_when_another_thread_or_task_closes(
+    steps: Steps,
+) -> None:
+    """As when a service closes the answer of a request that it gives up."""
+    f = batched(max_size=2)(steps)
+    one = f.stream(1)
+    consumer = threading.Thread(target=lambda: parts.extend(one), daemon=True)
+    parts: list[Any] = []
+    consumer.start()
+    until(lambda: one._waited_for)
+    one.close()
+    consumer.join(TIMEOUT)
+    assert (False, []) == (consumer.is_alive(), parts)
+
+    async def consume(stream: Stream[Any]) -> list[Any]:
+        return [part async for part in stream]
+
+    async def close_beside() -> None:
+        other = f.stream(2)
+        consumer = asyncio.create_task(consume(other))
+        await next_turn()
+        await other.aclose()
+        assert [] == await asyncio.wait_for(consumer, TIMEOUT)
+
+    asyncio.run(close_beside())
+
+
 @pytest.mark.parametrize("inlined", [False, True])
 def test_a_failure_is_no_end(*, inlined: bool) -> None:
     """A function that raises what ends an ``async for`` has not made all parts."""
