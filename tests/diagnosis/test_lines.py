@@ -42,6 +42,22 @@ def test_the_line_that_keeps_most_comes_first(tool: str) -> None:
     assert 4000 < size < 5000
 
 
+@pytest.mark.parametrize("frames", [1, 3, 25])
+def test_a_program_that_traces_already(frames: int) -> None:
+    """The line is that of the allocation, and what is there before and the look at it are not what stays."""
+    done = subprocess.run(
+        [sys.executable, "-X", f"tracemalloc={frames}", "-c", PROGRAM, "tracemalloc"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    (line, size), *others = json.loads(done.stdout)["traced"].items()
+    assert "<string>:10" == line
+    assert 4000 < size < 5000
+    assert all(of_another < size / 10 for _, of_another in others)
+
+
 def test_a_folder_of_that_name(tmp_path: Path) -> None:
     """It is not memray, and tracemalloc is used."""
     (tmp_path / "memray").mkdir()

@@ -228,8 +228,11 @@ def _by_tracemalloc(run: Callable[[], int]) -> tuple[int, list[_Record]]:
 
 def _traced() -> Counter[tuple[str, int, int]]:
     """How many blocks there are of each line and size."""
-    traces = tracemalloc.take_snapshot().traces
-    return Counter((each.traceback[0].filename, each.traceback[0].lineno, each.size) for each in traces)
+    blocks: Counter[tuple[str, int, int]] = Counter()
+    for each in tracemalloc.take_snapshot().traces:
+        place = each.traceback[-1]  # the innermost, where more frames are traced
+        blocks[place.filename, place.lineno, each.size] += 1  # in this file, whose blocks do not count
+    return blocks
 
 
 def _by_memray(run: Callable[[], int]) -> tuple[int, list[_Record]]:
