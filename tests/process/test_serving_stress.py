@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import multiprocessing
 import os
 import random
@@ -339,21 +340,18 @@ def test_a_forked_child_can_use_batched_methods() -> None:
         signal.alarm(20)
         assert 6 == Doubling().double(3)
 
-    begun, fork_done = threading.Event(), threading.Event()
+    held, fork_done = threading.Event(), threading.Event()
 
-    def make() -> None:
-        kept = []
-        while not fork_done.wait(0.001):
-            kept.append(Doubling())
-            assert kept[-1].double.ready
-            begun.set()
+    def hold() -> None:
+        with importlib.import_module("modelguard.serving.batched")._lock:
+            held.set()
+            fork_done.wait(30)
 
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=hold)
     thread.start()
-    assert begun.wait(30)
+    assert held.wait(30)
     try:
-        for _ in range(3):
-            assert 0 == in_child(child)
+        assert 0 == in_child(child)
     finally:
         fork_done.set()
         thread.join(30)

@@ -43,7 +43,7 @@ from modelguard.errors import (
     Overloaded,
     WouldDeadlock,
 )
-from modelguard.runtime import waiting
+from modelguard.runtime import fork_hooks, waiting
 from modelguard.runtime.background import SHARED
 from modelguard.serving._batch_options import (
     Arguments,
@@ -125,13 +125,13 @@ class BoundMethods:
             fix = "Add '__dict__' to its __slots__, or batch a function at module level."
             raise InvalidOption("function", self._function, why=why, fix=fix) from None
         kept = attributes.get(self._attribute)
-        if kept is None or kept.instance is not instance:
-            if kept is not None:  # that of the instance this one is a copy of
-                attributes.pop(self._attribute, None)
-            made = _Kept(instance, self._make(instance))
-            kept = attributes.setdefault(self._attribute, made)
-            if kept is made and not self._warned:
-                self._recent.append(weakref.ref(kept.bound))
+        if kept is None or kept.instance is not instance:  # none yet, or that of the instance this one is a copy of
+            with _lock:
+                kept = attributes.get(self._attribute)
+                if kept is None or kept.instance is not instance:
+                    kept = attributes[self._attribute] = _Kept(instance, self._make(instance))
+                    if not self._warned:
+                        self._recent.append(weakref.ref(kept.bound))
             if len(self._recent) >= _MANY:
                 self._look_at_recent()
         return kept.bound
@@ -158,6 +158,16 @@ class _Kept:
     def __reduce__(self) -> Any:
         return _Kept, ()
 
+
+_lock = threading.RLock()  # reentrant: the collector may run a finalizer in here that uses another instance
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_renew_lock)
 
 _CLOSE_TIMEOUT = 30.0
 
