@@ -11,6 +11,7 @@ import inspect
 import math
 import operator
 import os
+import threading
 import time
 import weakref
 from asyncio import CancelledError
@@ -43,7 +44,7 @@ from modelguard.lifecycle import runtime
 from modelguard.runtime import waiting
 from modelguard.runtime.background import SHARED
 from modelguard.runtime.waiting import Steps, Timeout, Wait, Work
-from modelguard.telemetry import Reason, WorkerEndCause
+from modelguard.telemetry import Reason, WorkerEndCause, logger
 
 
 class CallTimes(NamedTuple):
@@ -392,6 +393,21 @@ class _Call:
     content: _channel.Content | None = None
     resends: int = _RESENDS
     begun: bool = False
+    awaited: bool = False
+
+
+class _Thread(threading.local):
+    """What a thread that computes calls does.
+
+    Attributes:
+        serves: The worker of the awaited call that it computes; a call that user code makes in it has another one.
+        is_free: Whether the call that gets a worker in this moment gets this thread.
+        next: That call.
+    """
+
+    serves: Taken | None = None
+    is_free = False
+    next: Callable[[], object] | None = None
 
 
 #: What becomes of the first answer of a worker: the call's result.
@@ -440,6 +456,7 @@ class Caller:
         self._loads = _channel.unpickle if options.stub is None else _channel.loads_here
         self._scope = scope
         self._key_of = key_of
+        self._thread = _Thread()
 
     def call(self, arguments: Arguments, limits: CallTimes) -> Any:
         call = self._new_call(arguments, limits)
@@ -450,13 +467,13 @@ class Caller:
         call = self._new_call(arguments, limits)
         yield from self._opened(call, *self._begin(call))
 
-    def submit(self, arguments: Arguments, limits: CallTimes) -> Future[Any]:
+    def submit(self, arguments: Arguments, limits: CallTimes, *, awaited: bool = False) -> Future[Any]:
         """Begin a call. No thread waits with it for a worker; one computes it then."""
-        return self._submit(arguments, limits, self._result)
+        return self._submit(arguments, limits, self._result, awaited=awaited)
 
     def open(self, arguments: Arguments, limits: CallTimes) -> Future[Items]:
         """Begin a stream as :meth:`submit` begins a call. Its items are computed by the threads that ask for them."""
-        return self._submit(arguments, limits, lambda *begun: Items(self._opened(*begun)))
+        return self._submit(arguments, limits, lambda *begun: Items(self._opened(*begun)), awaited=True)
 
     # The steps
 
@@ -565,13 +582,14 @@ class Caller:
 
     # Without a thread that waits
 
-    def _submit(self, arguments: Arguments, limits: CallTimes, finish: Finish) -> Future[Any]:
+    def _submit(self, arguments: Arguments, limits: CallTimes, finish: Finish, *, awaited: bool) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             call = self._new_call(arguments, limits)
         except Exception as error:  # noqa: BLE001 - of the key function
             future.set_exception(error)
             return future
+        call.awaited = awaited
         followed = self._follow(call, future, finish)
         refusal = followed.begin()
         if isinstance(refusal, (QueueFull, GuardClosed)):
@@ -594,17 +612,34 @@ class Caller:
             assert failure is not None  # noqa: S101 - for the checkers
             _fail(call, future, failure)
             return
+        job = partial(self._compute, call, future, finish, taken)
+        if self._thread.is_free and self._thread.next is None:
+            self._thread.next = job
+            return
         try:
-            SHARED.start(partial(self._compute, call, future, finish, taken), "modelguard-isolated-call")
+            SHARED.start(partial(self._run, [job]), "modelguard-isolated-call")
         except RuntimeError as error:  # the system gives no thread
             for work in (taken.put_back, partial(_fail, call, future, error)):
                 supervisor().call(work)
+
+    def _run(self, jobs: list[Callable[[], object]]) -> None:
+        """Compute a call; then the one that has got its worker, and so on. Keeps none of those that have ended."""
+        while jobs:
+            try:
+                jobs.pop()()
+            except BaseException:  # noqa: BLE001 - whatever a callback of a future raises, the thread serves on
+                with suppress(BaseException):  # also if a log handler raises
+                    logger.exception("modelguard: a callback of a submitted call failed")
+            if self._thread.next is not None:
+                jobs.append(self._thread.next)
+                self._thread.next = None
 
     def _compute(self, call: _Call, future: Future[Any], finish: Finish, taken: Taken) -> None:
         if not call.begun and not future.set_running_or_notify_cancel():
             taken.put_back()
             return
         call.begun = True
+        self._thread.serves = taken if call.awaited else None
         answer = None
         try:
             answer = self._attempt(call, taken)
@@ -613,6 +648,8 @@ class Caller:
             future.set_exception(error)
             del call, future, taken, answer  # the error refers to this frame
             return
+        finally:
+            self._thread.serves = None
         del taken
         if answer is None:
             self._follow(call, future, finish).begin()
@@ -654,7 +691,13 @@ class Caller:
         return kind, value if kind == _ITEM else self._answered(taken, kind, value, worn)
 
     def _answered(self, taken: Taken, kind: int, value: Any, worn: tuple[Reason, ...]) -> Any:
-        taken.release(worn=worn)
+        """Release the worker. Who gets it next gets this thread too, if nothing in it can block before."""
+        thread = self._thread
+        thread.is_free = thread.serves is taken
+        try:
+            taken.release(worn=worn)
+        finally:
+            thread.is_free = False
         if kind == _ERROR:  # in a list from which it is taken: no frame that it refers to may refer to it
             return [self._raisable(with_remote_traceback(*value))]
         return value

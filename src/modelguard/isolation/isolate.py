@@ -177,15 +177,15 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
 
         Cancelling the future takes the call out of the queue; one that a worker has begun runs to its end.
         """
-        return self._submit((args, kwargs))
+        return self._submit((args, kwargs), awaited=False)
 
-    def _submit(self, arguments: Arguments) -> Future[Any]:
+    def _submit(self, arguments: Arguments, *, awaited: bool) -> Future[Any]:
         if _processes.role != "owner":
             self._check_inside()
             reason = "a worker runs one call at a time. Call the function itself, or await its aio()"
             raise NotSupported(f"{self.name}.submit() in its own worker", reason=reason)
         self._refuse_streams()
-        return self._caller.submit(arguments, _limits())
+        return self._caller.submit(arguments, _limits(), awaited=awaited)
 
     async def _await(self, arguments: Arguments) -> Any:
         if _processes.role != "owner":
@@ -193,7 +193,7 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
             result = self._call_inside(arguments)
             return await result if self._options.kind == "coroutine" else result
         waiting.require_loop("awaiting an isolated function")
-        return await waiting.result(self._submit(arguments))
+        return await waiting.result(self._submit(arguments, awaited=True))
 
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
         waiting.require_loop("awaiting an isolated function")
