@@ -533,7 +533,8 @@ class HostScope(WorkerScope):
         return self._aside("load", partial(self._ask, "load", limit=limit))
 
     def until_reloaded(self, limit: Timeout) -> Steps[None]:
-        return self._aside("reload", partial(self._ask, "reload", True, has_turn(), limit=limit))  # noqa: FBT003
+        ask = partial(self._ask, "reload", True, has_turn(), limit=limit)  # noqa: FBT003 - as it is sent
+        return self._aside("reload", ask)
 
     def request_reload(self) -> None:
         self._ask("reload", False, False, limit=Timeout(_ORDER))  # noqa: FBT003 - as above

@@ -16,16 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from modelguard import _units, telemetry
-from modelguard.errors import (
-    CallerGone,
-    GuardClosed,
-    ItemRefused,
-    ModelGuardError,
-    Overloaded,
-    WouldDeadlock,
-    of_a_signal,
-    told,
-)
+from modelguard.errors import CallerGone, GuardClosed, ItemRefused, ModelGuardError, Overloaded, WouldDeadlock, told
 from modelguard.runtime import call_context, clock, fork_hooks
 from modelguard.runtime.background import LINGER, start_thread
 from modelguard.runtime.clock import Watch
@@ -388,9 +379,9 @@ class Batcher(fork_hooks.Forkable):
         except ModelGuardError:
             self._report_refusals()
             raise
-        except BaseException as error:  # at any point of the above: Ctrl-C, a signal handler, the caller's own code
+        except BaseException as error:  # Ctrl-C or a signal handler that raises, at any point of the above
             self._withdraw(*requests)
-            self._refuse_incomparable(error)
+            self._name_comparison(error, requests)
             raise
         scope = current_scope.get()
         if scope is not None and scope.web_request is not None:
@@ -441,11 +432,19 @@ class Batcher(fork_hooks.Forkable):
         if refused:
             raise GuardClosed(self.name)
 
-    def _refuse_incomparable(self, error: BaseException) -> None:
-        """Say what the caller's own code has raised where its arguments were compared with others."""
-        if isinstance(error, Exception) and not of_a_signal(error):
-            why = f"its key or its keyword arguments cannot be compared with those of others: {told(error)}"
-            raise ItemRefused(self.name, why=why) from error
+    def _name_comparison(self, error: BaseException, requests: tuple[Request, ...]) -> None:
+        """Name what the caller's own code has raised, if that was where its arguments are compared with others.
+
+        Raises:
+            ItemRefused: It does so again.
+        """
+        try:
+            with self._lock:
+                for request in requests if isinstance(error, Exception) else ():
+                    self._queue.find_place(request)
+        except Exception as raised:  # noqa: BLE001 - whatever it raises
+            why = f"its key or its keyword arguments cannot be compared with those of others: {told(raised)}"
+            raise ItemRefused(self.name, why=why) from None
 
     def _withdraw(self, *requests: Request) -> None:
         """Undo an admission that an exception interrupted."""

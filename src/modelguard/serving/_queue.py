@@ -265,6 +265,12 @@ class BatchQueue:
         finally:
             self._together, self._joining = 1, False
 
+    def find_place(self, request: Request) -> None:
+        """Compare what says where a request waits with that of others. Raises what their own code does."""
+        self._lines.find(request.group)
+        if self._lines.fairness is not None:
+            self._lines.fairness.waiting_of(request.key)
+
     def withdraw(self, *requests: Request) -> None:
         """Undo admissions that an exception interrupted at any point: count again what is really there."""
         self.take_in()
