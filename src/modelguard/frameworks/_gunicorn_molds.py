@@ -29,6 +29,7 @@ from modelguard.errors import ForkHazard, GuardClosed, told
 from modelguard.frameworks._workers import MetricFiles, PreforkOptions, log_report
 from modelguard.isolation._channel import Channel, Unreadable, failed_load, pair
 from modelguard.isolation._mold_program import loading, unload
+from modelguard.isolation._processes import priority
 from modelguard.lifecycle._models import Loaded
 from modelguard.lifecycle._reload import Unwanted
 from modelguard.lifecycle.guard import ModelGuard
@@ -375,7 +376,7 @@ class Molds:
         # A status other than 0 would be in gunicorn's log. Of several guards, the LoadFailed says which it was.
         only, name = len(self._guards) == 1, self._guards[0].name
         with (
-            loading(control, name, beside_calls=beside_workers, plain=True, unwrap=only, status=0),
+            loading(control, name, priority(), beside_calls=beside_workers, plain=True, unwrap=only, status=0),
             _hooks.muted(),  # the master reports its own
             warnings.catch_warnings(action="ignore", category=ForkHazard),  # the report has them
         ):

@@ -46,6 +46,9 @@ _START = 60.0
 #: Seconds that a mold may take to end, its ``unload`` included, before it is killed.
 _END = 5.0
 
+#: Seconds for which it takes only the CPU time that is left over. On a busy machine that may be none.
+_IDLE = 1.0
+
 #: Seconds between two looks whether the workers have ended.
 _POLL = 0.01
 
@@ -117,7 +120,12 @@ class Mold(MoldOrders):
         """End it and its workers: nicely, and after some seconds by force. Blocks."""
         if not self.belongs_here:
             return
+        # To give back the memory takes a while, which others' calls must not wait for.
+        if self.owner.current is not None:
+            _processes.schedule(self.pids(), when_idle=True)
         self.begin_to_end()
+        if self.pids() and not self.ended.wait(_IDLE):
+            _processes.schedule(self.pids(), when_idle=False)
         if self.pids() and not self.ended.wait(_END):
             self._kill()
             self.ended.wait(_END)
@@ -630,6 +638,7 @@ class MoldGuard:
         origin = Origin(_supervisor.preparation(), _supervisor.levels()) if self._origin is None else self._origin
         instructions = Instructions(
             owner=os.getpid(),
+            priority=_processes.priority(),
             origin=origin,
             options=self._options,
             key=self._key,
@@ -641,8 +650,10 @@ class MoldGuard:
         mold = kind(instructions, self, generation=state.generations + 1)
         if state.load_unwanted:
             mold.end_load()
+        serving = [] if self.current is None else self.current.workers.pids()
         try:
-            mold.load()
+            with _processes.on_cpus_of_their_own(serving):
+                mold.load()
         except BaseException:
             if state.load_unwanted:  # as at the exit of this process, which kills what still loads
                 raise Unwanted from None

@@ -51,10 +51,10 @@ def main(control: int, news: int) -> NoReturn:
     child_processes.end_with_parent(instructions.owner, signal.SIGKILL)
     reporter = _supervisor.Reporter(socket.socket(fileno=news), instructions.options.name)
     started = time.monotonic()
-    priority = _processes.priority()
     plain = instructions.shared or instructions.options.stub is not None
-    with loading(channel, instructions.options.name, beside_calls=instructions.beside_calls, plain=plain):
-        mold = _Mold(channel, instructions, reporter, priority)
+    name, priority, beside_calls = instructions.options.name, instructions.priority, instructions.beside_calls
+    with loading(channel, name, priority, beside_calls=beside_calls, plain=plain):
+        mold = _Mold(channel, instructions, reporter)
     files = _supervisor.files() if instructions.shared else {}
     channel.send(("ready", time.monotonic() - started, files, mold.guard.version))
     if instructions.options.start == "fork":
@@ -64,11 +64,11 @@ def main(control: int, news: int) -> NoReturn:
 
 @contextmanager
 def loading(
-    owner: Channel, name: str, *, beside_calls: bool, plain: bool, unwrap: bool = True, status: int = 1
+    owner: Channel, name: str, priority: int, *, beside_calls: bool, plain: bool, unwrap: bool = True, status: int = 1
 ) -> Iterator[None]:
     """Load in the block, after other work if calls run meanwhile. An error is told the owner, and ends this process."""
     try:
-        with _processes.at_lowest_priority() if beside_calls else nullcontext():
+        with _processes.at_lowest_priority(priority) if beside_calls else nullcontext():
             yield
     except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
         with suppress(OSError):
@@ -87,14 +87,12 @@ def unload(guards: Iterable[ModelGuard[Any]]) -> None:
 
 
 class _Mold:
-    def __init__(
-        self, control: Channel, instructions: Instructions, reporter: _supervisor.Reporter, priority: int
-    ) -> None:
+    def __init__(self, control: Channel, instructions: Instructions, reporter: _supervisor.Reporter) -> None:
         self._control = control
         self._owner = instructions.owner
         self.options = instructions.options
         self._stub = self.options.stub
-        self._priority = priority
+        self._priority = priority = instructions.priority
         self._children: dict[int, int] = {}
         self.worn: tuple[Reason, ...] = ()
         # prepare() has looked for threads by its own, better means.
@@ -178,7 +176,7 @@ class _Mold:
             unload([self.guard])
             exit_now(0)
         # What a fresh worker does before its first call must not take the time of calls.
-        with _processes.at_lower_priority() if beside_calls == [True] else nullcontext():
+        with _processes.at_lower_priority(self._priority) if beside_calls == [True] else nullcontext():
             self._fork_worker(number, self._control.take_fd())
 
     def _fork_worker(self, number: int, fd: int) -> None:

@@ -431,6 +431,11 @@ class Workers:
             waiting = [reasons for number, reasons in self._postponed.items() if number in self._members]
             return tuple(dict.fromkeys(reason for reasons in waiting for reason in reasons))
 
+    def pids(self) -> list[int]:
+        """Those of the workers that take calls now."""
+        with self._lock:
+            return [worker.pid for worker in self._up()][: self._size]
+
     def listed(self) -> list[tuple[Worker, WorkerState, bool, int]]:
         with self._lock:
             return [(one, one.state, one.worn, one.calls) for one in self._members.values()]

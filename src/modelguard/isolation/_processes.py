@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -83,10 +83,10 @@ def lower_priority(before: int) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, min(before + _NICE, _LOWEST))
 
 
-def may_restore_priority() -> bool:
+def may_restore_priority(before: int) -> bool:
     """Whether this process can take back :func:`lower_priority`."""
     capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
-    room = resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - priority()
+    room = resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - before
     return bool(capabilities >> _CAP_SYS_NICE & 1) or room
 
 
@@ -97,12 +97,11 @@ def restore_priority(before: int) -> None:
 
 
 @contextmanager
-def at_lower_priority() -> Iterator[None]:
+def at_lower_priority(before: int) -> Iterator[None]:
     """:func:`lower_priority` for a block, if this process may restore it."""
-    if not may_restore_priority():
+    if not may_restore_priority(before):
         yield
         return
-    before = priority()
     lower_priority(before)
     try:
         yield
@@ -111,15 +110,52 @@ def at_lower_priority() -> Iterator[None]:
 
 
 @contextmanager
-def at_lowest_priority() -> Iterator[None]:
+def at_lowest_priority(before: int) -> Iterator[None]:
     """:func:`at_lower_priority` while a model loads beside calls, which must lose no worker if memory runs out."""
-    before = _oom_score()
+    score = _oom_score()
     set_oom_score(_OOM_SCORE_OF_LOADS)
     try:
-        with at_lower_priority():
+        with at_lower_priority(before):
             yield
     finally:
-        set_oom_score(before)
+        set_oom_score(score)
+
+
+def schedule(pids: Sequence[int], *, when_idle: bool) -> None:
+    """Let processes take only the CPU time that nobody else wants, if this one may take that back; or take it back."""
+    if may_restore_priority(priority()):
+        for pid in pids:
+            with suppress(OSError):
+                os.sched_setscheduler(pid, os.SCHED_IDLE if when_idle else os.SCHED_OTHER, os.sched_param(0))
+
+
+@contextmanager
+def on_cpus_of_their_own(pids: Sequence[int]) -> Iterator[None]:
+    """Keep each process to one CPU in the block, if there are as many CPUs and each has a single thread.
+
+    A process that sleeps between calls wakes on the CPU where it last ran, unless another one is idle. Beside a mold
+    that keeps one busy at whatever priority, workers would share those that are left.
+    """
+    bound: dict[int, tuple[int, set[int]]] = {}
+    with suppress(OSError):  # one has ended
+        allowed = {pid: os.sched_getaffinity(pid) for pid in pids}
+        if all(len(cpus) == len(pids) > 1 for cpus in allowed.values()) and all(len(_tasks(pid)) == 1 for pid in pids):
+            bound = {pid: (sorted(cpus)[place], cpus) for place, (pid, cpus) in enumerate(allowed.items())}
+    try:
+        for pid, (cpu, _) in bound.items():
+            with suppress(OSError):
+                os.sched_setaffinity(pid, {cpu})
+        yield
+    finally:
+        for pid, (cpu, cpus) in bound.items():
+            with suppress(OSError):
+                for task in _tasks(pid):  # it may have started threads
+                    if os.sched_getaffinity(task) == {cpu}:
+                        os.sched_setaffinity(task, cpus)
+
+
+def _tasks(pid: int) -> list[int]:
+    return [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
 
 
 def describe_exit(code: int) -> str:

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import wrapt
 
 from modelguard import telemetry
+from modelguard.isolation import _processes
 from modelguard.isolation._channel import Channel, dumps, pair, send
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.runtime import fork_hooks
@@ -435,6 +436,7 @@ class Instructions:
 
     Attributes:
         owner: Its process id.
+        priority: The nice value of a worker; while it loads and starts beside calls, its own is higher.
         origin: How to resemble it.
         options: Of the isolated function.
         key: Of the pool's model that it loads; None if its function has no pool.
@@ -444,6 +446,7 @@ class Instructions:
     """
 
     owner: int
+    priority: int
     origin: Origin
     options: IsolationOptions
     key: Any
@@ -497,7 +500,9 @@ def launch(instructions: Instructions) -> Launched:
         ours.enter_context(news)
         theirs.enter_context(its_news)
         words = "mold", ".".join(instructions.options.function)
-        process = start_interpreter("_mold_program", (its_control.fileno(), its_news.fileno()), *words)
+        priority = instructions.priority
+        with _processes.at_lower_priority(priority) if instructions.beside_calls else nullcontext():
+            process = start_interpreter("_mold_program", (its_control.fileno(), its_news.fileno()), *words)
         ours.pop_all()
     channel = Channel(control)
     channel.send_pickled(*content)
