@@ -393,6 +393,71 @@ def test_only_the_load_of_a_renewed_model_stands_back(tmp_path: Path) -> None:
     assert [[own, own], [behind, own], [behind, own]] == seen
 
 
+BOUND = """
+import os, time
+from pathlib import Path
+from modelguard import guard, isolate
+
+def load():
+    loads = Path(__file__).with_name("loads")
+    with loads.open("a") as file:
+        file.write("x")
+    while loads.read_text() == "xx" and not loads.with_name("go").exists():
+        time.sleep(0.01)
+    if loads.read_text() == "xxx":
+        raise ValueError("no model")
+    return object()
+
+model = guard(load, reload_on=None)
+
+@isolate(workers=2)
+@model
+def cpus(model, seconds):
+    time.sleep(seconds)
+    return os.getpid(), sorted(os.sched_getaffinity(0))
+"""
+
+
+def test_old_workers_keep_to_a_cpu_each_while_a_mold_loads_and_only_then(tmp_path: Path) -> None:
+    """Beside a mold both would share the CPU that it leaves them. A load that fails gives the CPUs back, too."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one CPU")
+    (tmp_path / "bound.py").write_text(BOUND)
+    program = f"""
+        import json, os, sys, threading, time
+        from pathlib import Path
+        sys.path.insert(0, {str(tmp_path)!r})
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+        from modelguard.errors import LoadFailed
+        from bound import cpus, model
+        def each():
+            seen = dict()
+            while len(seen) < 2:
+                calls = [threading.Thread(target=lambda: seen.update([cpus(0.1)])) for _ in range(2)]
+                [call.start() for call in calls], [call.join() for call in calls]
+            return sorted(seen.values())
+        with cpus:
+            before = each()
+            load = threading.Thread(target=cpus.reload)
+            load.start()
+            until = time.monotonic() + 60
+            while each() == before and time.monotonic() < until:
+                pass
+            meanwhile = each()
+            Path({str(tmp_path / "go")!r}).touch()
+            load.join()
+            after = each()
+            try:
+                cpus.reload()
+            except LoadFailed:
+                after_failure = each()
+        print(json.dumps([sorted(os.sched_getaffinity(0)), before, meanwhile, after, after_failure]))
+    """
+    own, before, meanwhile, after, after_failure = run_python(program, 120)
+    assert [own, own] == before == after == after_failure
+    assert [[cpu] for cpu in own] == meanwhile
+
+
 @pytest.mark.parametrize("scope", ["process", "host"])
 def test_a_tree_that_is_stopped_and_continued(folder: Path, scope: str) -> None:
     """Whatever the clock says then, workers whose calls ran out of time meanwhile may answer, and none is ended."""
