@@ -58,10 +58,8 @@ class Decorator(Generic[M]):
             TypeError: It is missing.
         """
         _misuse.check_keyword("function", function, (), fix=_FIX)
-        in_use = _misuse.in_use(sys.getrefcount(function))
         decorated = self._decorate(function)
-        if in_use:
-            _misuse.check_not_routed(function)
+        _misuse.check_not_routed(function, sys._getframe(1).f_locals)  # noqa: SLF001 - the public one may return None
         return decorated
 
     def _decorate(self, function: Any) -> Any:
