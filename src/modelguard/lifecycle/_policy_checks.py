@@ -101,9 +101,10 @@ class PolicyChecks(Generic[M]):
         self._again = False
         self._ask_for_process: Ask | None = None
         self._ask_for_weights: Callable[[], object] | None = None
-        self._shares = False  # the model with a parent that loads new weights
+        # Which policies decide in this process: those that mean new weights alone, if no calls run here; the others
+        # alone, if it shares the model with a parent that loads new weights; or all.
+        self._renews: bool | None = None
         self._recycles_here = False  # this process is to be replaced, and not only its forked children
-        self._takes_calls = True  # calls run in this process; if not, only new weights matter here
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -220,7 +221,7 @@ class PolicyChecks(Generic[M]):
             self._recycle(due, over)
             return False
         # Where no calls run there is no pause between calls to wait for.
-        urgent = not self._takes_calls
+        urgent = self._renews is True
         job = state.request_if_idle(due.reasons, urgent=urgent, after_call=not sample, instead_of=over, by_policy=True)
         if job is not None:
             telemetry.emit(telemetry.ReloadDue(guard=self._guard.name, generation=over.number, reasons=due.reasons))
@@ -241,31 +242,27 @@ class PolicyChecks(Generic[M]):
     @property
     def renew(self) -> Callable[[], object] | None:
         """What asks the parent for new weights, instead of a reload in this process; None where that is not so."""
-        return self._ask_for_weights if self._shares else None
+        return self._ask_for_weights if self._renews is False else None
 
     def recycle_in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None = None) -> None:
         """Children that are forked from now on call ``ask``, and ``renew`` instead of a reload, if it is given."""
         self._guard.state.raise_if_closed()
         self._ask_for_process, self._ask_for_weights = ask, renew
-        self._takes_calls = takes_calls
-        self.decide_by(self._policy)
+        self._decide_here(renews=None if takes_calls else True)
 
     def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
         self._guard.state.raise_if_closed()
-        self._ask_for_process, self._recycles_here, self._shares = ask, True, not renews
-        self.decide_by(self._policy)
+        self._ask_for_process, self._recycles_here = ask, True
+        self._decide_here(renews=None if renews else False)
 
-    @property
-    def _policy(self) -> Policy | None:
-        """The part of the guard's policy that decides in this process.
+    def _decide_here(self, *, renews: bool | None) -> None:
+        """Let a part of the guard's policy decide in this process.
 
         ``TTL``, ``Modified`` and ``Changed`` mean new weights, which a fresh child of the same parent would not have:
         they are the parent's business.
         """
-        whole = self._guard.options.reload_on
-        if not self._takes_calls:
-            return subset(whole, renews=True)
-        return subset(whole, renews=False) if self._shares else whole
+        whole, self._renews = self._guard.options.reload_on, renews
+        self.decide_by(whole if renews is None else subset(whole, renews=renews))
 
     def after_load(self) -> None:
         """Set the policies' alarm for a generation that was just installed. Never raises."""
@@ -277,9 +274,8 @@ class PolicyChecks(Generic[M]):
     def after_fork_in_child(self) -> None:
         """A child shares its parent's model, so it asks for a fresh process where that was prepared."""
         self._start_anew()
-        self._recycles_here = self._shares = self._ask_for_process is not None
-        self._takes_calls = True
-        self.decide_by(self._policy)
+        self._recycles_here = self._ask_for_process is not None
+        self._decide_here(renews=False if self._recycles_here else None)
         self.readings.after_fork_in_child(self._guard.state.current)
         self._begin_with_current()
 
