@@ -5,12 +5,15 @@ State dicts are written by ``torch.save``, and always loaded with ``weights_only
 
 from __future__ import annotations
 
+import gc
+import logging
 import mmap
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +30,13 @@ kind = "torch"
 
 _FILE = "weights.pt"
 _NAMED = 3
+#: Where modules keep what is registered.
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+#: What leads out of a module, to the rest of the program, or to weights that no call reads: an optimizer's, and those
+#: of the module that a method in TorchScript was made of.
+_ELSEWHERE = (type, ModuleType, CodeType, logging.Logger, torch.optim.Optimizer, torch._C.ScriptMethod)  # noqa: SLF001
+#: So many objects that attributes lead to are looked at, in some 30 ms.
+_MOST_OBJECTS = 50_000
 _FIX = "build() must make the same module as the one whose weights were published."
 
 
@@ -191,17 +201,34 @@ def _constants(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are plain attributes, or in a list or dict that is an attribute."""
-    for prefix, part in module.named_modules():
-        for name, value in vars(part).items():
-            values: list[Any] = [value]
-            if isinstance(value, list | tuple):
-                values = list(value)
-            elif isinstance(value, dict) and name not in ("_parameters", "_buffers"):
-                values = list(value.values())
-            for tensor in values:
-                if isinstance(tensor, torch.Tensor):
-                    yield f"{prefix}.{name}".removeprefix("."), tensor
+    """Tensors that are plain attributes, or that one leads to: in a container, an object, a function or a hook.
+
+    The nearest ones first, and none behind ``_MOST_OBJECTS``: an attribute may lead to a vocabulary or to the program.
+    """
+    seen = {id(part) for part in module.modules()}
+    waiting: deque[tuple[str, Sequence[object]]] = deque(
+        (f"{prefix}.{name}".removeprefix("."), (value,))
+        for prefix, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in _REGISTERED
+    )
+    left = len(waiting) + _MOST_OBJECTS
+    while waiting and left > 0:
+        name, values = waiting.popleft()
+        for value in values[:left]:
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            elif gc.is_tracked(value) and id(value) not in seen and not isinstance(value, _ELSEWHERE):
+                seen.add(id(value))
+                waiting.append((name, _inside(value)))
+        left -= len(values)
+
+
+def _inside(value: object) -> Sequence[object]:
+    """What an object refers to; of a function what it was made with, and not the names of its module."""
+    if isinstance(value, FunctionType):
+        return value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)
+    return gc.get_referents(value)
 
 
 def _ties(module: torch.nn.Module) -> list[list[str]]:

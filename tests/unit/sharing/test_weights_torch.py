@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import sys
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from modelguard import weights
 from modelguard.errors import InvalidOption, PublishFailed, WeightsMismatch, WeightsRefused
 
 torch = pytest.importorskip("torch")
+_torch_weights = pytest.importorskip("modelguard.adapters._torch_weights")
 nn = torch.nn
 
 
@@ -52,10 +56,16 @@ def made() -> Any:
 INDEX = torch.tensor([1, 5, 9])
 
 
+def scripted(module: Any) -> Any:
+    """The module as TorchScript."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of torch.jit itself
+        return torch.jit.script(module)
+
+
 def frozen(module: Any) -> Any:
     """The module as TorchScript, its weights in the code."""
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of torch.jit itself
-        return torch.jit.freeze(torch.jit.script(module.eval()))
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return torch.jit.freeze(scripted(module.eval()))
 
 
 @pytest.fixture
@@ -154,6 +164,16 @@ class TestAMappedModule:
         mapped = weights.load(Net, path).eval()
         assert torch.equal(model(INDEX), mapped(INDEX))
         assert mapped.out.weight is mapped.words.weight
+
+
+def closed_over(weight: Any) -> Callable[[], Any]:
+    return lambda: weight
+
+
+def with_attribute(name: str, make: Callable[[Any], object]) -> Any:
+    model = nn.Linear(4, 4)
+    setattr(model, name, make(model))
+    return model
 
 
 class TestBuilding:
@@ -257,8 +277,25 @@ class TestBuilding:
             lambda model: setattr(model, "center", model.mean[:2]),
             lambda model: model.register_buffer("center", model.mean, persistent=False),
             lambda model: model.register_buffer("center", model.mean[None], persistent=False),
+            lambda model: setattr(model, "all", {"a": {"w": model.weight}}),
+            lambda model: setattr(model, "all", {"a": [{"mean": model.mean}]}),
+            lambda model: setattr(model, "all", partial(torch.add, model.mean)),
+            lambda model: setattr(model, "all", closed_over(model.weight)),
+            lambda model: setattr(model, "all", SimpleNamespace(mean=model.mean)),
         ],
-        ids=["a buffer", "a parameter", "a parameter that was read", "a view", "as a buffer", "a view as a buffer"],
+        ids=[
+            "a buffer",
+            "a parameter",
+            "a parameter that was read",
+            "a view",
+            "as a buffer",
+            "a view as a buffer",
+            "a parameter in nested dicts",
+            "a buffer in nested containers",
+            "in a partial function",
+            "in a closure",
+            "in an object",
+        ],
     )
     def test_that_keeps_its_own_weights_beside_the_published_ones_is_refused(
         self, path: Path, keep: Callable[[Any], None]
@@ -274,6 +311,47 @@ class TestBuilding:
         weights.publish(model, path)
         with pytest.raises(WeightsMismatch, match=r"would not get the file's content: (center|all)\. "):
             weights.load(self.build(constructor), path)
+
+    def test_that_hides_a_module_in_a_container_gives_it_the_weights_that_it_was_built_with(self, path: Path) -> None:
+        """As a teacher in a list, which state dicts are not to have: its parameters are in no file, and stay."""
+
+        def build() -> Any:
+            model, teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+            nn.init.ones_(teacher.weight)
+            model.teacher = [teacher]
+            return model
+
+        weights.publish(build(), path)
+        assert torch.equal(torch.ones(4, 4), weights.load(build, path).teacher[0].weight)
+
+    @pytest.mark.parametrize(
+        "build",
+        [
+            lambda: scripted(nn.Linear(4, 4)),
+            lambda: with_attribute("optimizer", lambda model: torch.optim.SGD(model.parameters())),
+            lambda: with_attribute("answer", lambda model: model.forward),
+            lambda: with_attribute("answer", lambda model: lambda: model.weight),
+            lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+        ],
+        ids=["a script", "an optimizer", "a method", "a closure over the module", "normed"],
+    )
+    def test_may_lead_to_the_module_itself_and_to_what_no_call_reads(
+        self, path: Path, build: Callable[[], Any]
+    ) -> None:
+        """Such a module answers as the published one does."""
+        numbers, model = torch.ones(1, 4), build().eval()
+        weights.publish(model, path)
+        assert torch.equal(model(numbers), weights.load(build, path).eval()(numbers))
+
+    def test_is_not_searched_to_the_end_of_the_program(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An attribute may lead to a large vocabulary, whose words are no weights."""
+        vocabulary = [[number] for number in range(1000)]
+        monkeypatch.setattr(_torch_weights, "_MOST_OBJECTS", 100)
+        looked_at: list[object] = []
+        monkeypatch.setattr(_torch_weights, "_inside", lambda value: looked_at.append(value) or gc.get_referents(value))
+        weights.publish(nn.Linear(4, 4), path)
+        weights.load(self.build(lambda model: setattr(model, "vocabulary", vocabulary)), path)
+        assert 1 < len(looked_at) < len(vocabulary)
 
     def test_may_keep_a_buffer_that_is_in_the_file_as_it_was_built(self, path: Path) -> None:
         """A plain attribute with the same numbers as the file's is no mistake."""
