@@ -133,6 +133,8 @@ def _show_presets(options: argparse.Namespace) -> int:
 #: Seconds to wait for reloads and releases.
 TIMEOUT = 300.0
 COMMANDS = ("status", "reload", "unload", "pause", "resume")
+#: Characters of a name that are shown at most.
+_WIDEST = 60
 
 
 def add_ctl(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -213,6 +215,11 @@ def _ctl_lines(pid: int, guards: Iterable[dict[str, Any]]) -> list[str]:
     return [f"{pid}", *(f"  {name:{width}}  {text}" for name, text in rows)]
 
 
+def _shortened(name: str) -> str:
+    """Both ends of a long name: names of functions begin alike. In JSON it is whole."""
+    return name if len(name) <= _WIDEST else f"{name[: _WIDEST // 2]}…{name[1 - _WIDEST // 2 :]}"
+
+
 def _ctl_row(guard: dict[str, Any]) -> tuple[str, str]:
     status = guard["status"]
     parts = [f"{status['state']}{', paused' if status['paused'] else ''}"]
@@ -231,7 +238,7 @@ def _ctl_row(guard: dict[str, Any]) -> tuple[str, str]:
         parts.append(f"failed: {status['last_error']}")
     if guard["error"] is not None:
         parts.append(f"error: {guard['error']}")
-    return guard["name"], "; ".join(parts)
+    return _shortened(guard["name"]), "; ".join(parts)
 
 
 def _room(status: dict[str, Any]) -> str:

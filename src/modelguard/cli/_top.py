@@ -202,11 +202,21 @@ def _append(stream: TextIO, trees: Sequence[TreeReport]) -> None:
 
 
 def _replace(stream: TextIO, trees: Sequence[TreeReport]) -> None:
-    columns, lines = shutil.get_terminal_size()
-    shown = "\n".join(f"{table(tree, columns)}\n{summary(tree)}\n" for tree in trees).splitlines()
+    columns, rows = shutil.get_terminal_size()
+    lines = "\n".join(f"{table(tree, columns)}\n{summary(tree)}\n" for tree in trees).splitlines()
     # From the first line on, and what is left of the last reading is cleared.
-    stream.write("\x1b[H\x1b[J" + "\n".join(shown[: lines - 1]) + "\n")
+    stream.write("\x1b[H\x1b[J" + "\n".join(_fitting(lines, columns, rows - 1)) + "\n")
     stream.flush()
+
+
+def _fitting(lines: Sequence[str], columns: int, rows: int) -> list[str]:
+    """The first lines that fit into this many rows, and how many more there are. Long ones take several rows."""
+    ends = list(itertools.accumulate(-(-len(line) // columns) or 1 for line in lines))
+    if not ends or ends[-1] <= rows:
+        return list(lines)
+    shown = [line for line, end in zip(lines, ends, strict=True) if end < rows]
+    hidden = sum(map(bool, lines[len(shown) :]))
+    return [*shown, _cut(f"{hidden} more line{'' if hidden == 1 else 's'}; --once prints all", columns)]
 
 
 def table(tree: TreeReport, width: int | None = None) -> str:

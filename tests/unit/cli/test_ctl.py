@@ -126,6 +126,20 @@ def test_what_is_not_printable(processes: Processes, capsys: pytest.CaptureFixtu
     assert (shown.out + shown.err).replace("\n", "").isprintable()
 
 
+def test_long_names_are_shortened(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    """One long name makes no line wide; both ends of it are there, and JSON has it whole."""
+    name = f"package.{'x' * 10_000}.lemmas"
+    guards = [{"name": each, "kind": "guard", "error": None, "status": STATUS} for each in ("nlp", name)]
+    processes.answers[10] = Answered(None, tuple(guards))
+    assert 0 == cli.main(["ctl", "10", "status"])
+    _, short, long = capsys.readouterr().out.splitlines()[:3]
+    assert max(len(short), len(long)) < 120
+    assert long.startswith("  package.xxx")
+    assert "xxx.lemmas  ready" in long
+    assert 0 == cli.main(["ctl", "10", "status", "--json"])
+    assert name in capsys.readouterr().out
+
+
 def test_what_an_isolated_function_says(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
     """Its mold and its workers, and who shares them."""
     processes.answers[10] = Answered(None, (isolated(),))

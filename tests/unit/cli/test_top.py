@@ -234,6 +234,33 @@ def test_the_live_view_replaces_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2 == stream.getvalue().count("\x1b[H\x1b[J")  # to the first line, and the rest is cleared
 
 
+@pytest.mark.parametrize("columns", [200, 80, 20])
+def test_the_live_view_says_what_the_terminal_has_no_room_for(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """It fits, with lines that the terminal wraps, so that the first line is never scrolled away."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", "10")
+    stream = Terminal()
+    _top.choose(stream, live=True)([tree(), tree(), tree()])
+    *shown, last = stream.getvalue().removeprefix("\x1b[H\x1b[J").splitlines()
+    assert sum(-(-len(line) // columns) or 1 for line in (*shown, last)) < 10
+    assert "PID" in shown[0]
+    everything = [*_top.table(tree(), columns).splitlines(), *_top.summary(tree()).splitlines()]
+    hidden = 3 * len(everything) - sum(map(bool, shown))
+    assert last.startswith(f"{hidden} more lines; --o")
+
+
+def test_the_live_view_fits_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is hidden where everything fits."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = [*_top.table(tree(), 200).splitlines(), *_top.summary(tree()).splitlines()]
+    monkeypatch.setenv("LINES", str(len(lines) + 1))
+    stream = Terminal()
+    _top.choose(stream, live=True)([tree()])
+    assert lines == stream.getvalue().removeprefix("\x1b[H\x1b[J").splitlines()
+
+
 def test_once_is_plain_on_a_terminal() -> None:
     """A single look is plain text."""
     stream = Terminal()
