@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -393,6 +394,148 @@ def test_only_the_load_of_a_renewed_model_stands_back(tmp_path: Path) -> None:
     own, seen = run_python(program, 120)
     behind = min(own + 5, 19)
     assert [[own, own], [behind, own], [behind, own]] == seen
+
+
+#: Root of another user namespace, as in a rootless container, has all capabilities and may not raise a priority.
+OTHER_ROOT = ["unshare", "--user", "--map-root-user"]
+WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-sys_nice", "--inh-caps=-sys_nice"]
+
+
+def run_as(command: list[str], program: str) -> Any:
+    """As :func:`run_python`, started by a command, where that can be run."""
+    if command and (not shutil.which(command[0]) or subprocess.run([*command, "true"], check=False).returncode):
+        pytest.skip(f"{command[0]} cannot do this here")
+    wrapped = (
+        f"import os, sys; os.execvp('env', ['env', *{command!r}, sys.executable, '-c', {textwrap.dedent(program)!r}])"
+    )
+    return run_python(wrapped, 120)
+
+
+def test_who_may_not_come_back_stays_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "standing.py").write_text(PRIORITIES)
+    program = f"""
+        import json, os, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from standing import priorities
+        with priorities:
+            for _ in range(2):
+                priorities.reload()
+            threads = [os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir("/proc/self/task")]
+            print(json.dumps([max(threads), priorities()[1]]))
+    """
+    assert 2 * [os.getpriority(os.PRIO_PROCESS, 0)] == run_as(OTHER_ROOT, program)
+
+
+NATIVE = """
+import os, threading
+from modelguard import guard, isolate
+
+def start(started):
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    thread.start()
+    started.append(thread.native_id)
+    return started
+
+started = []
+start(started)
+
+@isolate(start="spawn")
+@guard(lambda: start(started), reload_on=None)
+def priorities(model):
+    return [os.getpriority(os.PRIO_PROCESS, task) for task in [0, *started]]
+"""
+
+
+@pytest.mark.parametrize("command", [[], WITHOUT_RIGHTS], ids=["as it is", "without CAP_SYS_NICE"])
+def test_threads_that_a_load_has_started_do_not_stand_back_in_calls(tmp_path: Path, command: list[str]) -> None:
+    """As BLAS and OpenMP start theirs, at the import or in the loader. A spawned worker keeps them."""
+    (tmp_path / "native.py").write_text(NATIVE)
+    program = f"""
+        import json, os, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from native import priorities
+        with priorities:
+            priorities.reload()
+            print(json.dumps([os.getpriority(os.PRIO_PROCESS, 0), priorities()]))
+    """
+    own, seen = run_as(command, program)
+    assert 3 * [own] == seen
+
+
+def test_the_priority_of_who_asks_for_a_reload_is_his_own(tmp_path: Path) -> None:
+    (tmp_path / "standing.py").write_text(PRIORITIES)
+    program = f"""
+        import json, os, sys, threading
+        sys.path.insert(0, {str(tmp_path)!r})
+        from modelguard.runtime import background
+        from standing import priorities
+        def renew():
+            os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + 3, 19))
+            priorities.reload()
+        with priorities:
+            background.THREADS.end_idle()  # as after some minutes
+            asks = threading.Thread(target=renew)
+            asks.start(), asks.join()
+            print(json.dumps([os.getpriority(os.PRIO_PROCESS, 0), priorities()[1]]))
+    """
+    own, seen = run_python(program, 120)
+    assert own == seen
+
+
+STARTS = """
+import os, subprocess, time
+from pathlib import Path
+from modelguard import guard, isolate
+
+here = Path(__file__).parent
+
+def load():
+    while here.joinpath("loaded").exists():
+        if here.joinpath("go").exists():
+            raise ValueError("no model")
+        time.sleep(0.01)
+    here.joinpath("loaded").touch()
+    return object()
+
+@isolate(workers=2)
+@guard(load, reload_on=None)
+def allowed(model, starts):
+    mask = sorted(os.sched_getaffinity(0))
+    if starts and len(mask) == 1:
+        program = subprocess.run(["sh", "-c", "sleep 60 > /dev/null & echo $!"], stdout=-1).stdout  # of no parent
+        return mask, [subprocess.Popen(["sleep", "60"], start_new_session=True).pid, int(program)]
+    return mask, []
+"""
+
+
+def test_what_a_worker_has_started_beside_a_load_is_not_kept_to_its_cpu(tmp_path: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one CPU")
+    (tmp_path / "starts.py").write_text(STARTS)
+    program = f"""
+        import json, os, signal, sys, threading
+        from contextlib import suppress
+        from pathlib import Path
+        sys.path.insert(0, {str(tmp_path)!r})
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+        from modelguard.errors import LoadFailed
+        from starts import allowed
+        def reload():
+            with suppress(LoadFailed):
+                allowed.reload()
+        with allowed:
+            load = threading.Thread(target=reload)
+            load.start()
+            while not (programs := allowed(True)[1]):
+                pass
+            Path({str(tmp_path / "go")!r}).touch()
+            load.join()
+            masks = [sorted(os.sched_getaffinity(one)) for one in programs]
+            [os.kill(one, signal.SIGKILL) for one in programs]
+        print(json.dumps([sorted(os.sched_getaffinity(0)), masks]))
+    """
+    own, masks = run_python(program, 120)
+    assert [own, own] == masks
 
 
 BOUND = """

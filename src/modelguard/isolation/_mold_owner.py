@@ -121,11 +121,10 @@ class Mold(MoldOrders):
         if not self.belongs_here:
             return
         # To give back the memory takes a while, which others' calls must not wait for.
-        if self.owner.current is not None:
-            _processes.schedule(self.pids(), when_idle=True)
+        before = {} if self.owner.current is None else _processes.run_when_idle(self.pids())
         self.begin_to_end()
         if self.pids() and not self.ended.wait(_IDLE):
-            _processes.schedule(self.pids(), when_idle=False)
+            _processes.run_again({pid: how for pid, how in before.items() if pid in self.pids()})
         if self.pids() and not self.ended.wait(_END):
             self._kill()
             self.ended.wait(_END)
@@ -638,7 +637,6 @@ class MoldGuard:
         origin = Origin(_supervisor.preparation(), _supervisor.levels()) if self._origin is None else self._origin
         instructions = Instructions(
             owner=os.getpid(),
-            priority=_processes.priority(),
             origin=origin,
             options=self._options,
             key=self._key,

@@ -107,7 +107,10 @@ class _Mold:
         self.function, self.guard = source
         _processes.enter("mold", below, self.function)
         engine = self.guard.engine
-        start_thread = functools.partial(_start_behind_others, priority) if instructions.beside_calls else THREADS.start
+        # A spawned worker would have to keep what its loader's libraries start so.
+        stands_back = self.options.start == "fork" or _processes.may_restore_priority(priority)
+        behind_others = functools.partial(_start_behind_others, priority)
+        start_thread = behind_others if instructions.beside_calls and stands_back else THREADS.start
         # No ticks: workers ask the policies themselves. No probes: the owner asks them.
         engine.runtime = Runtime(ticks=False, probes=False, in_mold=True, start_thread=start_thread)
         if self._stub is not None:
@@ -251,7 +254,7 @@ class _Mold:
 
     def _work(self, fd: int) -> None:
         _processes.set_oom_score(_processes.OOM_SCORE)
-        _processes.restore_priority(self._priority)
+        _processes.restore_priorities(self._priority)
         _processes.enter("worker")
         with closing(Channel(socket.socket(fileno=fd))) as channel:  # else Python's development mode complains
             Serving(self, channel).run()

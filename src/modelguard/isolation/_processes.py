@@ -6,16 +6,20 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from modelguard.errors import NotSupported
 from modelguard.facts import _memory, _proc
 from modelguard.runtime import child_processes
 
 _CAP_SYS_NICE = 23
+
+#: The user namespace that the system starts with, by the kernel's own number.
+_FIRST_USERS = 0xEFFFFFFD
 
 #: A thread of lower priority gets a third of the CPU time of another one, where there is not enough. With less, a
 #: mold on a busy host would take minutes to load.
@@ -31,6 +35,9 @@ OOM_SCORE = 500
 _OOM_SCORE_OF_LOADS = 1000
 
 _OOM_FILE = Path("/proc/self/oom_score_adj")
+
+#: How often it is looked whether a process that was kept to a CPU has handed that on, at most.
+_LOOKS = 5
 
 #: How many of its cgroup's processes the kernel has killed that are accounted for. None before the first look.
 _oom_kills: int | None = None
@@ -85,9 +92,18 @@ def lower_priority(before: int) -> None:
 
 def may_restore_priority(before: int) -> bool:
     """Whether this process can take back :func:`lower_priority`."""
+    if resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - before:
+        return True
     capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
-    room = resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - before
-    return bool(capabilities >> _CAP_SYS_NICE & 1) or room
+    return bool(capabilities >> _CAP_SYS_NICE & 1) and _is_among_first_users()
+
+
+def _is_among_first_users() -> bool:
+    """Whether its capabilities are the system's: the root of a rootless container has them all, and may not do this."""
+    try:
+        return Path("/proc/self/ns/user").stat().st_ino == _FIRST_USERS
+    except OSError:  # a kernel without user namespaces
+        return True
 
 
 def restore_priority(before: int) -> None:
@@ -96,8 +112,21 @@ def restore_priority(before: int) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, before)
 
 
+def restore_priorities(before: int) -> None:
+    """The same for this thread and those that it has started since then, such as a library's own."""
+    lowered = priority()
+    if lowered == before:
+        return
+    restore_priority(before)
+    with suppress(OSError):
+        for task in _tasks(os.getpid()):
+            with suppress(OSError):  # it has ended
+                if os.getpriority(os.PRIO_PROCESS, task) == lowered:
+                    os.setpriority(os.PRIO_PROCESS, task, before)
+
+
 @contextmanager
-def at_lower_priority(before: int) -> Iterator[None]:
+def at_lower_priority(before: int, restore: Callable[[int], None] = restore_priority) -> Iterator[None]:
     """:func:`lower_priority` for a block, if this process may restore it."""
     if not may_restore_priority(before):
         yield
@@ -106,7 +135,7 @@ def at_lower_priority(before: int) -> Iterator[None]:
     try:
         yield
     finally:
-        restore_priority(before)
+        restore(before)
 
 
 @contextmanager
@@ -115,43 +144,100 @@ def at_lowest_priority(before: int) -> Iterator[None]:
     score = _oom_score()
     set_oom_score(_OOM_SCORE_OF_LOADS)
     try:
-        with at_lower_priority(before):
+        with at_lower_priority(before, restore_priorities):
             yield
     finally:
         set_oom_score(score)
 
 
-def schedule(pids: Sequence[int], *, when_idle: bool) -> None:
-    """Let processes take only the CPU time that nobody else wants, if this one may take that back; or take it back."""
-    if may_restore_priority(priority()):
-        for pid in pids:
-            with suppress(OSError):
-                os.sched_setscheduler(pid, os.SCHED_IDLE if when_idle else os.SCHED_OTHER, os.sched_param(0))
+#: How a process is scheduled: its policy, and the parameters of that.
+_Scheduling: TypeAlias = "tuple[int, os.sched_param]"
+
+
+def run_when_idle(pids: Sequence[int]) -> dict[int, _Scheduling]:
+    """Let processes take only the CPU time that nobody else wants, if that can be taken back; how they were before."""
+    before: dict[int, _Scheduling] = {}
+    for pid in pids if may_restore_priority(priority()) else ():
+        with suppress(OSError):
+            before[pid] = os.sched_getscheduler(pid), os.sched_getparam(pid)
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+    return before
+
+
+def run_again(before: Mapping[int, _Scheduling]) -> None:
+    """Take back :func:`run_when_idle`."""
+    for pid, (policy, parameters) in before.items():
+        with suppress(OSError):
+            os.sched_setscheduler(pid, policy, parameters)
 
 
 @contextmanager
 def on_cpus_of_their_own(pids: Sequence[int]) -> Iterator[None]:
-    """Keep each process to one CPU in the block, if there are as many CPUs and each has a single thread.
+    """Keep each process to one CPU in the block, if they have as many CPUs in common and each has a single thread.
 
     A process that sleeps between calls wakes on the CPU where it last ran, unless another one is idle. Beside a mold
     that keeps one busy at whatever priority, workers would share those that are left.
     """
-    bound: dict[int, tuple[int, set[int]]] = {}
+    groups, allowed, alone = set[int](), list[set[int]](), False
     with suppress(OSError):  # one has ended
-        allowed = {pid: os.sched_getaffinity(pid) for pid in pids}
-        if all(len(cpus) == len(pids) > 1 for cpus in allowed.values()) and all(len(_tasks(pid)) == 1 for pid in pids):
-            bound = {pid: (sorted(cpus)[place], cpus) for place, (pid, cpus) in enumerate(allowed.items())}
+        groups = set(map(os.getpgid, pids))
+        allowed = [os.sched_getaffinity(pid) for pid in pids]
+        alone = all(len(_tasks(pid)) == 1 for pid in pids)
+    cpus = allowed[0] if allowed else set[int]()
+    if not alone or len(pids) <= 1 or any(one != cpus or len(one) != len(pids) for one in allowed):
+        yield
+        return
+    since = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
     try:
-        for pid, (cpu, _) in bound.items():
+        for pid, cpu in zip(pids, sorted(cpus), strict=True):
             with suppress(OSError):
                 os.sched_setaffinity(pid, {cpu})
         yield
     finally:
-        for pid, (cpu, cpus) in bound.items():
-            with suppress(OSError):
-                for task in _tasks(pid):  # it may have started threads
-                    if os.sched_getaffinity(task) == {cpu}:
-                        os.sched_setaffinity(task, cpus)
+        _unbind(pids, cpus)
+        # They have handed it on to what they have started, and that may go on to do so.
+        for _ in range(_LOOKS):
+            if not _unbind([task for pid in _started(pids, groups, since) for task in _tasks_of(pid)], cpus):
+                break
+
+
+def _unbind(tasks: Iterable[int], cpus: set[int]) -> bool:
+    """Let those that are kept to one of these CPUs use them all; returns whether there was one."""
+    found = False
+    for task in tasks:
+        with suppress(OSError):  # it has ended
+            allowed = os.sched_getaffinity(task)
+            if len(allowed) == 1 and allowed < cpus:
+                os.sched_setaffinity(task, cpus)
+                found = True
+    return found
+
+
+def _started(pids: Sequence[int], groups: set[int], since: int) -> Iterator[int]:
+    """The processes, and those that they or what they have started have started since then."""
+    yield from pids
+    try:
+        known = _proc.processes()
+    except OSError:  # no descriptor is left
+        return
+    below = {found.pid for pid in pids for found in _proc.descendants(pid, known)}
+    for pid, process in known.items():
+        if process.started >= since and (pid in below or _group(pid) in groups):
+            yield pid
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return None
+
+
+def _tasks_of(pid: int) -> list[int]:
+    try:
+        return _tasks(pid)
+    except OSError:
+        return []
 
 
 def _tasks(pid: int) -> list[int]:

@@ -22,7 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -436,23 +436,24 @@ class Instructions:
 
     Attributes:
         owner: Its process id.
-        priority: The nice value of a worker; while it loads and starts beside calls, its own is higher.
         origin: How to resemble it.
         options: Of the isolated function.
         key: Of the pool's model that it loads; None if its function has no pool.
         beside_calls: Whether calls run while it loads.
         code: What files of its modules must be like.
         shared: Whether its owner serves callers of other processes, and knows nothing of their modules.
+        priority: The nice value of a worker, by the thread that starts the mold. While it loads and starts beside
+            calls, its own is higher.
     """
 
     owner: int
-    priority: int
     origin: Origin
     options: IsolationOptions
     key: Any
     beside_calls: bool
     code: Files
     shared: bool
+    priority: int = 0
 
 
 if sys.platform != "win32":
@@ -491,7 +492,9 @@ class Launched:
 
 def launch(instructions: Instructions) -> Launched:
     """Start a mold. It dies with the calling thread, so that must be one that lives as long as this process."""
-    content = dumps(instructions)  # first: what cannot be sent starts nothing
+    # Whoever asked for it may stand back himself, which is his own affair.
+    priority = _processes.priority()
+    content = dumps(replace(instructions, priority=priority))  # first: what cannot be sent starts nothing
     with ExitStack() as ours, ExitStack() as theirs:
         control, its_control = pair()
         ours.enter_context(control)
@@ -500,7 +503,6 @@ def launch(instructions: Instructions) -> Launched:
         ours.enter_context(news)
         theirs.enter_context(its_news)
         words = "mold", ".".join(instructions.options.function)
-        priority = instructions.priority
         with _processes.at_lower_priority(priority) if instructions.beside_calls else nullcontext():
             process = start_interpreter("_mold_program", (its_control.fileno(), its_news.fileno()), *words)
         ours.pop_all()

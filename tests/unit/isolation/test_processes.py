@@ -1,0 +1,48 @@
+"""``_processes``: how others are scheduled while a model loads and an old one ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from modelguard.isolation import _processes
+
+
+@pytest.fixture
+def other() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.mark.parametrize("policy", [os.SCHED_OTHER, os.SCHED_BATCH])
+def test_a_process_is_scheduled_as_it_was_before(other: int, policy: int) -> None:
+    if not _processes.may_restore_priority(_processes.priority()):
+        pytest.skip("without the right")
+    os.sched_setscheduler(other, policy, os.sched_param(0))
+    before = _processes.run_when_idle([other])
+    assert os.SCHED_IDLE == os.sched_getscheduler(other)
+    _processes.run_again(before)
+    assert policy == os.sched_getscheduler(other)
+
+
+def test_a_thread_that_ends_meanwhile_leaves_no_other_on_its_cpu(monkeypatch: pytest.MonkeyPatch, other: int) -> None:
+    cpus = set(sorted(os.sched_getaffinity(0))[:2])
+    if len(cpus) < 2:
+        pytest.skip("one CPU")
+    with subprocess.Popen(["sleep", "60"]) as second:
+        for pid in (other, second.pid):
+            os.sched_setaffinity(pid, cpus)
+        ended = threading.Thread(target=int)
+        ended.start(), ended.join()
+        tasks, bound = _processes._tasks, []
+        with _processes.on_cpus_of_their_own([other, second.pid]):
+            bound = [os.sched_getaffinity(pid) for pid in (other, second.pid)]
+            monkeypatch.setattr(_processes, "_tasks", lambda pid: [ended.native_id, *tasks(pid)])
+        assert [{cpu} for cpu in sorted(cpus)] == bound
+        assert [cpus, cpus] == [os.sched_getaffinity(pid) for pid in (other, second.pid)]
+        second.kill()
