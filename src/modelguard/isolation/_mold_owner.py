@@ -121,10 +121,11 @@ class Mold(MoldOrders):
         if not self.belongs_here:
             return
         # To give back the memory takes a while, which others' calls must not wait for.
-        before = {} if self.owner.current is None else _processes.run_when_idle(self.pids())
+        if self.owner.current is not None:
+            _processes.schedule(self.pids(), when_idle=True)
         self.begin_to_end()
         if self.pids() and not self.ended.wait(_IDLE):
-            _processes.run_again({pid: how for pid, how in before.items() if pid in self.pids()})
+            _processes.schedule(self.pids(), when_idle=False)
         if self.pids() and not self.ended.wait(_END):
             self._kill()
             self.ended.wait(_END)

@@ -6,11 +6,10 @@ import os
 import resource
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from modelguard.errors import NotSupported
 from modelguard.facts import _memory, _proc
@@ -35,9 +34,6 @@ OOM_SCORE = 500
 _OOM_SCORE_OF_LOADS = 1000
 
 _OOM_FILE = Path("/proc/self/oom_score_adj")
-
-#: How often it is looked whether a process that was kept to a CPU has handed that on, at most.
-_LOOKS = 5
 
 #: How many of its cgroup's processes the kernel has killed that are accounted for. None before the first look.
 _oom_kills: int | None = None
@@ -150,25 +146,12 @@ def at_lowest_priority(before: int) -> Iterator[None]:
         set_oom_score(score)
 
 
-#: How a process is scheduled: its policy, and the parameters of that.
-_Scheduling: TypeAlias = "tuple[int, os.sched_param]"
-
-
-def run_when_idle(pids: Sequence[int]) -> dict[int, _Scheduling]:
-    """Let processes take only the CPU time that nobody else wants, if that can be taken back; how they were before."""
-    before: dict[int, _Scheduling] = {}
-    for pid in pids if may_restore_priority(priority()) else ():
-        with suppress(OSError):
-            before[pid] = os.sched_getscheduler(pid), os.sched_getparam(pid)
-            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-    return before
-
-
-def run_again(before: Mapping[int, _Scheduling]) -> None:
-    """Take back :func:`run_when_idle`."""
-    for pid, (policy, parameters) in before.items():
-        with suppress(OSError):
-            os.sched_setscheduler(pid, policy, parameters)
+def schedule(pids: Sequence[int], *, when_idle: bool) -> None:
+    """Let processes take only the CPU time that nobody else wants, if this one may take that back; or take it back."""
+    if may_restore_priority(priority()):
+        for pid in pids:
+            with suppress(OSError):
+                os.sched_setscheduler(pid, os.SCHED_IDLE if when_idle else os.SCHED_OTHER, os.sched_param(0))
 
 
 @contextmanager
@@ -178,16 +161,14 @@ def on_cpus_of_their_own(pids: Sequence[int]) -> Iterator[None]:
     A process that sleeps between calls wakes on the CPU where it last ran, unless another one is idle. Beside a mold
     that keeps one busy at whatever priority, workers would share those that are left.
     """
-    groups, allowed, alone = set[int](), list[set[int]](), False
+    allowed, alone = list[set[int]](), False
     with suppress(OSError):  # one has ended
-        groups = set(map(os.getpgid, pids))
         allowed = [os.sched_getaffinity(pid) for pid in pids]
         alone = all(len(_tasks(pid)) == 1 for pid in pids)
-    cpus = allowed[0] if allowed else set[int]()
-    if not alone or len(pids) <= 1 or any(one != cpus or len(one) != len(pids) for one in allowed):
+    if not alone or len(pids) <= 1 or any(one != allowed[0] or len(one) != len(pids) for one in allowed):
         yield
         return
-    since = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+    cpus = allowed[0]
     try:
         for pid, cpu in zip(pids, sorted(cpus), strict=True):
             with suppress(OSError):
@@ -195,49 +176,22 @@ def on_cpus_of_their_own(pids: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         _unbind(pids, cpus)
-        # They have handed it on to what they have started, and that may go on to do so.
-        for _ in range(_LOOKS):
-            if not _unbind([task for pid in _started(pids, groups, since) for task in _tasks_of(pid)], cpus):
-                break
+        with suppress(OSError):  # no descriptor is left
+            known = _proc.processes()
+            _unbind([one.pid for pid in pids for one in _proc.descendants(pid, known)], cpus)
 
 
-def _unbind(tasks: Iterable[int], cpus: set[int]) -> bool:
-    """Let those that are kept to one of these CPUs use them all; returns whether there was one."""
-    found = False
-    for task in tasks:
-        with suppress(OSError):  # it has ended
-            allowed = os.sched_getaffinity(task)
-            if len(allowed) == 1 and allowed < cpus:
-                os.sched_setaffinity(task, cpus)
-                found = True
-    return found
-
-
-def _started(pids: Sequence[int], groups: set[int], since: int) -> Iterator[int]:
-    """The processes, and those that they or what they have started have started since then."""
-    yield from pids
-    try:
-        known = _proc.processes()
-    except OSError:  # no descriptor is left
-        return
-    below = {found.pid for pid in pids for found in _proc.descendants(pid, known)}
-    for pid, process in known.items():
-        if process.started >= since and (pid in below or _group(pid) in groups):
-            yield pid
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except OSError:
-        return None
-
-
-def _tasks_of(pid: int) -> list[int]:
-    try:
-        return _tasks(pid)
-    except OSError:
-        return []
+def _unbind(pids: Sequence[int], cpus: set[int]) -> None:
+    """Let processes, and threads that they have started meanwhile, use all these CPUs again."""
+    for pid in pids:
+        tasks = [pid]
+        with suppress(OSError):
+            tasks = _tasks(pid)
+        for task in tasks:
+            with suppress(OSError):  # it has ended
+                allowed = os.sched_getaffinity(task)
+                if len(allowed) == 1 and allowed < cpus:
+                    os.sched_setaffinity(task, cpus)
 
 
 def _tasks(pid: int) -> list[int]:

@@ -19,17 +19,6 @@ def other() -> Iterator[int]:
         process.kill()
 
 
-@pytest.mark.parametrize("policy", [os.SCHED_OTHER, os.SCHED_BATCH])
-def test_a_process_is_scheduled_as_it_was_before(other: int, policy: int) -> None:
-    if not _processes.may_restore_priority(_processes.priority()):
-        pytest.skip("without the right")
-    os.sched_setscheduler(other, policy, os.sched_param(0))
-    before = _processes.run_when_idle([other])
-    assert os.SCHED_IDLE == os.sched_getscheduler(other)
-    _processes.run_again(before)
-    assert policy == os.sched_getscheduler(other)
-
-
 def test_a_thread_that_ends_meanwhile_leaves_no_other_on_its_cpu(monkeypatch: pytest.MonkeyPatch, other: int) -> None:
     cpus = set(sorted(os.sched_getaffinity(0))[:2])
     if len(cpus) < 2:
