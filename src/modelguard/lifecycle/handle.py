@@ -201,9 +201,9 @@ class LoadingHandle(Handle):
 
         A load that is running already becomes stale: while an old generation takes calls, its model is discarded
         (``LoadDiscarded``) and loaded again, once. Replicas are replaced one after another, and the others take the
-        calls meanwhile; a reload that is asked for while one runs follows it. Of an isolated function the old mold
-        serves until the new one and its workers are ready; over a pool, the molds of all keys take no new calls and
-        end after those that run, the next call with a key makes a new one, and there is nothing to wait for.
+        calls meanwhile; the reloads that are asked for while one runs are one that follows it. Of an isolated function
+        the old mold serves until the new one and its workers are ready; over a pool, the molds of all keys take no new
+        calls and end after those that run, the next call with a key makes a new one, and there is nothing to wait for.
 
         Args:
             wait: Return when the new generation takes calls; if False, return at once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,6 @@ from modelguard.lifecycle.handle import ModelHandle
 from modelguard.lifecycle.policies import Snapshot
 from modelguard.lifecycle.pool import PoolLease
 from modelguard.runtime import fork_hooks, waiting
-from modelguard.runtime.background import start_thread
 from modelguard.runtime.waiting import Line, Steps, TimeIsOver, Timeout, Wait
 from modelguard.telemetry import logger
 
@@ -41,6 +41,25 @@ M = TypeVar("M")
 _MOST = 1_000
 
 
+#: The place of the only roll that waits for its beginning.
+_NEXT = 0
+
+
+class _Roll:
+    """A replacement of all, one after another.
+
+    Attributes:
+        loaded: Which of them had a model when it was last asked for.
+        heard: Whether everybody who asked waits for its end.
+        ended: Gets its end.
+    """
+
+    def __init__(self) -> None:
+        self.loaded: list[ModelGuard[Any]] = []
+        self.heard = True
+        self.ended: Future[None] = waiting.promise()
+
+
 class FreeReplicas(fork_hooks.Forkable, Generic[M]):
     """Hands replicas out, each to one call at a time, and has them replaced one at a time.
 
@@ -50,6 +69,8 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
 
     Attributes:
         rolling: Held while all are replaced, one after another.
+        asking: Held while that is asked for.
+        next_roll: What has been asked for and has not begun.
     """
 
     fork_rank = fork_hooks.Rank.REPLICAS
@@ -205,7 +226,8 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
         # the parent give back to its own.
         self._free = {at: at for at in range(len(self._engines))}
         self.line.renew()
-        self.rolling = threading.Lock()
+        self.rolling, self.asking = threading.Lock(), threading.RLock()
+        self.next_roll: dict[int, _Roll] = {}
         self._deciding = threading.Lock()
 
 
@@ -296,17 +318,39 @@ class ModelReplicas(ModelHandle[M]):
 
     def _request_reload(self) -> None:
         self._engines[0].state.raise_if_closed()
-        start_thread(partial(self._roll_in_background, self._loaded()), f"modelguard-roll-{self._name}")
+        self._ask_for_roll(heard=False)
 
     def _until_reloaded(self, limit: Timeout) -> Steps[None]:
         self._raise_inside_call("reload")
-        start = self._engines[0].runtime.start_thread
         with self._waiting_for_loads():
-            rolling = waiting.start(partial(self._roll, self._loaded()), f"modelguard-roll-{self._name}", start)
-            yield Wait(rolling, limit, search=partial(_engine.search, [engine.state for engine in self._engines]))
-        if not rolling.done():
+            ended = self._ask_for_roll(heard=True)
+            yield Wait(ended, limit, search=partial(_engine.search, [engine.state for engine in self._engines]))
+        if not ended.done():
             raise Reloading(self._name, waited=limit.waited())
-        rolling.result()
+        error = ended.exception()
+        if isinstance(error, (LoadFailed, GuardClosed)):
+            _engine.raise_outcome(error)
+        ended.result()
+
+    def _ask_for_roll(self, *, heard: bool) -> Future[None]:
+        """Have all replaced from now on: by the roll that has not begun yet, if there is one. What gets its end.
+
+        Args:
+            heard: Whether somebody waits for that; else a failure is logged.
+        """
+        with self._free.asking:  # a signal handler may ask in here, too
+            own = _Roll()
+            roll = self._free.next_roll.setdefault(_NEXT, own)
+            roll.loaded = self._loaded()
+            roll.heard = roll.heard and heard
+            if roll is own:
+                try:
+                    self._engines[0].runtime.start_thread(self._roll, f"modelguard-roll-{self._name}")
+                except BaseException as error:
+                    self._free.next_roll.clear()
+                    roll.ended.set_exception(error)
+                    raise
+        return roll.ended
 
     @contextmanager
     def _waiting_for_loads(self) -> Iterator[None]:
@@ -335,20 +379,24 @@ class ModelReplicas(ModelHandle[M]):
         for engine, old in ended:
             engine.end(old, limit.left())
 
-    def _roll(self, loaded: list[ModelGuard[M]]) -> None:
+    def _roll(self) -> None:
         with self._free.rolling:
-            for guard in self._guards:
-                if not (guard in loaded and guard.engine.state.unloaded):  # it was unloaded after this was asked for
-                    guard.reload()
+            with self._free.asking:
+                roll = self._free.next_roll.pop(_NEXT)
+            try:
+                for guard in self._guards:
+                    # Else it was unloaded after this was asked for.
+                    if not (guard in roll.loaded and guard.engine.state.unloaded):
+                        guard.reload()
+            except BaseException as error:  # noqa: BLE001 - it is raised where the end is awaited
+                if not roll.heard:  # the failed load has its event
+                    logger.error("modelguard: replicas %r were not all replaced", self._name, exc_info=error)
+                roll.ended.set_exception(error)
+            else:
+                roll.ended.set_result(None)
 
     def _loaded(self) -> list[ModelGuard[M]]:
         return [guard for guard in self._guards if guard.engine.state.current is not None]
-
-    def _roll_in_background(self, loaded: list[ModelGuard[M]]) -> None:
-        try:
-            self._roll(loaded)
-        except Exception:  # noqa: BLE001 - the failed load has its event
-            logger.exception("modelguard: replicas %r were not all replaced", self._name)
 
     def status(self) -> tuple[Status, ...]:
         """The figures of each replica at this moment."""
