@@ -412,6 +412,7 @@ def run_as(command: list[str], program: str) -> Any:
 
 
 def test_who_may_not_come_back_stays_where_it_is(tmp_path: Path) -> None:
+    """Root of another user namespace may lower a priority and not raise it, so nothing of it is lowered."""
     (tmp_path / "standing.py").write_text(PRIORITIES)
     program = f"""
         import json, os, sys
@@ -463,6 +464,7 @@ def test_threads_that_a_load_has_started_do_not_stand_back_in_calls(tmp_path: Pa
 
 
 def test_the_priority_of_who_asks_for_a_reload_is_his_own(tmp_path: Path) -> None:
+    """Workers run at the nice value of their server, whatever that of the thread that asks for a reload."""
     (tmp_path / "standing.py").write_text(PRIORITIES)
     program = f"""
         import json, os, sys, threading
@@ -508,6 +510,7 @@ def allowed(model, starts):
 
 
 def test_what_a_worker_has_started_beside_a_load_is_not_kept_to_its_cpu(tmp_path: Path) -> None:
+    """A program that it starts meanwhile gets all CPUs back, also where the load fails."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one CPU")
     (tmp_path / "starts.py").write_text(STARTS)

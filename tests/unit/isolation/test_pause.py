@@ -164,6 +164,7 @@ class Process:
             settle=self.settle,
             postponed=(),
             listed=list,
+            pids=list,
             counts={},
             is_ready=True,
             presence="present",

@@ -20,6 +20,7 @@ def other() -> Iterator[int]:
 
 
 def test_a_thread_that_ends_meanwhile_leaves_no_other_on_its_cpu(monkeypatch: pytest.MonkeyPatch, other: int) -> None:
+    """All others of its process, and other processes, get their CPUs back."""
     cpus = set(sorted(os.sched_getaffinity(0))[:2])
     if len(cpus) < 2:
         pytest.skip("one CPU")

@@ -480,6 +480,7 @@ def test_requests_join_the_reload_that_has_not_begun(pair: ModelReplicas[Any], m
 def test_who_waits_for_a_reload_that_others_asked_for_hears_of_its_failure(
     pair: ModelReplicas[Any], modelguard_loader: Loader, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also where the first to ask for it does not wait."""
     pair.load()
     errors: list[BaseException] = []
 
