@@ -108,13 +108,14 @@ def _checked(name: object, value: object) -> torch.Tensor:
 def _built(build: Callable[[], Any], state: Mapping[str, Any]) -> torch.nn.Module:
     """Make the module, with its parameters on the meta device if possible."""
     try:
-        made = _PARAMETERS.on_meta(build)
+        made, is_whole = _PARAMETERS.on_meta(build)
     except (RuntimeError, TypeError, ValueError):
-        made = build()  # the constructor reads the values of its parameters, or fails anyway
+        made, is_whole = build(), True  # the constructor reads the values of its parameters, or fails anyway
     module = _module(made)
-    if _on_meta(module) <= state.keys() | _names(module):
+    if is_whole and _on_meta(module) <= state.keys() | _names(module):
         return module
-    return _module(build())  # a tensor was computed from a parameter that had no content
+    # A tensor was computed from a parameter that had no content, or the constructor has kept one that was replaced.
+    return _module(build())
 
 
 def _module(made: object) -> torch.nn.Module:
@@ -134,10 +135,12 @@ class _Parameters(threading.local):
     #: Parameters of the module that this thread is making, and their replacements; None while it makes none.
     seen: dict[int, tuple[weakref.ref[Any], torch.nn.Parameter]] | None = None
 
-    def on_meta(self, build: Callable[[], Any]) -> Any:
-        self.seen = {}
+    def on_meta(self, build: Callable[[], Any]) -> tuple[Any, bool]:
+        """What ``build`` makes, and whether nothing has kept a parameter that was replaced."""
+        seen = self.seen = {}
         try:
-            return build()
+            made = build()
+            return made, all(parameter() is None for parameter, _ in seen.values())
         finally:
             self.seen = None
 
@@ -168,14 +171,23 @@ def _registered(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _kept(module: torch.nn.Module, before: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names of tensors that are, or are views of, registered ones of ``before`` that others took the place of."""
+    """Names of tensors that share their content with registered ones of ``before`` that others took the place of."""
     now = dict(_registered(module))
-    gone = {id(old): (old, new) for name, old in before if (new := now.get(name, old)) is not old}
-    found = [
-        (name, gone.get(id(tensor if tensor._base is None else tensor._base)))  # noqa: SLF001
-        for name, tensor in (*_attributes(module), *now.items())
-    ]
-    return [name for name, pair in found if pair and (pair[0].is_meta or not torch.equal(*pair))]
+    gone: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for name, old in before:
+        if (new := now.get(name, old)) is not old:
+            gone.setdefault(_content(old), []).append((old, new))
+    stale = {key for key, pairs in gone.items() if any(old.is_meta or not torch.equal(old, new) for old, new in pairs)}
+    found = ((name, tensor) for name, tensor in (*_attributes(module), *now.items()) if f"{name}_orig" not in now)
+    return [name for name, tensor in found if _content(tensor) in stale]  # spectral_norm() computes from `weight_orig`
+
+
+def _content(tensor: torch.Tensor) -> int:
+    """The same number for tensors with the same memory. What has none is told by the tensor that it is a view of."""
+    own = id(tensor if tensor._base is None else tensor._base)  # noqa: SLF001
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
+        return own  # others may have no memory of their own, and raise
+    return tensor.untyped_storage().data_ptr() or own
 
 
 def _on_meta(module: torch.nn.Module) -> set[str]:

@@ -529,7 +529,8 @@ def load(build: Callable[..., M], path: str | os.PathLike[str], *, allow_pickle:
         WeightsMissing: Nothing has been published there.
         WeightsRefused: The file is truncated, changed, another user's or writable by others; or a weight would not be
             in the mapping.
-        WeightsMismatch: The weights do not fit the module: names, shapes or types differ.
+        WeightsMismatch: The weights do not fit the module: names, shapes or types differ, or it keeps tensors beside
+            its parameters and buffers that would not get their content.
         InvalidOption: ``build`` is not a function, or does not make a torch module.
         NotSupported: This is Windows, or the library of the format (torch, numpy, joblib) is not installed.
     """

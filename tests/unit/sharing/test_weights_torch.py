@@ -170,6 +170,12 @@ def closed_over(weight: Any) -> Callable[[], Any]:
     return lambda: weight
 
 
+def with_a_parameter(model: Any, name: str, other: str) -> None:
+    parameter = nn.Parameter(torch.randn(3))
+    setattr(model, name, parameter)
+    setattr(model, other, [parameter])
+
+
 def with_attribute(name: str, make: Callable[[Any], object]) -> Any:
     model = nn.Linear(4, 4)
     setattr(model, name, make(model))
@@ -227,6 +233,19 @@ class TestBuilding:
         mapped = weights.load(build, path)
         assert mapped.a is mapped.b
 
+    @pytest.mark.parametrize("make", [Net, nn.LSTM, nn.MultiheadAttention], ids=lambda make: make.__name__)
+    def test_is_called_once(self, path: Path, make: Callable[..., Any]) -> None:
+        """Where nothing but the module has its parameters, these never take memory."""
+        made = []
+
+        def build() -> Any:
+            made.append(1)
+            return make(8) if make is Net else make(8, 2)
+
+        weights.publish(build(), path)
+        weights.load(build, path)
+        assert [1, 1] == made
+
     def test_raises_what_the_constructor_raises(self, path: Path, published: Any) -> None:
         """The error of a failing build reaches the caller."""
 
@@ -277,6 +296,8 @@ class TestBuilding:
             lambda model: setattr(model, "center", model.mean[:2]),
             lambda model: model.register_buffer("center", model.mean, persistent=False),
             lambda model: model.register_buffer("center", model.mean[None], persistent=False),
+            lambda model: setattr(model, "center", model.mean.detach()),
+            lambda model: with_a_parameter(model, "scale", "all"),
             lambda model: setattr(model, "all", {"a": {"w": model.weight}}),
             lambda model: setattr(model, "all", {"a": [{"mean": model.mean}]}),
             lambda model: setattr(model, "all", partial(torch.add, model.mean)),
@@ -290,6 +311,8 @@ class TestBuilding:
             "a view",
             "as a buffer",
             "a view as a buffer",
+            "detached",
+            "a parameter from before it was registered",
             "a parameter in nested dicts",
             "a buffer in nested containers",
             "in a partial function",
@@ -348,7 +371,12 @@ class TestBuilding:
         vocabulary = [[number] for number in range(1000)]
         monkeypatch.setattr(_torch_weights, "_MOST_OBJECTS", 100)
         looked_at: list[object] = []
-        monkeypatch.setattr(_torch_weights, "_inside", lambda value: looked_at.append(value) or gc.get_referents(value))
+
+        def inside(value: object) -> list[Any]:
+            looked_at.append(value)
+            return gc.get_referents(value)
+
+        monkeypatch.setattr(_torch_weights, "_inside", inside)
         weights.publish(nn.Linear(4, 4), path)
         weights.load(self.build(lambda model: setattr(model, "vocabulary", vocabulary)), path)
         assert 1 < len(looked_at) < len(vocabulary)
