@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from modelguard.errors import BatchFailed, ConsumerTooSlow, GuardClosed, WouldDeadlock, WrongResults
@@ -101,6 +101,8 @@ class StreamRequest(Request):
         """
         if self.source is not None and not self._parts and self._outcome is _RUNNING:
             next(self.source, None)
+            if self.state == "done":  # another thread has left during the step
+                self.leave_source()
         with self._lock:
             if self._parts:
                 was_full = self.full
@@ -119,6 +121,13 @@ class StreamRequest(Request):
             raise outcome.error
         finally:
             del self, outcome  # the error's traceback refers to this frame
+
+    def leave_source(self) -> None:
+        """Close what makes its parts; in the middle of a step, whoever computes that does so at its end."""
+        self.state = "done"
+        if self.source is not None:
+            with suppress(ValueError):  # it is being computed
+                self.source.close()
 
     def drop_parts(self) -> None:
         self._parts.clear()
@@ -278,7 +287,7 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
         self._open = False
         request = self._request
         if request.source is not None:
-            request.source.close()
+            request.leave_source()
         elif self._process == os.getpid():
             leave(request)
         request.drop_parts()

@@ -498,6 +498,31 @@ def test_inline_each_part_is_made_when_it_is_asked_for() -> None:
     assert 0 == f.status().batches
 
 
+def test_inline_a_stream_may_be_closed_during_a_step() -> None:
+    """By another thread, as by a server that notices a disconnect: whoever waits for the part gets the end."""
+    begun, goes_on = threading.Event(), threading.Event()
+    seen: list[Any] = []
+
+    @batched(max_size=4)
+    def f(items: list[int]) -> Iterator[list[int]]:
+        try:
+            begun.set()
+            assert goes_on.wait(10)
+            yield items
+        finally:
+            seen.append("closed")
+
+    with inline():
+        stream = f.stream(7)
+        reader = threading.Thread(target=lambda: seen.append(list(stream)))
+        reader.start()
+        assert begun.wait(10)
+        stream.close()
+        goes_on.set()
+        reader.join(10)
+    assert ["closed", []] == seen
+
+
 @pytest.mark.parametrize(
     ("part", "error"),
     [(StopIteration, None), (ValueError("bad"), ValueError), (None, BatchFailed)],
