@@ -168,6 +168,25 @@ FINALIZERS = """
 """
 
 
+CLOSES = """
+import sys
+from modelguard import guard, replicas
+both = guard(dict, reload_on=None, name="one"), replicas(guard(dict, reload_on=None, name="two"), 2)
+for one in both:
+    one.load()
+
+class Service:
+    def __del__(self, both=both, sys=sys, write=sys.stdout.write, flush=sys.stdout.flush):
+        for one in both:
+            one.close()
+            write(f"{sys.meta_path}\\n")
+        flush()
+
+service = Service()
+service.itself = service
+"""
+
+
 def ended(program: str) -> str:
     """What a program printed, which has come to a good end."""
     done = subprocess.run(
@@ -218,3 +237,8 @@ def test_a_generator_that_is_not_finished_does_not_keep_the_interpreter() -> Non
 def test_finalizers_wait_for_no_thread() -> None:
     """None runs any more then: neither one that loads, nor one that waits for work."""
     assert 5 * ["the interpreter is shutting down"] + ["done"] == ended(FINALIZERS).splitlines()
+
+
+def test_finalizers_may_close_what_has_a_model() -> None:
+    """Nothing can be imported any more then, which figures, the trim and the first event of a release need."""
+    assert ["None", "None"] == ended(CLOSES).splitlines()

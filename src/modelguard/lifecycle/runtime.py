@@ -95,10 +95,10 @@ T = TypeVar("T")
 
 
 def known(read: Callable[[], T]) -> T | None:
-    """A figure, None where the platform gives none, or no descriptor is left to read it with."""
+    """A figure, None where the platform gives none, no descriptor is left to read it with, or the interpreter ends."""
     try:
         return read()
-    except (NotSupported, OSError):
+    except (NotSupported, OSError, ImportError):
         return None
 
 
@@ -243,6 +243,8 @@ class Runtime:
             return Trim(self.trim(), None)
         except NotSupported as error:
             return Trim(None, error.reason)
+        except ImportError as error:  # the interpreter ends
+            return Trim(None, str(error))
 
 
 _make: Callable[[], Runtime] = Runtime

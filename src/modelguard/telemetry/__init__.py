@@ -22,6 +22,7 @@ def __getattr__(name: str) -> Any:
         if name == "__all__":
             return offered
         if name in offered:
-            globals()[name] = found = getattr(events, name)
-            return found
+            # All of them: a finalizer at the exit imports nothing any more.
+            globals().update({one: getattr(events, one) for one in events.NAMES})
+            return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
