@@ -502,11 +502,59 @@ def load():
 @isolate(workers=2)
 @guard(load, reload_on=None)
 def allowed(model, starts):
+    time.sleep(0.02)
     mask = sorted(os.sched_getaffinity(0))
     if starts and len(mask) == 1:
         return mask, [subprocess.Popen(["sleep", "60"], start_new_session=True).pid]
     return mask, []
 """
+
+
+COUNTS = (
+    STARTS[: STARTS.index("@isolate")]
+    + """
+@functools.cache
+def count():
+    return len(os.sched_getaffinity(0))
+
+@isolate(workers=2)
+@guard(load, reload_on=None)
+def counted(model):
+    time.sleep(0.05)
+    return os.getpid(), count()
+"""
+).replace("import os", "import functools, os")
+
+
+def test_a_worker_that_has_its_first_call_beside_a_load_counts_all_cpus(tmp_path: Path) -> None:
+    """As OpenMP does once for its life."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one CPU")
+    (tmp_path / "counts.py").write_text(COUNTS)
+    program = f"""
+        import json, os, sys, threading, time
+        from contextlib import suppress
+        from pathlib import Path
+        sys.path.insert(0, {str(tmp_path)!r})
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+        from modelguard.errors import LoadFailed
+        from counts import counted
+        def reload():
+            with suppress(LoadFailed):
+                counted.reload()
+        with counted:
+            load = threading.Thread(target=reload)
+            load.start()
+            time.sleep(0.3)
+            seen = dict()
+            while len(seen) < 2:
+                calls = [threading.Thread(target=lambda: seen.update([counted()])) for _ in range(2)]
+                [call.start() for call in calls], [call.join() for call in calls]
+            Path({str(tmp_path / "go")!r}).touch()
+            load.join()
+        print(json.dumps(sorted(seen.values())))
+    """
+    assert [2, 2] == run_python(program, 120)
 
 
 def test_what_a_worker_has_started_beside_a_load_is_not_kept_to_its_cpu(tmp_path: Path) -> None:
@@ -526,6 +574,9 @@ def test_what_a_worker_has_started_beside_a_load_is_not_kept_to_its_cpu(tmp_path
             with suppress(LoadFailed):
                 allowed.reload()
         with allowed:
+            for _ in range(20):  # each has had calls
+                calls = [threading.Thread(target=allowed, args=[False]) for _ in range(2)]
+                [call.start() for call in calls], [call.join() for call in calls]
             load = threading.Thread(target=reload)
             load.start()
             while not (programs := allowed(True)[1]):

@@ -432,9 +432,9 @@ class Workers:
             return tuple(dict.fromkeys(reason for reasons in waiting for reason in reasons))
 
     def pids(self) -> list[int]:
-        """Those of the workers that take calls now."""
+        """Those of the workers that take calls now and have had one: in its first one, a library counts its CPUs."""
         with self._lock:
-            return [worker.pid for worker in self._up()][: self._size]
+            return [worker.pid for worker in self._up() if worker.calls][: self._size]
 
     def listed(self) -> list[tuple[Worker, WorkerState, bool, int]]:
         with self._lock:
