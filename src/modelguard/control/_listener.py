@@ -34,16 +34,11 @@ from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
     from modelguard.isolation.isolate import Isolated
-    from modelguard.lifecycle.status import State
 
     Target: TypeAlias = ModelGuard[Any] | ModelPool[Any, Any] | Isolated[..., Any]
 
 
 # What takes commands in a process: its guards, pools and isolated functions, and their figures as JSON.
-
-
-#: What a target is, as the answers say it.
-Kind = Literal["guard", "pool", "isolated function"]
 
 
 def find(name: str | None) -> list[Target]:
@@ -59,22 +54,6 @@ def find(name: str | None) -> list[Target]:
         why = "is not a guard, a pool or an isolated function of this process"
         raise InvalidOption("name", name, why=why, fix=f"There are: {listed}.")
     return found
-
-
-def kind_of(target: Target) -> Kind:
-    if isinstance(target, ModelGuard):
-        return "guard"
-    return "pool" if isinstance(target, ModelPool) else "isolated function"
-
-
-def state_of(target: Target) -> State:
-    """In which state it is. A pool is ready while it has models, idle if all were released until their next use."""
-    if not isinstance(target, ModelPool):
-        return target.status().state
-    status = target.status()
-    if target.closed:
-        return "closed"
-    return "ready" if status.models else "idle" if status.idle else "new"
 
 
 #: What is told of a status as it is, where it has it.
@@ -97,7 +76,7 @@ def figures(target: Target) -> dict[str, Any]:
     if isinstance(target, ModelPool):
         models = dict(zip(_keys(status.models), status.models.values(), strict=True))
         kept = {"models": models, "idle": _keys(status.idle)}
-        return found | {"state": state_of(target), "ready": not target.closed} | kept
+        return found | {"ready": not target.closed} | kept
     found |= {"ready": target.ready, "postponed": None}
     if (waits := status.postponed) is not None:
         reasons = [str(reason) for reason in waits.reasons]
@@ -131,13 +110,13 @@ class Result(NamedTuple):
 
     Attributes:
         name: Its name.
-        kind: What it is.
+        kind: What it is: a guard, a pool or an isolated function.
         error: Why it did not work; None if it did.
         status: Its figures afterwards, as JSON.
     """
 
     name: str
-    kind: Kind
+    kind: str
     error: str | None
     status: dict[str, Any]
 
@@ -166,7 +145,8 @@ def run(
     for target in found:
         left_alone = command == "status" or _is_left_alone(command, target, brokers, by_name=name is not None)
         error = None if left_alone else _do(command, target, limit, wait=wait)
-        results.append(Result(target.name, kind_of(target), error, figures(target)))
+        kind = target._what  # noqa: SLF001 - as its own errors call it
+        results.append(Result(target.name, kind, error, figures(target)))
     return results
 
 
@@ -174,12 +154,12 @@ def _is_left_alone(command: Command, target: Target, brokers: Collection[int], *
     status = target.status()
     if isinstance(status, IsolationStatus) and status.broker in brokers:
         return True
-    return command in {"reload", "unload"} and state_of(target) in {"new", "closed"} and not by_name
+    return command in {"reload", "unload"} and status.state in {"new", "closed"} and not by_name
 
 
 def _do(command: Command, target: Target, limit: Timeout, *, wait: bool) -> str | None:
     """Do it to one target; returns why it did not work."""
-    if command == "reload" and state_of(target) == "new":
+    if command == "reload" and target.status().state == "new":
         return "was never loaded in this process, so there is nothing to replace"
     try:
         if command == "reload" and not isinstance(target, ModelPool):

@@ -357,7 +357,7 @@ class PoolScope(MoldScope):
         molds = [mold for one in list(self._guards) if (mold := one.current) is not None]
         return IsolationStatus(
             name=self.name,
-            state="closed" if self.closed else "ready" if pool.models else "idle" if pool.idle else "new",
+            state=pool.state,
             ready=self.ready,
             **_of_workers(molds),
             in_flight=pool.in_flight,

@@ -329,8 +329,10 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
 
         with self._lock:
             loaded = {key: model for key, model in self._models.items() if not model.loading}
+            idle = tuple(key for key, known in self._known.items() if known.idle)
             return PoolStatus(
                 name=self.name,
+                state="closed" if self.closed else "ready" if loaded else "idle" if idle else "new",
                 models={key: model.size for key, model in loaded.items()},
                 in_flight=sum(one.state.in_flight for one in (*self._engines(), *(one for _, one in self._outlasting))),
                 used=self._used,
@@ -338,7 +340,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                 loads=self._loads,
                 evictions=self._evictions,
                 unloads=self._unloads,
-                idle=tuple(key for key, known in self._known.items() if known.idle),
+                idle=idle,
                 paused=self.paused,
                 versions={
                     key: version

@@ -95,6 +95,8 @@ class PoolStatus(Generic[K]):
 
     Attributes:
         name: The pool's name.
+        state: ``ready`` while it has models, ``idle`` if all were released until their next use, ``new`` before the
+            first, or ``closed``.
         models: Size in bytes of each loaded model.
         in_flight: Leases that run now.
         used: Bytes of the budget in use.
@@ -108,6 +110,7 @@ class PoolStatus(Generic[K]):
     """
 
     name: str
+    state: State
     models: dict[K, int]
     in_flight: int
     used: int

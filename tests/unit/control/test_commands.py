@@ -136,6 +136,8 @@ class TestCommands:
 class Isolated:
     """Stands for an isolated function; writes down what is asked of it."""
 
+    _what = "isolated function"
+
     def __init__(self, name: str, *, state: State = "ready", broker: int | None = None) -> None:
         self.name, self.state, self.broker, self.ready = name, state, broker, True
         self.paused = False
