@@ -37,10 +37,10 @@ def events() -> Iterator[list[Event]]:
     """What happens in the test, whose guards are closed afterwards: policies would go on, and report to other tests."""
     seen: list[Event] = []
     telemetry.set_hooks([seen.append])
-    before = set(guards())
+    before = set(guards)
     yield seen
     telemetry.set_hooks(None)
-    for one in set(guards()) - before:
+    for one in set(guards) - before:
         one.close(timeout=0)
 
 

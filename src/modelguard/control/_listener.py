@@ -47,7 +47,7 @@ def find(name: str | None) -> list[Target]:
     Raises:
         InvalidOption: There is none with this name.
     """
-    known: list[Target] = sorted((*guards(), *pools(), *status.functions), key=lambda target: target.name)
+    known: list[Target] = sorted((*guards, *pools, *status.functions), key=lambda target: target.name)
     found = [target for target in known if name in (None, target.name)]
     if name is not None and not found:
         listed = ", ".join(repr(target.name) for target in known) or "none"

@@ -407,7 +407,7 @@ def loaded() -> list[str]:
 def guard_uses() -> list[tuple[str, int, int]]:
     """The guards of this process: what tells each from the others, generation, and calls that have ended on it."""
     module = sys.modules.get("modelguard.lifecycle.guard")
-    statuses = [(id(guard), guard.status()) for guard in module.guards()] if module is not None else []
+    statuses = [(id(guard), guard.status()) for guard in module.guards] if module is not None else []
     return [(f"{status.name} at {number:#x}", status.generation, status.uses) for number, status in statuses]
 
 

@@ -206,7 +206,7 @@ def _guards() -> dict[str, Any]:
                 "policy": None if guard.reload_on is None else repr(guard.reload_on),
                 "load_seconds": guard.status().load_seconds,
             }
-            for guard in (module.guards() if module is not None else ())
+            for guard in (module.guards if module is not None else ())
         ]
     }
 

@@ -152,7 +152,7 @@ class Web:
             return None
         if path == self.livez:
             return json_answer(HTTPStatus.OK, {"status": "alive"})
-        of_process = (*all_guards(), *_batcher.batchers, *_isolated.functions)
+        of_process = (*all_guards, *_batcher.batchers, *_isolated.functions)
         checked = of_process if self.guards is None else self.guards
         missing = [guard.name for guard in checked if not guard.ready]
         content: dict[str, Any] = {"status": "ready"}

@@ -89,9 +89,9 @@ def guards_to_share() -> tuple[ModelGuard[Any], ...]:
     Raises:
         InvalidOption: There is nothing of modelguard's, so the guards are probably made too late.
     """
-    found = sorted(all_guards(), key=lambda guard: guard.name)
+    found = sorted(all_guards, key=lambda guard: guard.name)
     found = [guard for guard in found if guard.prefork] or found
-    if not found and not (_batcher.batchers or _isolated.functions or all_pools()):
+    if not found and not (_batcher.batchers or _isolated.functions or all_pools):
         why = "must not be empty: the application made no guard while it was imported"
         raise InvalidOption("guards", (), why=why, fix="Make it at the top of a module: nlp = guard(load_model, ...).")
     return tuple(found)

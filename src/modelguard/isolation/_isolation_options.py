@@ -522,7 +522,7 @@ def warn_of_other_loaders(function: Any) -> None:
     owner, module = owner_of(function), function.__module__
     own = owner.engine.options.load if isinstance(owner, ModelGuard) else None
     needed = _libraries_in(own) | _libraries_in(inspect.unwrap(function))
-    loads = [(engine.name, engine.options.load) for engine in engines()]
+    loads = [(engine.name, engine.options.load) for engine in engines]
     for name, load in loads if _processes.role == "owner" else ():
         extra = _libraries_in(load) - needed if getattr(load, "__module__", None) == module else ()
         if extra and module not in _told:

@@ -64,18 +64,14 @@ def is_lazy(kind: type) -> bool:
     return kind is CoroutineType or hasattr(kind, "add_done_callback")
 
 
-_engines: WeakRegistry[Engine[Any]] = WeakRegistry()
+engines: WeakRegistry[Engine[Any]] = WeakRegistry()
 fork_hooks.at_fork(fork_hooks.Rank.IMPORTS, before=fork_hooks.finish_imports)
-
-
-def engines() -> tuple[Engine[Any], ...]:
-    return tuple(_engines)
 
 
 def _unload_all(seconds: float) -> None:
     """At interpreter exit: close the files, threads and connections of models."""
     until = time.monotonic() + seconds
-    for engine in engines():
+    for engine in engines:
         engine.unload_at_exit(max(0.0, until - time.monotonic()))
 
 
@@ -99,7 +95,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         self.changed: Callable[[], object] = lambda: None
         self.end_load: Callable[[], object] = lambda: None
         _hooks.import_events()
-        _engines.add(self)
+        engines.add(self)
         fork_hooks.register(self)
 
     def __repr__(self) -> str:
@@ -682,7 +678,7 @@ _lent_from_outside: set[int] = set()
 
 
 def _turns() -> list[GuardState[Any]]:
-    return [engine.state for engine in engines() if (job := engine.state.job) is not None and job.has_turn]
+    return [engine.state for engine in engines if (job := engine.state.job) is not None and job.has_turn]
 
 
 def _waited_for(state: GuardState[Any]) -> Iterator[tuple[GuardState[Any], list[int]]]:

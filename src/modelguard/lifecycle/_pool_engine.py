@@ -56,11 +56,7 @@ _REMEMBERED = 256
 #: How often a pool looks for models that nobody uses, in the time after which they are released.
 _LOOKS = 10
 
-_pool_engines: WeakRegistry[PoolEngine[Any, Any]] = WeakRegistry()
-
-
-def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
-    return tuple(_pool_engines)
+pool_engines: WeakRegistry[PoolEngine[Any, Any]] = WeakRegistry()
 
 
 def _check_keys(keys: tuple[object, ...]) -> None:
@@ -100,7 +96,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         self._loads = self._evictions = self._unloads = 0
         _hooks.import_events()
         self._renew_locks()
-        _pool_engines.add(self)
+        pool_engines.add(self)
         fork_hooks.register(self)
 
     def _renew_locks(self) -> None:

@@ -27,7 +27,8 @@ __all__ = ["ModelGuard", "guard", "guard_of"]
 
 M = TypeVar("M")
 
-_guards: WeakRegistry[ModelGuard[Any]] = WeakRegistry()
+#: The guards of this process that somebody refers to.
+guards: WeakRegistry[ModelGuard[Any]] = WeakRegistry()
 
 
 class ModelGuard(ModelHandle[M]):
@@ -49,7 +50,7 @@ class ModelGuard(ModelHandle[M]):
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
         self.engine: Engine[M] = Engine(options, runtime)
         super().__init__(self.engine.name, (self.engine,))
-        _guards.add(self)
+        guards.add(self)
         # The engine is in reference cycles: without this, it would reload for nobody until the collector finds it.
         weakref.finalize(self, self.engine.stop_checks).atexit = False
 
@@ -135,14 +136,9 @@ class ModelGuard(ModelHandle[M]):
         self.engine.checks.recycle_here(ask)
 
 
-def guards() -> tuple[ModelGuard[Any], ...]:
-    """The guards of this process that somebody refers to, in no particular order."""
-    return tuple(_guards)
-
-
 def hide(guard: ModelGuard[Any]) -> None:
-    """Leave a guard out of :func:`guards`: this process never loads its model, or shows it in another way."""
-    _guards.discard(guard)
+    """Leave a guard out of :data:`guards`: this process never loads its model, or shows it in another way."""
+    guards.discard(guard)
 
 
 def guard_of(function: Callable[..., object]) -> ModelGuard[Any]:

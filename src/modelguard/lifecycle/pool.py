@@ -35,12 +35,8 @@ K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
 
 
-_pools: WeakRegistry[ModelPool[Any, Any]] = WeakRegistry()
-
-
-def pools() -> tuple[ModelPool[Any, Any], ...]:
-    """The pools of this process."""
-    return tuple(_pools)
+#: The pools of this process.
+pools: WeakRegistry[ModelPool[Any, Any]] = WeakRegistry()
 
 
 class ModelPool(Handle, Generic[K, M]):
@@ -57,7 +53,7 @@ class ModelPool(Handle, Generic[K, M]):
     def __init__(self, engine: PoolEngine[K, M]) -> None:
         super().__init__(engine.name, (engine,))
         self._engine = engine
-        _pools.add(self)
+        pools.add(self)
 
     @property
     def closed(self) -> bool:

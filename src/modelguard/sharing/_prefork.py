@@ -43,7 +43,7 @@ _POLL = 0.005
 
 def loading() -> str | None:
     """The name of a guard that is loading a model, or releasing one that it has replaced; None if there is none."""
-    return next((guard.name for guard in all_guards() if guard.engine.loading), None)
+    return next((guard.name for guard in all_guards if guard.engine.loading), None)
 
 
 def wait_for_loads(timeout: float) -> str | None:
@@ -352,7 +352,7 @@ def check_guards(given: Iterable[object]) -> None:
 
 def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:
     check_guards(guards)
-    marked = (guard for guard in all_guards() if guard.prefork)
+    marked = (guard for guard in all_guards if guard.prefork)
     chosen = tuple(dict.fromkeys(guards)) or tuple(sorted(marked, key=lambda guard: guard.name))
     if not chosen:
         fix = "Give a guard, or make it with guard(..., prefork=True) in a module that is imported before."

@@ -257,7 +257,7 @@ class Clock(OfTest):
         ahead = self._clock() - time.monotonic()
         real = runtime.Runtime(clock=lambda: time.monotonic() + ahead)
         outliving = self._ticked()
-        both: tuple[Any, ...] = (*engines(), *pool_engines())
+        both: tuple[Any, ...] = (*engines, *pool_engines)
         for engine in both:
             if engine.runtime is self._runtime:
                 engine.runtime = real
@@ -270,7 +270,7 @@ class Clock(OfTest):
     def _ticked(self) -> list[Ticked]:
         """What the ticker would check: guards, ``memory.trim_every`` and pools, but not the models in these."""
         trimming = memory.running()
-        all_ = (*(guard.engine for guard in guards()), *([trimming] if trimming else ()), *pool_engines())
+        all_ = (*(guard.engine for guard in guards), *([trimming] if trimming else ()), *pool_engines)
         return [one for one in all_ if one.runtime is self._runtime]
 
     def _evaluate(self) -> None:
@@ -291,7 +291,7 @@ class Clock(OfTest):
             return [thread for thread in self._threads if thread is not threading.current_thread()]
 
     def _waits_for_the_test(self) -> bool:
-        own = [engine for engine in engines() if engine.runtime is self._runtime]  # not those of earlier tests
+        own = [engine for engine in engines if engine.runtime is self._runtime]  # not those of earlier tests
         return any(old.leases for engine in own for old in tuple(engine.state.draining)) or any_held()
 
     # The runtime

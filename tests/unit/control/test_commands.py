@@ -26,9 +26,9 @@ from modelguard.telemetry import Reason
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModelGuard[Any], ModelGuard[Any]]]:
     """The only guards of this process: one with a model, one that was never loaded."""
-    monkeypatch.setattr(guard_module, "_guards", weakref.WeakSet())
+    monkeypatch.setattr(guard_module.guards, "_references", set())
     monkeypatch.setattr(status, "functions", weakref.WeakSet())
-    monkeypatch.setattr("modelguard.lifecycle.pool._pools", weakref.WeakSet())
+    monkeypatch.setattr("modelguard.lifecycle.pool.pools._references", set())
     loaded, new = guard(dict, reload_on=None, name="nlp"), guard(dict, reload_on=None, name="asr")
     with loaded:
         yield loaded, new

@@ -14,7 +14,6 @@ from modelguard.diagnosis._watch import Look, Observed, Watch, World
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.telemetry import Event, GrowthFound
 
 MB = 10**6
@@ -156,7 +155,8 @@ def test_a_rollback_counts_no_call_twice(seen: list[Event]) -> None:
 
 def test_a_guard_that_is_made_later(seen: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
     """Growth is found by the time, which was counted before, and then by the calls: never by both at once."""
-    monkeypatch.setattr("modelguard.lifecycle.guard._guards", WeakRegistry())  # those of other tests may still be there
+    # Those of other tests may still be there.
+    monkeypatch.setattr("modelguard.lifecycle.guard.guards._references", set())
     service, now = Service(threads=1), [0.0]
     watching = Watch("service", 10.0, None, replace(service.world(), clock=lambda: now[0]))
     made: list[ModelGuard[object]] = []

@@ -23,6 +23,6 @@ def model() -> Iterator[Gated]:
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guards, batched or isolated functions of other tests are known."""
-    monkeypatch.setattr(guard_module, "_guards", weakref.WeakSet())
+    monkeypatch.setattr(guard_module.guards, "_references", set())
     monkeypatch.setattr(_batcher, "batchers", weakref.WeakSet())
     monkeypatch.setattr(_isolated, "functions", weakref.WeakSet())

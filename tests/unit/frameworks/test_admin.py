@@ -87,9 +87,9 @@ def ask(request: pytest.FixtureRequest) -> Ask:
 @pytest.fixture
 def nlp(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelGuard[Any]]:
     """The only guard of this process that has a model, without isolated functions."""
-    monkeypatch.setattr(guard_module, "_guards", weakref.WeakSet())
+    monkeypatch.setattr(guard_module.guards, "_references", set())
     monkeypatch.setattr(status, "functions", weakref.WeakSet())
-    monkeypatch.setattr("modelguard.lifecycle.pool._pools", weakref.WeakSet())
+    monkeypatch.setattr("modelguard.lifecycle.pool.pools._references", set())
     with guard(dict, reload_on=None, name="nlp") as made:
         yield made
 

@@ -56,12 +56,12 @@ def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -
     first, second = (guard(dict, reload_on=None, name=name) for name in ("b", "a"))
     marked = guard(dict, reload_on=None, name="c", prefork=True)
     for alive, expected in (((first, second), (second, first)), ((first, marked), (marked,))):
-        monkeypatch.setattr(_workers, "all_guards", lambda alive=alive: alive)
+        monkeypatch.setattr(_workers, "all_guards", alive)
         assert expected == _workers.guards_to_share()
-    monkeypatch.setattr(_workers, "all_guards", tuple)
+    monkeypatch.setattr(_workers, "all_guards", ())
     monkeypatch.setattr(_workers._batcher, "batchers", ())
     monkeypatch.setattr(_workers._isolated, "functions", ())
-    monkeypatch.setattr(_workers, "all_pools", tuple)
+    monkeypatch.setattr(_workers, "all_pools", ())
     with pytest.raises(InvalidOption, match="made no guard"):
         _workers.guards_to_share()
     monkeypatch.undo()
@@ -70,7 +70,7 @@ def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("kind", ["batched", "isolated", "pool"])
 def test_an_application_without_guards_shares_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server starts it all the same."""
-    monkeypatch.setattr(_workers, "all_guards", tuple)
+    monkeypatch.setattr(_workers, "all_guards", ())
     made = {
         "batched": lambda: batched(max_size=2)(sorted),
         "isolated": lambda: isolate(workers=1)(len),

@@ -256,7 +256,7 @@ class TestReadiness:
     def test_its_guards_are_no_guards_of_this_process(self) -> None:
         """A readiness probe must not wait for a model that is never loaded here."""
         isolated: Isolated[Any, Any] = isolate()(predict)
-        assert guard_of(predict) not in guards()
+        assert guard_of(predict) not in guards
         assert isolated in status.functions
         assert not isolated.ready
 

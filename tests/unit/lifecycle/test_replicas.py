@@ -581,7 +581,7 @@ def test_each_replica_has_a_name_and_a_status(modelguard_loader: Loader) -> None
     options = guard(modelguard_loader, reload_on=None, name="only here")
     pair = replicas(options, 2)
     assert ["only here[0]", "only here[1]"] == [status.name for status in pair.status()]
-    assert {"only here[0]", "only here[1]"} == {one.name for one in guards() if one.name.startswith("only here")}
+    assert {"only here[0]", "only here[1]"} == {one.name for one in guards if one.name.startswith("only here")}
     assert ("only here", "<ModelReplicas 'only here', 2 of them>") == (pair.name, repr(pair))
     assert "only here" == options.name
 
