@@ -16,7 +16,7 @@ from modelguard.errors import printable as printable  # noqa: PLC0414 - offered 
 
 if TYPE_CHECKING:
     import inspect
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 T = TypeVar("T")
 
@@ -313,30 +313,6 @@ def function_kind(function: Any) -> FunctionKind:
         if inspect.isgeneratorfunction(called):
             return "generator"
     return "function"
-
-
-#: Web frameworks whose applications know the functions that they call.
-_WEB_FRAMEWORKS = frozenset({"fastapi", "flask", "starlette"})
-
-
-def framework_of_route(function: Any, caller: Mapping[str, Any]) -> str | None:
-    """The web framework that calls ``function`` already, as its module's variables or those of ``caller`` show."""
-    import inspect
-
-    plain = inspect.unwrap(function)
-    for value in [*getattr(plain, "__globals__", {}).values(), *caller.values()]:
-        # By its type and not by isinstance(): objects that pose as others may run code of their own.
-        modules = (type_name(kind).partition(".")[0] for kind in type(value).__mro__)
-        framework = next((name for name in modules if name in _WEB_FRAMEWORKS), None)
-        if framework is not None and any(handler is plain or handler is function for handler in _handlers(value)):
-            return framework
-    return None
-
-
-def _handlers(application: Any) -> Iterator[Any]:
-    for route in getattr(application, "routes", None) or ():
-        yield getattr(route, "endpoint", None)
-    yield from (getattr(application, "view_functions", None) or {}).values()
 
 
 def name(value: object) -> str:

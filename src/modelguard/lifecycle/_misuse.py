@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from modelguard import _units
@@ -13,6 +15,8 @@ from modelguard.errors import InvalidOption
 
 #: A method's first parameter.
 _RECEIVERS = frozenset({"self", "cls", "mcs"})
+#: Objects of web frameworks that hold the functions which they call: the module and name of each class.
+_HOLDERS = (("starlette.routing", "Route"), ("flask", "Flask"), ("flask", "Blueprint"))
 
 
 class _Required:
@@ -124,24 +128,53 @@ def check_ask(ask: object) -> None:
     _units.function(ask, "ask", "the reasons", fix="Give a function that takes the reasons.", arguments=1)
 
 
-def check_not_routed(function: Any, caller: Mapping[str, Any]) -> None:
+def check_not_routed(function: Any) -> None:
     """Check that no web framework calls ``function`` without the decorator that is about to be put on it.
 
     ``@nlp`` above ``@app.get(...)`` decorates too late: the framework has registered the plain function, takes the
-    model for a parameter of the request, and answers 422.
-
-    Args:
-        function: What is decorated.
-        caller: The local variables where it is decorated.
+    model for a parameter of the request, and answers 422. The search takes milliseconds, so it is made only for
+    functions that are :func:`in_use`.
 
     Raises:
         InvalidOption: It is registered as the handler of a route.
     """
-    framework = _units.framework_of_route(function, caller)
-    if framework is not None:
+    kinds = tuple(vars(sys.modules[module])[name] for module, name in _HOLDERS if module in sys.modules)
+    if not kinds or not isinstance(function, FunctionType):
+        return
+    # By their types and not by isinstance(): objects that pose as others may run code of their own.
+    everything = gc.get_objects()
+    matching = {kind for kind in set(map(type, everything)) if issubclass(kind, kinds)}
+    holders = (one for one in everything if type(one) in matching)
+    holder = next((one for one in holders if _calls(one, function)), None)
+    if holder is not None:
+        framework = type(holder).__module__.partition(".")[0]
         why = f"is already registered with {framework}, which would call it without the model"
         fix = "Put the guard's decorator below the route's, next to the def."
         raise InvalidOption("function", function, why=why, fix=fix)
+
+
+def in_use(references: int) -> bool:
+    """Whether somebody else may refer to a function that a decorator's ``__call__`` got, by ``sys.getrefcount`` there.
+
+    Without the GIL the count does not tell: references on the interpreter's stack are not in it.
+    """
+    return references > _FRESH or "t" in sys.abiflags
+
+
+class _CountReferences:
+    """A decorator that is called like a guard."""
+
+    def __call__(self, function: Any, /) -> int:
+        return sys.getrefcount(function)
+
+
+@_CountReferences()
+def _FRESH() -> None: ...  # noqa: N802 - the count that this interpreter gives for a function that nobody else knows
+
+
+def _calls(holder: Any, function: FunctionType) -> bool:
+    handlers = vars(holder).get("view_functions", {}).values()  # Flask's, by name
+    return vars(holder).get("endpoint") is function or any(handler is function for handler in handlers)
 
 
 # Signatures of functions before and after they are decorated.

@@ -58,8 +58,10 @@ class Decorator(Generic[M]):
             TypeError: It is missing.
         """
         _misuse.check_keyword("function", function, (), fix=_FIX)
+        in_use = _misuse.in_use(sys.getrefcount(function))
         decorated = self._decorate(function)
-        _misuse.check_not_routed(function, sys._getframe(1).f_locals)  # noqa: SLF001 - the public one may return None
+        if in_use:
+            _misuse.check_not_routed(function)
         return decorated
 
     def _decorate(self, function: Any) -> Any:

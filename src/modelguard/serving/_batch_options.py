@@ -5,7 +5,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self, TypedDict, get_args
 
@@ -349,6 +349,8 @@ _TAKEN = {"timeout": "bounds the call", "priority": "says how urgent it is"}
 _LISTS = (list, Sequence, MutableSequence, Collection, Iterable)
 #: Types of items for which a list is certainly a mistake. Others may accept a list in place of an array, say.
 _SCALARS = (str, bytes, int, float, complex, bool, dict)
+#: Web frameworks whose applications know their handlers.
+_WEB_FRAMEWORKS = frozenset({"fastapi", "flask", "starlette"})
 
 
 def check_function(function: Any, caller: Mapping[str, Any]) -> None:
@@ -370,9 +372,7 @@ def check_function(function: Any, caller: Mapping[str, Any]) -> None:
         why = f"it must be a function or a method, not {_units.kind_of(function)}"
         raise _rejected(function, why=why, fix="Decorate: def predict(items): return [...]")
     _check_parameters(function)
-    if _units.framework_of_route(function, caller) is not None:  # ``@batched`` stands above ``@app.get``
-        why = "it is a route of a web application already, which would call it without batches"
-        raise _rejected(function, why=why, fix=route_fix(function, inspect.unwrap(function).__name__))
+    _check_no_route(function, caller)
 
 
 def _check_parameters(function: Any) -> None:
@@ -409,6 +409,24 @@ def _check_first_parameter(function: Any, first: inspect.Parameter, *others: ins
         kind = _type_name(annotation)
         why = f"its first parameter '{first.name}' is one item ({kind}), not a list of items"
         raise _rejected(function, why=why, fix=f"Write: def predict(items: list[{kind}]): ...")
+
+
+def _check_no_route(function: Any, caller: Mapping[str, Any]) -> None:
+    """Reject a function that a web application already serves, because ``@batched`` stands above ``@app.get``."""
+    plain = inspect.unwrap(function)
+    for value in [*getattr(plain, "__globals__", {}).values(), *caller.values()]:
+        if any(plain is handler or function is handler for handler in _handlers(value)):
+            why = "it is a route of a web application already, which would call it without batches"
+            raise _rejected(function, why=why, fix=route_fix(function, plain.__name__))
+
+
+def _handlers(value: Any) -> Iterator[Any]:
+    modules = (_units.type_name(kind).partition(".")[0] for kind in type(value).__mro__)
+    if _WEB_FRAMEWORKS.isdisjoint(modules):
+        return
+    for route in getattr(value, "routes", None) or ():
+        yield getattr(route, "endpoint", None)
+    yield from (getattr(value, "view_functions", None) or {}).values()
 
 
 def _rejected(function: Any, *, why: str, fix: str) -> InvalidOption:

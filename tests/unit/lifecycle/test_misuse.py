@@ -141,42 +141,45 @@ class TestDecorators:
             nlp(batched(max_size=2)(lambda items: items))
 
 
-#: An application, and what decorates a function as one of its routes.
-Routed = tuple[Any, Callable[[Any], Any]]
+apps: list[Any] = []
 
 
-def fastapi(path: str) -> Routed:
+def fastapi(path: str) -> Callable[[Any], Any]:
     from fastapi import FastAPI
 
     app = FastAPI()
-    return app, app.get(path)
+    apps.append(app)
+    route: Callable[[Any], Any] = app.get(path)
+    return route
 
 
-def flask(path: str) -> Routed:
+def flask(path: str) -> Callable[[Any], Any]:
     app = Flask("app")
-    return app, app.get(path)
+    apps.append(app)
+    route: Callable[[Any], Any] = app.get(path)
+    return route
 
 
-def starlette(path: str) -> Routed:
+def starlette(path: str) -> Callable[[Any], Any]:
     app = Starlette()
+    apps.append(app)
 
     def route(function: Any) -> Any:
         app.router.routes.append(Route(path, function))
         return function
 
-    return app, route
+    return route
 
 
 class TestRoutes:
     @pytest.mark.parametrize("framework", [fastapi, flask, starlette])
-    def test_below_the_guard_are_found(self, nlp: ModelGuard[Any], framework: Callable[[str], Routed]) -> None:
+    def test_below_the_guard_are_found(self, nlp: ModelGuard[Any], framework: Callable[[str], Any]) -> None:
         """A route that is registered below the guard would call the function without a model."""
         name = re.escape(framework.__name__)
-        _app, route = framework("/words")
         with pytest.raises(InvalidOption, match=f"registered with {name}.*below the route's"):
 
             @nlp
-            @route
+            @framework("/words")
             def words(model: Any, request: Any) -> str:
                 return ""
 
@@ -184,23 +187,21 @@ class TestRoutes:
     def test_below_pools_and_replicas_are_found(self, world: World, kind: str) -> None:
         """As below a guard."""
         decorator: Any = world.pool()(key="request") if kind == "pool" else replicas(world.guard(), 2)
-        _app, route = flask("/words")
         with pytest.raises(InvalidOption, match=r"registered with flask.*below the route's"):
 
             @decorator
-            @route
+            @flask("/words")
             def words(model: Any, request: Any) -> str:
                 return ""
 
     @pytest.mark.parametrize("framework", [fastapi, flask, starlette])
-    def test_above_the_guard_are_right(self, nlp: ModelGuard[Any], framework: Callable[[str], Routed]) -> None:
+    def test_above_the_guard_are_right(self, nlp: ModelGuard[Any], framework: Callable[[str], Any]) -> None:
         """The other order is the way to do it, also for a function that a module has by its name."""
 
         def length(_model: Any, text: str) -> int:
             return len(text)
 
-        _app, route = framework("/length")
-        assert 3 == route(nlp(length))("abc")
+        assert 3 == framework("/length")(nlp(length))("abc")
 
 
 class TestTheGuardIsNotTheModel:
