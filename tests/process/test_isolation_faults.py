@@ -396,6 +396,31 @@ def test_only_the_load_of_a_renewed_model_stands_back(tmp_path: Path) -> None:
     assert [[own, own], [behind, own], [behind, own]] == seen
 
 
+def test_a_reload_reads_the_memory_of_each_process_few_times(tmp_path: Path) -> None:
+    """A reading walks page tables beside calls, and nothing that is asked for within a second needs two."""
+    (tmp_path / "standing.py").write_text(PRIORITIES)
+    program = f"""
+        import collections, json, sys, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        from modelguard.isolation import _mold_owner
+        _mold_owner._FRESH = 100
+        readings = collections.Counter()
+        def hear(event, details):
+            if event == "open" and "smaps" in str(details[0]):
+                readings[str(details[0])] += 1
+        sys.addaudithook(hear)
+        from standing import priorities
+        with priorities:
+            priorities()
+            readings.clear()
+            priorities.reload()
+            print(json.dumps([len(readings) > 1, max(readings.values())]))
+    """
+    several, most = run_python(program, 120)
+    assert several
+    assert most <= 3  # its workers and the spare one come up between two readings
+
+
 #: Root of another user namespace, as in a rootless container, has all capabilities and may not raise a priority.
 OTHER_ROOT = ["unshare", "--user", "--map-root-user"]
 WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-sys_nice", "--inh-caps=-sys_nice"]

@@ -56,10 +56,12 @@ class Rejected(Exception):
     """The model was loaded but is not accepted."""
 
 
-def _made(guard: GuardContext[M], discard: Callable[[Generation[M], DiscardCause], None]) -> Generation[M]:
+def _made(
+    guard: GuardContext[M], before: int, discard: Callable[[Generation[M], DiscardCause], None]
+) -> Generation[M]:
     """Load, validate and warm up a model, and measure what that took; ``discard`` gets one that is rejected."""
     runtime = guard.runtime
-    before, handed_out_before, started = runtime.private(), runtime.handed_out(), runtime.clock()
+    handed_out_before, started = runtime.handed_out(), runtime.clock()
     on_gpus = {one.device: one.allocated for one in runtime.gpu.devices()}
     with StallMeter() as meter:
         generation = _load(guard)
@@ -474,7 +476,7 @@ class Reload(Generic[M]):
         """
         guard, runtime, job = self._guard, self._guard.runtime, self._job
         started = since = runtime.clock()
-        before = runtime.private()
+        before: int | None = None
         uses, call_ended, read = None, job.after_call or self._pause is not None, -math.inf
         self._pause, left = None, guard.options.swap.defer - self._deferred
         while not job.urgent and not self._is_cancelled():
@@ -491,9 +493,10 @@ class Reload(Generic[M]):
             elif call_ended and now - since >= QUIET:
                 self._pause = uses
                 break
+            before = runtime.private() if before is None else before  # of many processes, that takes 0.1 s of CPU time
             runtime.sleep(_POLL)
-        self._deferred += (waited := runtime.clock() - started)
-        self._growth_meanwhile += max(0, runtime.private() - before) if waited else 0
+        self._deferred += runtime.clock() - started
+        self._growth_meanwhile += 0 if before is None else max(0, runtime.private() - before)
 
     def _pause_is_over(self) -> bool:
         """Whether calls have come in the pause that was found, as while others had the turn."""
@@ -599,7 +602,7 @@ class Reload(Generic[M]):
         telemetry.emit(event)
         before = guard.runtime.private()
         try:
-            return self._in_time()
+            return self._in_time(before)
         except Late:
             timeout = guard.options.loading.timeout
             self.fail(
@@ -619,8 +622,11 @@ class Reload(Generic[M]):
             self.fail(LoadFailed, f"{type(cause).__name__}: {said}", cause)
         return None
 
-    def _in_time(self) -> Generation[M]:
+    def _in_time(self, before: int) -> Generation[M]:
         """Load, validate and warm up a model within the timeout of the load.
+
+        Args:
+            before: The private memory in bytes before it.
 
         Raises:
             Late: That has passed. The loader's thread is left behind.
@@ -632,18 +638,18 @@ class Reload(Generic[M]):
         with guard.runtime.returning():  # ends here with the wait for a loader that does not end
             return _within(
                 guard.options.loading.timeout,
-                self._work,
+                partial(self._work, before),
                 start_thread=guard.runtime.start_thread,
                 name=f"modelguard-loader-{guard.name}",
                 when_late=lambda generation: self._discard(generation, "late"),
             )
 
-    def _work(self) -> Generation[M]:
+    def _work(self, before: int) -> Generation[M]:
         me, threads = threading.get_ident(), self._job.threads
         added = me not in threads  # else it is the thread of the job, which goes on
         threads.add(me)
         try:
-            return _made(self._guard, self._discard)
+            return _made(self._guard, before, self._discard)
         finally:
             _effect.end_openmp_pool()  # this thread may be kept, and idle for minutes
             if added:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,25 @@ class TestReload:
         world.loader.fails = False
         guard.reload()
         assert (2, "ready") == (guard.status().generation, guard.status().state)
+
+    def test_reads_the_memory_once_before_its_load(self, world: World) -> None:
+        """A reading takes CPU time that calls want: of an isolated function, 50 ms for two workers of 500 MB."""
+        readings: list[int] = []
+        seen: list[int] = []
+
+        def private() -> int:
+            readings.append(world.memory)
+            return world.memory
+
+        def load() -> Any:
+            seen.append(len(readings))
+            return world.loader()
+
+        guard = world.guard(load, replace(world.runtime, private=private))
+        guard.load()
+        readings.clear()
+        guard.reload()
+        assert [1, 1] == seen
 
     def test_is_refused_where_it_would_wait_for_itself(self, guard: ModelGuard[Any]) -> None:
         """Inside a call on the same guard, or on a running loop, waiting raises, with what to do instead."""
