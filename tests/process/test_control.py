@@ -79,7 +79,8 @@ def program(line: str = "control.listen()") -> Iterator[Program]:
         children = psutil.Process(made.pid).children(recursive=True) if made.process.poll() is None else []
         made.process.kill()
         for child in children:
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with its parent
+                child.kill()
         made.process.communicate()
 
 

@@ -551,24 +551,31 @@ def counted(model):
 ).replace("import os", "import functools, os")
 
 
-def test_a_worker_that_has_its_first_call_beside_a_load_counts_all_cpus(tmp_path: Path) -> None:
-    """As OpenMP does once for its life."""
+def on_two_cpus(folder: Path, source: str, name: str) -> str:
+    """The opening of a program that reloads a function of a module, beside calls; the load may fail."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one CPU")
-    (tmp_path / "counts.py").write_text(COUNTS)
-    program = f"""
-        import json, os, sys, threading, time
+    (folder / "beside.py").write_text(source)
+    return f"""
+        import json, os, signal, sys, threading, time
         from contextlib import suppress
         from pathlib import Path
-        sys.path.insert(0, {str(tmp_path)!r})
+        sys.path.insert(0, {str(folder)!r})
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
         from modelguard.errors import LoadFailed
-        from counts import counted
+        from beside import {name}
         def reload():
             with suppress(LoadFailed):
-                counted.reload()
+                {name}.reload()
+        load = threading.Thread(target=reload)
+    """
+
+
+def test_a_worker_that_has_its_first_call_beside_a_load_counts_all_cpus(tmp_path: Path) -> None:
+    """As OpenMP does once for its life."""
+    program = f"""
+        {on_two_cpus(tmp_path, COUNTS, "counted")}
         with counted:
-            load = threading.Thread(target=reload)
             load.start()
             time.sleep(0.3)
             seen = dict()
@@ -584,25 +591,12 @@ def test_a_worker_that_has_its_first_call_beside_a_load_counts_all_cpus(tmp_path
 
 def test_what_a_worker_has_started_beside_a_load_is_not_kept_to_its_cpu(tmp_path: Path) -> None:
     """A program that it starts meanwhile gets all CPUs back, also where the load fails."""
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one CPU")
-    (tmp_path / "starts.py").write_text(STARTS)
     program = f"""
-        import json, os, signal, sys, threading
-        from contextlib import suppress
-        from pathlib import Path
-        sys.path.insert(0, {str(tmp_path)!r})
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-        from modelguard.errors import LoadFailed
-        from starts import allowed
-        def reload():
-            with suppress(LoadFailed):
-                allowed.reload()
+        {on_two_cpus(tmp_path, STARTS, "allowed")}
         with allowed:
             for _ in range(20):  # each has had calls
                 calls = [threading.Thread(target=allowed, args=[False]) for _ in range(2)]
                 [call.start() for call in calls], [call.join() for call in calls]
-            load = threading.Thread(target=reload)
             load.start()
             while not (programs := allowed(True)[1]):
                 pass

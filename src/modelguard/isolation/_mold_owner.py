@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import math
 import os
 import socket
 import threading
@@ -49,10 +48,6 @@ _END = 5.0
 
 #: Seconds for which it takes only the CPU time that is left over. On a busy machine that may be none.
 _IDLE = 1.0
-
-#: Seconds for which a reading of its memory is good. Each walks the page tables of all its processes, which takes
-#: some 10 ms of CPU time for 500 MB, beside calls; and a reload asks for several in a row.
-_FRESH = 1.0
 
 #: Seconds between two looks whether the workers have ended.
 _POLL = 0.01
@@ -100,7 +95,6 @@ class Mold(MoldOrders):
         self._ending = False
         self.ended = threading.Event()
         self._running: dict[int, Worker] = {}  # until the mold has reported their ends
-        self._read: tuple[list[int], float, int] = [], -math.inf, 0  # of which processes, when, their memory
         self.workers = Workers(
             options.name,
             self,
@@ -192,15 +186,6 @@ class Mold(MoldOrders):
         programs = [program.process.pid for program in list(self._programs.values())]
         workers = [worker.pid for worker in list(self._running.values()) if worker.pid]
         return list(dict.fromkeys([*programs, *workers]))
-
-    def memory(self) -> int:
-        """Private memory of all its processes in bytes, as read in the last second if they are the same."""
-        pids, (last, when, held) = self.pids(), self._read
-        if pids != last or time.monotonic() > when + _FRESH:
-            with _processes.at_lower_priority(_processes.priority()):
-                held = sum(map(_share, pids))
-            self._read = pids, time.monotonic(), held
-        return held
 
     # What its workers ask for
 
@@ -490,6 +475,10 @@ _MARGIN = 0.5
 #: Seconds that the exit of this process waits for its molds to end, after they were killed.
 _EXIT = 1.0
 
+#: Seconds for which a reading of a mold's memory is good. It walks the page tables of all its processes, which takes
+#: 10 ms of CPU time for 500 MB in each, beside calls; and a reload asks for several in a row.
+_FRESH = 1.0
+
 #: Seconds between two looks whether a worker has come up.
 _LOOK = 0.002
 
@@ -512,6 +501,7 @@ class MoldGuard:
         self.code: Files = {}
         self._deaths = 0
         self._ending_workers = threading.Lock()
+        self._read: dict[tuple[int, ...], tuple[float, int]] = {}  # when, and the memory, of a mold's processes
         world = runtime.Runtime(
             private=self._private,
             headroom=self._headroom,
@@ -693,7 +683,12 @@ class MoldGuard:
         return [mold for mold in molds() if mold.owner is self]
 
     def _private(self) -> int:
-        return sum(mold.memory() for mold in self._running())
+        groups = [tuple(mold.pids()) for mold in self._running()]  # first: a mold may be released meanwhile
+        now, read = time.monotonic(), self._read
+        self._read = {
+            pids: read[pids] if pids in read and now < read[pids][0] + _FRESH else (now, _held(pids)) for pids in groups
+        }
+        return sum(held for _, held in self._read.values())
 
     # In the supervisor's thread
 
@@ -731,6 +726,11 @@ class MoldGuard:
 
 def _model_of(generation: Generation[Mold] | None) -> Mold | None:
     return getattr(generation, "model", None)
+
+
+def _held(pids: tuple[int, ...]) -> int:
+    with _processes.at_lower_priority(_processes.priority()):
+        return sum(map(_share, pids))
 
 
 def _share(pid: int) -> int:
