@@ -56,9 +56,7 @@ class Rejected(Exception):
     """The model was loaded but is not accepted."""
 
 
-def _made(
-    guard: GuardContext[M], before: int, discard: Callable[[Generation[M], DiscardCause], None]
-) -> Generation[M]:
+def _made(guard: GuardContext[M], before: int, discard: Callable[[Generation[M], DiscardCause], None]) -> Generation[M]:
     """Load, validate and warm up a model, and measure what that took; ``discard`` gets one that is rejected."""
     runtime = guard.runtime
     handed_out_before, started = runtime.handed_out(), runtime.clock()
