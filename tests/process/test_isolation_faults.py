@@ -418,7 +418,7 @@ def test_a_reload_reads_the_memory_of_each_process_few_times(tmp_path: Path) -> 
     """
     several, most = run_python(program, 120)
     assert several
-    assert most <= 3  # its workers and the spare one come up between two readings
+    assert most <= 4  # before and after the load, and after the release, in which its workers and the spare one come up
 
 
 #: Root of another user namespace, as in a rootless container, has all capabilities and may not raise a priority.

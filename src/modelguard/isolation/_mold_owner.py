@@ -35,8 +35,9 @@ from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.status import Postponed
 from modelguard.runtime import child_processes, fork_hooks
+from modelguard.runtime.background import THREADS
 from modelguard.runtime.fork_hooks import WeakRegistry
-from modelguard.runtime.waiting import Steps, Timeout, Wait, promise
+from modelguard.runtime.waiting import Steps, Timeout, Wait, promise, start
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -475,8 +476,8 @@ _MARGIN = 0.5
 #: Seconds that the exit of this process waits for its molds to end, after they were killed.
 _EXIT = 1.0
 
-#: Seconds for which a reading of a mold's memory is good. It walks the page tables of all its processes, which takes
-#: 10 ms of CPU time for 500 MB in each, beside calls; and a reload asks for several in a row.
+#: Seconds for which a reading of all molds' memory is late enough for what only reports it. It walks the page tables of
+#: all their processes, which takes 10 ms of CPU time for 500 MB in each, beside calls.
 _FRESH = 1.0
 
 #: Seconds between two looks whether a worker has come up.
@@ -501,9 +502,10 @@ class MoldGuard:
         self.code: Files = {}
         self._deaths = 0
         self._ending_workers = threading.Lock()
-        self._read: dict[tuple[int, ...], tuple[float, int]] = {}  # when, and the memory, of a mold's processes
+        self._read: tuple[list[int], float, int] = [], 0.0, 0  # of which processes, when, and their memory
         world = runtime.Runtime(
             private=self._private,
+            private_lately=self._private_lately,
             headroom=self._headroom,
             trim=_nothing_to_trim,
             in_use=lambda: None,
@@ -683,12 +685,18 @@ class MoldGuard:
         return [mold for mold in molds() if mold.owner is self]
 
     def _private(self) -> int:
-        groups = [tuple(mold.pids()) for mold in self._running()]  # first: a mold may be released meanwhile
-        now, read = time.monotonic(), self._read
-        self._read = {
-            pids: read[pids] if pids in read and now < read[pids][0] + _FRESH else (now, _held(pids)) for pids in groups
-        }
-        return sum(held for _, held in self._read.values())
+        pids = self._pids()  # first: a mold may be released meanwhile
+        reading = start(partial(_shares_beside_calls, pids), "modelguard-reads", THREADS.start_once)
+        held = _shares(pids) if isinstance(reading.exception(), RuntimeError) else reading.result()
+        self._read = pids, time.monotonic(), held
+        return held
+
+    def _private_lately(self) -> int:
+        pids, when, held = self._read
+        return held if time.monotonic() < when + _FRESH and pids == self._pids() else self._private()
+
+    def _pids(self) -> list[int]:
+        return [pid for mold in self._running() for pid in mold.pids()]
 
     # In the supervisor's thread
 
@@ -728,9 +736,14 @@ def _model_of(generation: Generation[Mold] | None) -> Mold | None:
     return getattr(generation, "model", None)
 
 
-def _held(pids: tuple[int, ...]) -> int:
-    with _processes.at_lower_priority(_processes.priority()):
-        return sum(map(_share, pids))
+def _shares(pids: list[int]) -> int:
+    return sum(map(_share, pids))
+
+
+def _shares_beside_calls(pids: list[int]) -> int:
+    """In a thread that ends with it: not everybody may come back, and no signal handler runs in between."""
+    _processes.lower_priority(_processes.priority())
+    return _shares(pids)
 
 
 def _share(pid: int) -> int:

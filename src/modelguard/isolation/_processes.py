@@ -90,7 +90,10 @@ def may_restore_priority(before: int) -> bool:
     """Whether this process can take back :func:`lower_priority`."""
     if resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - before:
         return True
-    capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
+    try:
+        capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
+    except OSError:  # no descriptor is left
+        return False
     return bool(capabilities >> _CAP_SYS_NICE & 1) and _is_among_first_users()
 
 

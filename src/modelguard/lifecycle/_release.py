@@ -94,7 +94,7 @@ def _release(
     guard: GuardContext[M], generation: Generation[M], drain_seconds: float | None
 ) -> telemetry.GenerationReleased:
     runtime = guard.runtime
-    started, before, gpu_before = runtime.clock(), runtime.private(), use_of(runtime.gpu)
+    started, before, gpu_before = runtime.clock(), runtime.recent_private(), use_of(runtime.gpu)
     handed_out = runtime.handed_out()
     model = generation.drop()
     error = unload(guard, model)

@@ -455,7 +455,7 @@ class Reload(Generic[M]):
                 drain_and_release(guard, old)
         self._load_and_install(swap, since, at_load)
         if old is not None and old.dropped and guard.state.current is not None:
-            guard.state.left_behind.record(runtime.private(), one_copy=swap == "drain_first")
+            guard.state.left_behind.record(runtime.recent_private(), one_copy=swap == "drain_first")
 
     # Before the load
 

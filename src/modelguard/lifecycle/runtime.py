@@ -193,6 +193,7 @@ class Runtime:
         ticks: Whether the process's ticker thread asks the policies in the background.
         probes: Whether the probes of ``Changed`` are asked in this process, and not in the one that it belongs to.
         in_mold: Whether this process is a mold or one of its workers, which ``Idle(keep="mold")`` may end.
+        private_lately: As ``private``, at some moment of the last second; None where a reading takes no time.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -218,6 +219,11 @@ class Runtime:
     ticks: bool = True
     probes: bool = True
     in_mold: bool = False
+    private_lately: Callable[[], int] | None = None
+
+    def recent_private(self) -> int:
+        """Private memory within the last second, for what only reports it."""
+        return (self.private_lately or self.private)()
 
     def handed_out(self) -> int | None:
         """Bytes that malloc and Python's allocator have handed out, None if malloc's are not known."""

@@ -176,7 +176,6 @@ def test_a_mold_that_has_ended_is_held_by_no_worker_that_has_not_come_up(monkeyp
 def test_a_mold_is_not_held_while_its_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """That takes long, and another thread may release it meanwhile."""
     owner = MoldGuard.__new__(MoldGuard)
-    owner._read = {}
     mold: Any = Mold.__new__(Mold)
     mold.owner, mold.instructions = owner, SimpleNamespace(owner=os.getpid())
     mold.pids = lambda: [1, 2]
