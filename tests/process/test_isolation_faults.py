@@ -421,6 +421,35 @@ def test_a_reload_reads_the_memory_of_each_process_few_times(tmp_path: Path) -> 
     assert most <= 4  # before and after the load, and after the release, in which its workers and the spare one come up
 
 
+def test_an_old_mold_ends_where_no_descriptor_is_left(tmp_path: Path) -> None:
+    """Whether it may stand back while it ends cannot be read then, and its processes must not stay."""
+    (tmp_path / "standing.py").write_text(PRIORITIES)
+    program = f"""
+        import json, os, resource, sys
+        from contextlib import suppress
+        sys.path.insert(0, {str(tmp_path)!r})
+        import psutil
+        from modelguard import telemetry
+        from standing import priorities
+        held = []
+        def fill(event):
+            if isinstance(event, telemetry.LoadFinished) and event.generation == 2:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+                with suppress(OSError):
+                    while True:
+                        held.append(os.open("/dev/null", os.O_RDONLY))
+        with priorities:
+            priorities()
+            old = psutil.Process().children(recursive=True)
+            telemetry.add_hook(fill)
+            priorities.reload()
+            _, alive = psutil.wait_procs(old, 20)
+            [os.close(one) for one in held]
+        print(json.dumps([len(old) > 1, len(alive)]))
+    """
+    assert [True, 0] == run_python(program, 120)
+
+
 #: Root of another user namespace, as in a rootless container, has all capabilities and may not raise a priority.
 OTHER_ROOT = ["unshare", "--user", "--map-root-user"]
 WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-sys_nice", "--inh-caps=-sys_nice"]
