@@ -686,6 +686,8 @@ class MoldGuard:
 
     def _private(self) -> int:
         pids = self._pids()  # first: a mold may be released meanwhile
+        if not pids:  # as at the exit, where no thread starts any more
+            return 0
         reading = start(partial(_shares_beside_calls, pids), "modelguard-reads", THREADS.start_once)
         held = _shares(pids) if isinstance(reading.exception(), RuntimeError) else reading.result()
         self._read = pids, time.monotonic(), held
