@@ -379,6 +379,45 @@ os.wait()
 print(json.dumps([json.loads(os.read(reading, 100)), torch.cuda.is_initialized()]))
 """
 
+BESIDE_CALLS = """
+import threading
+
+model = guard(load, reload_on=None, swap=swap)
+
+@model
+def use(net, rows):
+    with torch.inference_mode():
+        return rows + 0 * net(torch.zeros(rows, 8192, device="cuda")).sum().item()
+
+stop, counts, wrong = threading.Event(), [], []
+
+def work(rows):
+    count = 0
+    while not stop.is_set():
+        try:
+            if use(rows) != rows:
+                wrong.append(rows)
+        except Exception as error:
+            wrong.append(repr(error))
+        count += 1
+    counts.append(count)
+
+threads = [threading.Thread(target=work, args=(rows,)) for rows in range(1, 9)]
+for thread in threads:
+    thread.start()
+held = []
+for number in range(40):
+    model.reload()
+    if number == 20:
+        torch.cuda.reset_peak_memory_stats()
+    if number >= 20:
+        held.append(torch.cuda.memory_allocated())
+stop.set()
+for thread in threads:
+    thread.join()
+print(json.dumps([wrong, min(counts), max(held) - min(held), torch.cuda.max_memory_allocated() - min(held)]))
+"""
+
 HIDDEN = """
 for policy in (GpuMemoryGrowth("1 GB"), GpuMemoryLimit("80%")):
     try:
@@ -533,6 +572,17 @@ def test_a_model_on_the_cpu_is_shared_beside_a_torch_with_cuda() -> None:
     ((answer, initialised),) = run(ON_CPU)
     assert isinstance(answer, float)
     assert not initialised
+
+
+@pytest.mark.parametrize("swap", ["load_first", "drain_first"])
+def test_reloads_beside_calls_lose_none_and_keep_the_memory_flat(swap: str) -> None:
+    """Forty reloads under eight threads: each call gets its answer; under drain_first there is never a second model."""
+    [[wrong, fewest, spread, above]] = run(f"swap = {swap!r}", BESIDE_CALLS)
+    assert [] == wrong
+    assert fewest > 20, "all threads called"
+    assert spread < 290_000_000, "one model more or less, while an old one goes"
+    if swap == "drain_first":
+        assert above < 100_000_000
 
 
 def test_a_hidden_gpu_has_a_named_error() -> None:

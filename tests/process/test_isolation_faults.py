@@ -279,6 +279,38 @@ def test_what_a_broker_needs_is_missing(folder: Path, whose: str, call: str) -> 
     assert "Traceback" not in done.stdout
 
 
+def test_a_submitted_call_without_a_thread_is_refused(folder: Path) -> None:
+    """Where the system gives no thread, submit() and aio get Overloaded, and the next call gets their worker."""
+    (folder / "functions.py").write_text(HOSTED.replace(', scope="host"', ""))
+    program = textwrap.dedent("""
+        import asyncio, threading
+        import functions
+        from modelguard.errors import Overloaded
+
+        async def awaited():
+            return await functions.f.aio()
+
+        def none(_):
+            raise RuntimeError("can't start new thread")
+
+        functions.f()
+        start, threading.Thread.start = threading.Thread.start, none
+        for call in (lambda: functions.f.submit().result(30), lambda: asyncio.run(awaited())):
+            try:
+                call()
+            except Overloaded as error:
+                print(error)
+        threading.Thread.start = start
+        print(functions.f.submit().result(30), functions.f.status().in_flight)
+    """)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert ["functions.f(): cannot start a thread: can't start new thread"] * 2 + ["1 0"] == done.stdout.splitlines(), (
+        done.stderr
+    )
+
+
 RUNTIME = ("MODELGUARD_RUNTIME_DIR", "XDG_RUNTIME_DIR")
 
 FULL_FUNCTIONS = """

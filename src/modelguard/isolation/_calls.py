@@ -28,6 +28,7 @@ from modelguard.errors import (
     GuardClosed,
     NoPreviousModel,
     NotSupported,
+    Overloaded,
     QueueFull,
     Reloading,
     TransferRefused,
@@ -618,8 +619,9 @@ class Caller:
             return
         try:
             SHARED.start(partial(self._run, [job]), "modelguard-isolated-call")
-        except RuntimeError as error:  # the system gives no thread
-            for work in (taken.put_back, partial(_fail, call, future, error)):
+        except RuntimeError as error:
+            refusal = Overloaded(f"{self._name}(): cannot start a thread: {error}")
+            for work in (taken.put_back, partial(_fail, call, future, refusal)):
                 supervisor().call(work)
 
     def _run(self, jobs: list[Callable[[], object]]) -> None:
