@@ -241,7 +241,7 @@ def test_a_recorded_call_does_not_wait_for_ever() -> None:
 
 @given(
     answers=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=120),
-    share=st.floats(0, 1, allow_nan=False),
+    share=st.integers(0, 1000).map(lambda thousandths: thousandths / 1000),
 )
 def test_a_model_is_rejected_if_and_only_if_too_few_answers_agree(
     answers: list[tuple[bool, bool, bool]], share: float

@@ -425,6 +425,7 @@ class Machine(RuleBasedStateMachine):
         self.guard = kept(self.world, reloads=0)
         self.current: int | None = 1
         self.previous: int | None = None
+        self.failed = False  # a reload has, of a model that serves on
 
     def loaded(self) -> int:
         return self.world.loader.calls
@@ -432,7 +433,10 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def reload(self) -> None:
         self.guard.reload()
-        self.previous, self.current = self.current, self.loaded()
+        self.replaced()
+
+    def replaced(self) -> None:
+        self.previous, self.current, self.failed = self.current, self.loaded(), False
 
     @rule()
     def rollback(self) -> None:
@@ -441,16 +445,19 @@ class Machine(RuleBasedStateMachine):
                 self.guard.rollback()
             return
         self.guard.rollback()
-        self.current, self.previous = self.previous, None
+        self.current, self.previous, self.failed = self.previous, None, False
 
     @rule()
     def unload(self) -> None:
         self.guard.unload()
-        self.current = self.previous = None  # also if a reload had failed before
+        self.current, self.previous, self.failed = None, None, False  # also if a reload had failed before
 
     @rule()
     def call(self) -> None:
         self.world.tick(120)  # the backoff of loads that have failed is over
+        self.guard.check()
+        if self.failed:
+            self.replaced()
         before = self.current
         got = number(self.guard)
         self.current = self.loaded() if before is None else before
@@ -464,6 +471,7 @@ class Machine(RuleBasedStateMachine):
                 self.guard.reload()
         finally:
             self.world.loader.fails = False
+        self.failed = self.current is not None
 
     @invariant()
     def the_status_agrees(self) -> None:
