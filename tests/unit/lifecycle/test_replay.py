@@ -188,6 +188,27 @@ def test_a_slow_model_is_rejected(world: World) -> None:
     assert expected == reason(guard)
 
 
+def test_a_model_that_has_not_met_the_inputs_yet_is_not_slow(world: World) -> None:
+    """The current one has met them all, and spaCy's vocabulary, a cache and compiled kernels know that."""
+
+    def caching() -> Answering:
+        met = set[Any]()
+
+        def answer(value: Any) -> Any:
+            world.tick(0.01 if value in met else 0.05)
+            met.add(value)
+            return value
+
+        return answer
+
+    guard, ask = guarded(world, caching(), caching())
+    for value in range(20):
+        ask(value)
+    guard.reload()
+    world.join()
+    assert (2, 1.0) == (guard.status().generation, pytest.approx(world.last(telemetry.ReplayFinished).slowdown))
+
+
 @pytest.mark.parametrize(("calls", "options"), [(9, {}), (20, {"max_slowdown": None})])
 def test_a_slow_model_is_accepted_where_the_rule_does_not_judge(
     world: World, calls: int, options: dict[str, Any]
