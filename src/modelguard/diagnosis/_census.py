@@ -194,7 +194,7 @@ def look() -> tuple[dict[str, int], dict[str, int]]:
                         name, inside = kind.inner(one)
                         found[name] += inside
     found["spacy strings"] = sum(map(len, {id(nlp.vocab.strings): nlp.vocab.strings for nlp in pipelines()}.values()))
-    found["metric series"] = sum(len(getattr(collector, "_metrics", ())) for collector in _collectors())
+    found["metric series"] = sum(map(_series, _collectors()))
     found["sqlite bytes"] = _sqlite_bytes()
     known = walk.kinds  # a walk in a closure is among its own objects: they would stay
     many = ((known[key].of, number) for key, number in numbers.items() if number > _MANY and key not in _IMPORTED)
@@ -412,8 +412,9 @@ def guard_uses() -> list[tuple[str, int, int]]:
 
 
 def cache_sizes() -> dict[int, int]:
-    """The number of entries of each ``lru_cache`` without a limit, by its id."""
-    return {id(cache): cache.cache_info().currsize for cache in _unbounded()}
+    """The number of entries of each ``lru_cache`` without a limit, and of series of each metric, by its id."""
+    sizes = {id(cache): cache.cache_info().currsize for cache in _unbounded()}
+    return sizes | {id(collector): _series(collector) for collector in _collectors()}
 
 
 def caches(before: Mapping[int, int]) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -424,13 +425,18 @@ def caches(before: Mapping[int, int]) -> Iterator[tuple[str, Callable[[], object
                 name = f"{getattr(cache, '__module__', '?')}.{getattr(cache, '__qualname__', '?')}"
                 yield f"lru_cache:{name} ({info.currsize:,} entries)", cache.cache_clear
     for collector in _collectors():
-        if getattr(collector, "_labelnames", ()):
+        # Only what has more series: memory that another thread frees in the moment of the emptying is not theirs.
+        if _series(collector) > before.get(id(collector), 0) + _FEW:
             yield f"metric:{getattr(collector, '_name', '?')}", collector.clear
 
 
 def _collectors() -> list[Any]:
     registry = getattr(sys.modules.get("prometheus_client.registry"), "REGISTRY", None)
     return list(getattr(registry, "_collector_to_names", ()))
+
+
+def _series(collector: Any) -> int:
+    return len(getattr(collector, "_metrics", ()))
 
 
 def pools() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -395,6 +395,22 @@ def test_connections_weigh_what_sqlite_has(app: types.ModuleType) -> None:
     assert 100 * 10_000 < found.size
 
 
+def test_metrics_are_emptied_only_if_they_have_more_series() -> None:
+    """Else what another thread frees in that moment, as a replaced model, would count as theirs."""
+    client = pytest.importorskip("prometheus_client")
+    metrics = [client.Counter(f"modelguard_tests_{name}", "For this test.", ["id"]) for name in ("few", "many")]
+    try:
+        sizes = _census.cache_sizes()
+        for metric, series in zip(metrics, (1, 100), strict=True):
+            for number in range(series):
+                metric.labels(number)
+        names = [name for name, _ in _census.caches(sizes)]
+    finally:
+        for metric in metrics:
+            client.REGISTRY.unregister(metric)
+    assert ["metric:modelguard_tests_many"] == [name for name in names if "modelguard_tests" in name]
+
+
 def test_a_connection_is_held_by_what_refers_to_it(app: types.ModuleType) -> None:
     """And not by its own cache of statements, which refers to it too."""
     with contextlib.closing(sqlite3.connect(":memory:")) as app.chat.database:
