@@ -184,7 +184,8 @@ class Facts:
         problems: The problems of its allocator.
         server: Its server; one without a name if there is none, or if it could not be seen.
         processes: The main process and all its descendants; empty if no service was named.
-        stale_metrics: Names of files in ``PROMETHEUS_MULTIPROC_DIR`` whose process does not exist.
+        stale_metrics: Names of files in ``PROMETHEUS_MULTIPROC_DIR`` whose process does not exist, and that should not
+            be there: live gauges, files that are older than the service, or a hundred and more.
         unknown: What could not be determined, in sentences.
         words: The command that starts the service, with secrets hidden; empty if unknown.
         misspelt: Variables whose names are misspelt.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -260,6 +262,29 @@ def test_metric_files_of_ended_processes(machine: Machine, tmp_path: Path) -> No
         (folder / name).touch()
     machine.process(10, "python", environ=f"PROMETHEUS_MULTIPROC_DIR={folder}\0")
     assert ("gauge_all_4711.db",) == machine.facts().stale_metrics
+
+
+@pytest.mark.parametrize(
+    ("files", "stale"),
+    [
+        ({"counter_4711.db": 20}, 0),
+        ({"counter_4711.db": -20}, 1),
+        ({"gauge_livesum_4711.db": 20, "histogram_4711.db": 20}, 1),
+        ({f"counter_{number}.db": 20 for number in range(4700, 4799)}, 0),
+        ({f"counter_{number}.db": 20 for number in range(4700, 4800)}, 100),
+    ],
+    ids=["of this run", "of an earlier run", "a live gauge", "some", "many"],
+)
+def test_what_ended_workers_have_counted_stays(
+    machine: Machine, tmp_path: Path, files: dict[str, int], stale: int
+) -> None:
+    """Without it the sums of a scrape would fall, and modelguard's gunicorn gives such files to new workers."""
+    machine.process(10, "python", environ=f"PROMETHEUS_MULTIPROC_DIR={tmp_path}\0")
+    (tmp_path / "proc" / "uptime").write_text("100.00 0.00\n")  # it has started with the machine
+    for name, seconds in files.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, time.time() - 100 + seconds))
+    assert stale == len(machine.facts().stale_metrics)
 
 
 def test_a_folder_of_metrics_that_the_program_sets(machine: Machine, tmp_path: Path) -> None:
