@@ -275,7 +275,7 @@ def _server(words: Sequence[str], processes: tuple[ServiceProcess, ...], answers
 def _tree(pid: int, root: Path, answers: Answers) -> Iterator[ServiceProcess]:
     main = _words(pid, root)
     found = [(one, _words(one.pid, root)) for one in _proc.tree(pid, root)]
-    molds = {one.pid: one.parent for one, words in found if any("modelguard.isolation._" in word for word in words)}
+    molds = {one.pid: one.parent for one, words in found if _is_isolated(words)}
     owners = set(molds.values()) - molds.keys()
     yield _process(pid, "main", root, answers, owners)
     for one, words in found:
@@ -288,6 +288,11 @@ def _role(words: Sequence[str], main: Sequence[str]) -> Role:
     if words == main or _is_gunicorn_worker(words):
         return "forked"
     return "spawned" if any("spawn_main" in word for word in words) else "other"
+
+
+def _is_isolated(words: Sequence[str]) -> bool:
+    """Whether it is a mold, a worker or the broker of isolated functions."""
+    return any("modelguard.isolation._" in word for word in words)
 
 
 def _is_gunicorn_worker(words: Sequence[str]) -> bool:
@@ -474,6 +479,7 @@ def facts_from_inside(pid: str | int) -> Facts:
         if not _proc.maps(number):  # of what does not exist, or has ended, it is not said how it could be asked
             raise ProcessLookupError
     answers: dict[int, Mapping[str, Any]] = {}
+    isolated: list[str] = []
     unknown: list[str] = ["which variables it has set for itself since it started, cannot be asked"]
     for each in dict.fromkeys([number, *(process.pid for process in _proc.tree(number))]):
         if (python := interpreter_of(each)) is None and each != number:
@@ -484,5 +490,10 @@ def facts_from_inside(pid: str | int) -> Facts:
         except ModelGuardError as error:
             if each == number:
                 raise
+            if _THIS < _FIRST and _is_isolated(_words(each, _proc.ROOT)):  # listen() does nothing there
+                isolated.append(str(each))
+                continue
             unknown.append(f"no answer from inside of {each}: {error}")
+    if isolated:
+        unknown.append(f"processes of isolated functions take no commands, and were not asked: {', '.join(isolated)}")
     return _facts_of(number, answers, unknown)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -104,6 +105,33 @@ def test_why_it_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         inside_of(1, PYTHON),
     ):
         pass
+
+
+def test_processes_of_isolated_functions_take_no_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In them `listen()` does nothing, so the report does not ask for it; other processes are told what to call."""
+
+    @contextmanager
+    def asked(pid: int, _: object) -> Iterator[Ask]:
+        if pid != os.getpid():
+            raise NotSupported("looking inside a running process", reason="call modelguard.control.listen()")
+        yield lambda _: {}
+
+    monkeypatch.setattr(_facts_process, "inside_of", asked)
+    monkeypatch.setattr(_facts_process, "_THIS", (3, 13))
+    code = "print(flush=True); input()"
+    with ExitStack() as ending:
+        pids = []
+        for name in ("modelguard.isolation._mold_program", "celery"):
+            words = [sys.executable, "-c", code, name]
+            program = ending.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            ending.callback(program.kill)
+            assert program.stdout is not None
+            program.stdout.readline()
+            pids.append(program.pid)
+        unknown = _facts_process.facts_from_inside(os.getpid()).unknown
+    mold, other = pids
+    assert f"processes of isolated functions take no commands, and were not asked: {mold}" in unknown
+    assert [str(other)] == [text.split(":")[0].split()[-1] for text in unknown if "listen()" in text]
 
 
 def here(_: int, script: str) -> None:
