@@ -6,7 +6,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, assert_type
+from typing import Any, Protocol, assert_type
 
 import torch
 from spacy.lang.ja import Japanese
@@ -124,6 +124,26 @@ guard(
     validate=lambda model: model.predict("a b") == ["a", "b"],
     unload=lambda model: model.predict("bye"),
 )
+
+# A library without types: its models are `Any`, with which mypy cannot tell a function from a method. So the loader
+# says what is used of them.
+
+
+class Cutter(Protocol):
+    def cut(self, text: str) -> Iterator[str]: ...
+
+
+def load_untyped(module: Any = math) -> Cutter:
+    cutter: Cutter = module.Cutter()
+    return cutter
+
+
+@guard(load_untyped, reload_on=None)
+def cut(model: Cutter, text: str, more: Any = None) -> list[str]:
+    return list(model.cut(text))
+
+
+assert_type(cut("a"), list[str])
 
 # A loader may give the version too; the guard's model is the one inside.
 
