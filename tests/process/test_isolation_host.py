@@ -115,6 +115,36 @@ class TestOneMold:
                 assert result
             """)
 
+    def test_a_probe_where_no_thread_or_descriptor_is_left(self, folder: Path) -> None:
+        """A process that cannot join the others now is not ready. It gets no error, and joins when it can."""
+        with Caller(folder) as one, Caller(folder) as two:
+            one.call()
+            two.run("""
+                import contextlib, resource
+                from modelguard.isolation import _supervisor
+
+                def no_thread(*_):
+                    raise RuntimeError("can't start new thread")
+
+                found, held = [], []
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit[1]))
+                with contextlib.suppress(OSError):
+                    while True:
+                        held.append(os.dup(0))
+                for fd in held[:6]:
+                    found += app.predict.ready, app.predict.status().ready
+                    os.close(fd)
+                for fd in held[6:]:
+                    os.close(fd)
+                resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+                start_thread, _supervisor.start_thread = _supervisor.start_thread, no_thread
+                found += app.predict.ready, app.predict.status().ready
+                _supervisor.start_thread = start_thread
+                assert not any(found), found
+            """)
+            wait_until(lambda: two.run("result = app.predict.ready"), "ready")
+
     def test_an_idle_mold_ends_for_all(self, folder: Path) -> None:
         """Idle counts the calls of all processes. The broker stays, all stay ready, and the next call loads again."""
         app = APP.replace("load, reload_on=None", 'load, reload_on=Idle("1s")').replace(

@@ -502,7 +502,7 @@ class HostScope(WorkerScope):
             return None
         try:
             return self._find(elect=False)
-        except (LoadFailed, GuardClosed, NotSupported):
+        except (RuntimeError, OSError):  # also where no thread or no descriptor is left
             return None  # a call says why
         finally:
             self._joining.release()
