@@ -172,29 +172,31 @@ def on_cpus_of_their_own(pids: Sequence[int]) -> Iterator[None]:
         yield
         return
     cpus = allowed[0]
+    own = dict(zip(pids, sorted(cpus), strict=True))
     try:
-        for pid, cpu in zip(pids, sorted(cpus), strict=True):
+        for pid, cpu in own.items():
             with suppress(OSError):
                 os.sched_setaffinity(pid, {cpu})
         yield
     finally:
-        _unbind(pids, cpus)
+        for pid, cpu in own.items():
+            _unbind(pid, cpu, cpus)
         with suppress(OSError):  # no descriptor is left
             known = _proc.processes()
-            _unbind([one.pid for pid in pids for one in _proc.descendants(pid, known)], cpus)
+            for pid, cpu in own.items():
+                for one in _proc.descendants(pid, known):
+                    _unbind(one.pid, cpu, cpus)
 
 
-def _unbind(pids: Sequence[int], cpus: set[int]) -> None:
-    """Let processes, and threads that they have started meanwhile, use all these CPUs again."""
-    for pid in pids:
-        tasks = [pid]
-        with suppress(OSError):
-            tasks = _tasks(pid)
-        for task in tasks:
-            with suppress(OSError):  # it has ended
-                allowed = os.sched_getaffinity(task)
-                if len(allowed) == 1 and allowed < cpus:
-                    os.sched_setaffinity(task, cpus)
+def _unbind(pid: int, cpu: int, cpus: set[int]) -> None:
+    """Let a process, and threads that it has started meanwhile, use all CPUs again, unless somebody has bound them."""
+    tasks = [pid]
+    with suppress(OSError):
+        tasks = _tasks(pid)
+    for task in tasks:
+        with suppress(OSError):  # it has ended
+            if os.sched_getaffinity(task) == {cpu}:
+                os.sched_setaffinity(task, cpus)
 
 
 def _tasks(pid: int) -> list[int]:

@@ -36,3 +36,17 @@ def test_a_thread_that_ends_meanwhile_leaves_no_other_on_its_cpu(monkeypatch: py
         assert [{cpu} for cpu in sorted(cpus)] == bound
         assert [cpus, cpus] == [os.sched_getaffinity(pid) for pid in (other, second.pid)]
         second.kill()
+
+
+def test_a_process_that_others_bind_meanwhile_stays_so(other: int) -> None:
+    """By ``taskset -p``, say. The others get their CPUs back."""
+    cpus = set(sorted(os.sched_getaffinity(0))[:2])
+    if len(cpus) < 2:
+        pytest.skip("one CPU")
+    with subprocess.Popen(["sleep", "60"]) as second:
+        for pid in (other, second.pid):
+            os.sched_setaffinity(pid, cpus)
+        with _processes.on_cpus_of_their_own([other, second.pid]):
+            os.sched_setaffinity(other, {max(cpus)})  # while it keeps to the other one
+        assert [{max(cpus)}, cpus] == [os.sched_getaffinity(pid) for pid in (other, second.pid)]
+        second.kill()
