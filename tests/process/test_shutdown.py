@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
 from modelguard.runtime import fork_hooks
+from modelguard.runtime.host_lock import HostLock, private_folder
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -168,6 +170,32 @@ FINALIZERS = """
 """
 
 
+#: The exit handler is registered first, so it runs last.
+DUE = """
+    import atexit, time
+    ended = []
+    atexit.register(lambda: print("soon" if time.monotonic() < ended[0] + 3 else "late"))
+    from modelguard import TTL, Swap, guard
+
+    class Model:
+        def __init__(self):
+            time.sleep(0.2)
+
+    def unload(_):
+        print("unloaded")
+
+    guards = [guard(Model, reload_on=TTL("0.5s"), swap=Swap(defer=0), unload=unload, name=name) for name in "abc"]
+    for one in guards:
+        one.load()
+    until = time.monotonic() + 20
+    while not all("reloading" == one.status().state for one in guards):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    print("the end", flush=True)
+    ended.append(time.monotonic())
+"""
+
+
 CLOSES = """
 import sys
 from modelguard import guard, replicas
@@ -222,6 +250,14 @@ def test_models_are_unloaded_at_exit_by_the_process_that_loaded_them() -> None:
     lines = ended(UNLOADS).splitlines()
     assert ["unloaded closed", "the end"] == lines[:2]
     assert ["unloaded bad", "unloaded good", "unloaded pooled"] == sorted(lines[2:])
+
+
+def test_an_exit_waits_for_no_reload_that_a_policy_has_yet_to_begin() -> None:
+    """Such as one that waits for its turn, while another process loads. Models are unloaded all the same."""
+    lock = HostLock(private_folder)
+    with lock.held(sleep=time.sleep, clock=time.monotonic, cancelled=lambda: False) as held:
+        assert "host" == held
+        assert ["the end", *3 * ["unloaded"], "soon"] == ended(DUE).splitlines()
 
 
 def test_a_model_with_a_call_on_it_is_not_unloaded_at_exit() -> None:

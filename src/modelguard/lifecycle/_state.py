@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.facts._proc import ShownPause, ShownVersion
 from modelguard.lifecycle._models import KnownModels, unpacked
-from modelguard.runtime import call_context
+from modelguard.runtime import call_context, fork_hooks
 from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.runtime.waiting import promise
 
@@ -695,7 +695,7 @@ class GuardState(Generic[M]):
 
     @property
     def _policies_wait(self) -> bool:
-        return self.paused or self.unloads > 0
+        return self.paused or self.unloads > 0 or fork_hooks.exiting()
 
     def put_off(self, job: LoadJob) -> bool:
         """Give up a policy's job that has not begun; false if somebody else has asked for a load meanwhile."""

@@ -282,6 +282,13 @@ _ORDER = ("batches", "loads", "models")
 
 _waits: dict[str, Callable[[float], object]] = {}
 
+_exiting = False
+
+
+def exiting() -> bool:
+    """Whether this process waits for what runs before it exits: policies start nothing more."""
+    return _exiting
+
 
 def before_exit(what: Literal["batches", "loads", "models"], wait: Callable[[float], object]) -> None:
     """Call ``wait`` at interpreter exit, with the seconds that it may take."""
@@ -290,6 +297,8 @@ def before_exit(what: Literal["batches", "loads", "models"], wait: Callable[[flo
 
 @atexit.register
 def _wait() -> None:
+    global _exiting
+    _exiting = True
     until = time.monotonic() + GRACE
     for what in _ORDER:
         if what in _waits:
