@@ -214,6 +214,22 @@ service = Service()
 service.itself = service
 """
 
+SHOWN = """
+import sys
+from modelguard import guard, pool, replicas
+one, two = (guard(dict, reload_on=None, name=name) for name in ("one", "two"))
+one.load()
+shown = one, pool(dict, max_memory="1 GB", name="models"), replicas(two, 2)
+
+class Service:
+    def __del__(self, shown=shown, sys=sys, write=sys.stdout.write, flush=sys.stdout.flush):
+        write(f"{sys.meta_path} {shown}\\n")
+        flush()
+
+service = Service()
+service.itself = service
+"""
+
 
 def ended(program: str) -> str:
     """What a program printed, which has come to a good end."""
@@ -278,3 +294,9 @@ def test_finalizers_wait_for_no_thread() -> None:
 def test_finalizers_may_close_what_has_a_model() -> None:
     """Nothing can be imported any more then, which figures, the trim and the first event of a release need."""
     assert ["None", "None"] == ended(CLOSES).splitlines()
+
+
+def test_finalizers_may_show_what_has_a_model() -> None:
+    """As where an error names it: nothing is imported for that."""
+    shown = "(<ModelGuard 'one' ready>, <ModelPool 'models': 0 models, 0 B>, <ModelReplicas 'two', 2 of them>)"
+    assert f"None {shown}\n" == ended(SHOWN)

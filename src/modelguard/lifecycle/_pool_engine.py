@@ -320,6 +320,11 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         with self._lock:
             return [model.engine.state for model in self._models.values() if model.loading and model.engine is not None]
 
+    def held(self) -> tuple[int, int]:
+        """How many models are loaded, and the bytes of the budget in use."""
+        with self._lock:
+            return sum(not model.loading for model in self._models.values()), self._used
+
     def status(self) -> PoolStatus[K]:
         from modelguard.lifecycle.status import PoolStatus
 

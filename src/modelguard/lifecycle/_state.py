@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import GuardOptions
     from modelguard.lifecycle._replay import RecordedCalls
     from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.status import State
     from modelguard.telemetry import GenerationReleased, PostponeCause, Reason
 
 
@@ -755,6 +756,19 @@ class GuardState(Generic[M]):
             if self.closed:
                 self.closed = False
                 self._forget_failures()
+
+    @property
+    def word(self) -> State:
+        """The word for what the guard does at this moment."""
+        with self.lock:
+            if self.closed:
+                return "closed"
+            if self.current is not None:
+                replacing = self.job is not None and self.job.replaces
+                return "degraded" if self.failures else "reloading" if replacing else "ready"
+            if self.job is not None:
+                return "draining" if self.outage or self.job.unloads else "loading"
+            return "failed" if self.failures else "idle" if self.unloaded else "new"
 
     @property
     def failures(self) -> int:

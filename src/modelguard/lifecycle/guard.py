@@ -65,9 +65,8 @@ class ModelGuard(ModelHandle[M]):
         return self.engine.options.reload_on
 
     def __repr__(self) -> str:
-        from modelguard.lifecycle import status
-
-        return f"<ModelGuard {self.name!r} {status.state_of(self.engine.state)}>"
+        # Without an import: a finalizer may ask when the interpreter ends, and nothing can be imported any more.
+        return f"<ModelGuard {self.name!r} {self.engine.state.word}>"
 
     def _hint(self, name: str) -> str:
         block = f"with guard.lease() as model{'' if name == 'model' else f': model.{name}'}"

@@ -61,8 +61,8 @@ class ModelPool(Handle, Generic[K, M]):
         return self._engine.closed
 
     def __repr__(self) -> str:
-        status = self.status()
-        return f"<ModelPool {self.name!r}: {len(status.models)} models, {_units.format_bytes(status.used)}>"
+        count, used = self._engine.held()  # not status(), which may need an import: a finalizer may ask at the end
+        return f"<ModelPool {self.name!r}: {count} models, {_units.format_bytes(used)}>"
 
     def lease(self, key: K, timeout: _units.Duration | None = None) -> PoolLease[M]:
         """Use the model of ``key`` for a block: ``with pool.lease(key) as model:`` or ``async with``.

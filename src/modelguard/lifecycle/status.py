@@ -12,7 +12,7 @@ from modelguard.telemetry import GenerationReleased, GrowthFound, PostponeCause,
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._engine import Engine
-    from modelguard.lifecycle._state import GuardState, PostponedJob
+    from modelguard.lifecycle._state import PostponedJob
 
 K = TypeVar("K", bound=Hashable)
 
@@ -123,7 +123,7 @@ class PoolStatus(Generic[K]):
     paused: bool = False
 
 
-# What ``status()`` and ``repr`` of a guard say.
+# What ``status()`` of a guard says.
 
 
 def of(engine: Engine[Any]) -> Status:
@@ -134,7 +134,7 @@ def of(engine: Engine[Any]) -> Status:
         current = state.current
         return Status(
             name=engine.name,
-            state=state_of(state),
+            state=state.word,
             generation=current.number if current is not None else 0,
             age=now - current.born if current is not None else 0.0,
             uses=current.uses if current is not None else 0,
@@ -161,16 +161,3 @@ def _postponed(job: PostponedJob | None, now: float) -> Postponed | None:
         return None
     seconds = None if job.until is None else max(0.0, job.until - now)
     return Postponed(reasons=job.reasons, cause=job.cause, seconds=seconds)
-
-
-def state_of(state: GuardState[Any]) -> State:
-    """The word for what a guard does at this moment."""
-    with state.lock:
-        if state.closed:
-            return "closed"
-        if state.current is not None:
-            replacing = state.job is not None and state.job.replaces
-            return "degraded" if state.failures else "reloading" if replacing else "ready"
-        if state.job is not None:
-            return "draining" if state.outage or state.job.unloads else "loading"
-        return "failed" if state.failures else "idle" if state.unloaded else "new"
