@@ -4,7 +4,12 @@ from app import create_app
 
 from modelguard import MemoryGrowth, control, guard
 
-analyzer = guard(create_app, reload_on=MemoryGrowth("20 MB"), prefork=True, name="presidio")
+
+def warm_up(flask):
+    flask.test_client().post("/analyze", json={"text": "東京の田中さん", "language": "ja"})
+
+
+analyzer = guard(create_app, reload_on=MemoryGrowth("20 MB"), warmup=warm_up, prefork=True, name="presidio")
 control.listen()
 
 
