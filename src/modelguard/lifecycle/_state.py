@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.facts._proc import ShownPause, ShownVersion
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import GuardOptions
     from modelguard.lifecycle._replay import RecordedCalls
     from modelguard.lifecycle.runtime import Runtime
-    from modelguard.lifecycle.status import State
     from modelguard.telemetry import GenerationReleased, PostponeCause, Reason
 
 
 M = TypeVar("M")
+
+#: What a guard does, in one word.
+State = Literal["new", "loading", "ready", "reloading", "draining", "degraded", "idle", "failed", "closed"]
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard.facts._gpu import use_of
 from modelguard.lifecycle import runtime
+from modelguard.lifecycle._state import State as State  # noqa: PLC0414 - part of this module
 from modelguard.telemetry import GenerationReleased, GrowthFound, PostponeCause, Reason
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from modelguard.lifecycle._state import PostponedJob
 
 K = TypeVar("K", bound=Hashable)
-
-State = Literal["new", "loading", "ready", "reloading", "draining", "degraded", "idle", "failed", "closed"]
 
 
 @dataclass(frozen=True, kw_only=True)
