@@ -299,7 +299,10 @@ def before_exit(what: Literal["batches", "loads", "models"], wait: Callable[[flo
 def _wait() -> None:
     global _exiting
     _exiting = True
-    until = time.monotonic() + GRACE
-    for what in _ORDER:
-        if what in _waits:
-            _waits[what](max(0.0, until - time.monotonic()))
+    try:
+        until = time.monotonic() + GRACE
+        for what in _ORDER:
+            if what in _waits:
+                _waits[what](max(0.0, until - time.monotonic()))
+    finally:
+        _exiting = False
