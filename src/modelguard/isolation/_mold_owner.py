@@ -267,7 +267,7 @@ class Mold(MoldOrders):
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
             beside_calls = not awaited and (self._loaded.done() or self.instructions.beside_calls)
             program.control.send(("fork", worker.number, beside_calls), [theirs.fileno()])
-        self._supervisor.later(_START, weakly(self.end_late, worker.number))
+        self._supervisor.later(_START, weakly(self.end_slow_start, worker.number))
 
     def _add_worker(self, worker: Worker, ours: socket.socket) -> None:
         worker.channel = Channel(ours)
@@ -340,7 +340,7 @@ class Mold(MoldOrders):
         self._supervisor.later(1.0, lambda: child_processes.reap(-program.process.pid))
         self._die(how)
 
-    def end_late(self, number: int) -> None:
+    def end_slow_start(self, number: int) -> None:
         """End a worker that has not come up in time. If it was not even forked, the mold is what hangs."""
         worker = self._running.get(number)
         if worker is None or not self.workers.is_starting(worker):
@@ -353,7 +353,7 @@ class Mold(MoldOrders):
     def _condemn(self, how: str) -> None:
         """Have another mold made. This one serves meanwhile, if it has a worker that can."""
         if self._loaded.done() and self.workers.is_ready:
-            self.owner.replace(self)
+            self.owner.replace_failed(self)
         else:
             self._die(how)
 
@@ -362,7 +362,7 @@ class Mold(MoldOrders):
         self._fail(RuntimeError(how))
         if not self._ending and self.died is None:
             self.died = time.monotonic()
-            self.owner.replace(self)
+            self.owner.replace_failed(self)
         if not self.ended.is_set():
             self._kill()
 
@@ -445,7 +445,7 @@ class SpawnedWorkers(Mold):
         self._listen_to(program, lambda: self._worker_gone(program, worker))
         self._kill_if_ending()
         if self._load_timeout is not None:
-            self._supervisor.later(self._load_timeout, weakly(self.end_late, worker.number))
+            self._supervisor.later(self._load_timeout, weakly(self.end_slow_start, worker.number))
 
     def _worker_gone(self, program: Launched, worker: Worker) -> None:
         self._supervisor.forget(worker.channel.fileno())
@@ -709,14 +709,14 @@ class MoldGuard:
         if self.load_timeout is not None:
             supervisor().later(self.load_timeout, weakly(mold.end_late_load))
 
-    def replace(self, mold: Mold) -> None:
+    def replace_failed(self, mold: Mold) -> None:
         """Make another mold in place of one that has died, or gets no workers."""
         lived = time.monotonic() - mold.born
         self._deaths = 1 if lived > _SOUND else self._deaths + 1
         wait = 0.0 if self._deaths == 1 else self.source.loading.backoff.seconds(self._deaths - 1, 0.5)
-        supervisor().later(wait, partial(self._replace, weakref.ref(mold)))
+        supervisor().later(wait, partial(self._replace_failed, weakref.ref(mold)))
 
-    def _replace(self, old: weakref.ref[Mold], *, again: bool = False) -> None:
+    def _replace_failed(self, old: weakref.ref[Mold], *, again: bool = False) -> None:
         mold, engine = self.current, self.guard.engine
         if mold is None or mold is not old():
             return
@@ -728,7 +728,7 @@ class MoldGuard:
         if serves or not due:
             # If that load fails, the guard may not try again: paused, it takes this mold for one that is all right.
             pause = self.source.loading.backoff.seconds(1, 0.5)
-            supervisor().later(pause, partial(self._replace, old, again=serves))
+            supervisor().later(pause, partial(self._replace_failed, old, again=serves))
 
     def is_paused(self) -> bool:
         return self.guard.engine.state.paused

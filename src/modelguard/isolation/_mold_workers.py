@@ -493,7 +493,7 @@ class Workers:
     def _settle(self, now: float) -> None:
         """Start the workers that are missing and end those that have been replaced, as far as it is time for it."""
         if not (self.gone or self.presence == "ended"):
-            self._end_replaced()
+            self._end_surplus_worn()
             self._start_missing(now)
 
     def _start_missing(self, now: float) -> None:
@@ -521,7 +521,7 @@ class Workers:
             worker = self._members[self._last] = Worker(self._last)
             self._mold.start_worker(worker)
 
-    def _end_replaced(self) -> None:
+    def _end_surplus_worn(self) -> None:
         up = self._up()
         excess = len(up) - self._size
         if excess > 0 and not self._is_paused():

@@ -56,7 +56,9 @@ class Rejected(Exception):
     """The model was loaded but is not accepted."""
 
 
-def _made(guard: GuardContext[M], before: int, discard: Callable[[Generation[M], DiscardCause], None]) -> Generation[M]:
+def _load_and_measure(
+    guard: GuardContext[M], before: int, discard: Callable[[Generation[M], DiscardCause], None]
+) -> Generation[M]:
     """Load, validate and warm up a model, and measure what that took; ``discard`` gets one that is rejected."""
     runtime = guard.runtime
     handed_out_before, started = runtime.handed_out(), runtime.clock()
@@ -647,7 +649,7 @@ class Reload(Generic[M]):
         added = me not in threads  # else it is the thread of the job, which goes on
         threads.add(me)
         try:
-            return _made(self._guard, before, self._discard)
+            return _load_and_measure(self._guard, before, self._discard)
         finally:
             _effect.end_openmp_pool()  # this thread may be kept, and idle for minutes
             if added:

@@ -154,7 +154,7 @@ class Process:
 
     def __init__(self, instructions: Any, owner: Any, *, generation: int) -> None:
         self.instructions, self.generation, self.is_paused = instructions, generation, owner.is_paused
-        self.die = lambda: owner.replace(self)
+        self.die = lambda: owner.replace_failed(self)
         self.code = self.version = None
         self.died: float | None = None
         self.born = time.monotonic()
