@@ -431,8 +431,10 @@ def caches(before: Mapping[int, int]) -> Iterator[tuple[str, Callable[[], object
 
 
 def _collectors() -> list[Any]:
+    """The metrics of the client itself: in an application's collectors these attributes may be anything."""
     registry = getattr(sys.modules.get("prometheus_client.registry"), "REGISTRY", None)
-    return list(getattr(registry, "_collector_to_names", ()))
+    kind = getattr(sys.modules.get("prometheus_client.metrics"), "MetricWrapperBase", ())
+    return [one for one in list(getattr(registry, "_collector_to_names", ())) if isinstance(one, kind)]
 
 
 def _series(collector: Any) -> int:

@@ -411,6 +411,29 @@ def test_metrics_are_emptied_only_if_they_have_more_series() -> None:
     assert ["metric:modelguard_tests_many"] == [name for name in names if "modelguard_tests" in name]
 
 
+@pytest.mark.parametrize("own", [{}, None], ids=["more and more", "none"])
+def test_collectors_of_the_application_are_no_metrics(own: dict[int, int] | None) -> None:
+    """What they keep under the same name is their own, and `clear` may be missing, or do anything."""
+    client = pytest.importorskip("prometheus_client")
+
+    class Store:
+        _metrics = own
+
+        def collect(self) -> list[object]:
+            return []
+
+    store = Store()
+    client.REGISTRY.register(store)
+    try:
+        sizes = _census.cache_sizes()
+        if own is not None:
+            own.update((number, number) for number in range(1000))
+        names = [name for name, _ in _census.caches(sizes)]
+    finally:
+        client.REGISTRY.unregister(store)
+    assert "metric:?" not in names
+
+
 def test_a_connection_is_held_by_what_refers_to_it(app: types.ModuleType) -> None:
     """And not by its own cache of statements, which refers to it too."""
     with contextlib.closing(sqlite3.connect(":memory:")) as app.chat.database:
