@@ -196,6 +196,30 @@ DUE = """
 """
 
 
+#: The exit handler is registered first, so it runs last.
+SERVES_ON = """
+    import atexit, os, time, warnings
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, from 3.12 on
+
+    def serve():
+        if child := os.fork():
+            os.waitpid(child, 0)
+            return
+        until = time.monotonic() + 20
+        while model.status().generation < 2 and time.monotonic() < until:
+            with model.lease():
+                time.sleep(0.01)
+        print("replaced" if model.status().generation > 1 else "not replaced", flush=True)
+        os._exit(0)
+
+    atexit.register(serve)
+    from modelguard import TTL, Swap, guard
+
+    model = guard(dict, reload_on=TTL("0.5s"), swap=Swap(defer=0))
+    model.load()
+"""
+
+
 CLOSES = """
 import sys
 from modelguard import guard, replicas
@@ -274,6 +298,11 @@ def test_an_exit_waits_for_no_reload_that_a_policy_has_yet_to_begin() -> None:
     with lock.held(sleep=time.sleep, clock=time.monotonic, cancelled=lambda: False) as held:
         assert "host" == held
         assert ["the end", *3 * ["unloaded"], "soon"] == ended(DUE).splitlines()
+
+
+def test_policies_go_on_in_a_child_that_is_forked_by_an_exit() -> None:
+    """As of an application that serves on in the background. Its parent's exit is not its own."""
+    assert ["replaced"] == ended(SERVES_ON).splitlines()
 
 
 def test_a_model_with_a_call_on_it_is_not_unloaded_at_exit() -> None:

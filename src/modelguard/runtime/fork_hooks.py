@@ -290,6 +290,14 @@ def exiting() -> bool:
     return _exiting
 
 
+def _stay() -> None:
+    global _exiting
+    _exiting = False
+
+
+at_fork(Rank.LOCKS, in_child=_stay)  # an application that exits may fork a process that serves on
+
+
 def before_exit(what: Literal["batches", "loads", "models"], wait: Callable[[float], object]) -> None:
     """Call ``wait`` at interpreter exit, with the seconds that it may take."""
     _waits[what] = wait
