@@ -188,7 +188,8 @@ def test_a_slow_model_is_rejected(world: World) -> None:
     assert expected == reason(guard)
 
 
-def test_a_model_that_has_not_met_the_inputs_yet_is_not_slow(world: World) -> None:
+@pytest.mark.parametrize(("calls", "timeout"), [(20, 10), (100, 2)], ids=["time enough", "not for all calls"])
+def test_a_model_that_has_not_met_the_inputs_yet_is_not_slow(world: World, calls: int, timeout: float) -> None:
     """The current one has met them all, and spaCy's vocabulary, a cache and compiled kernels know that."""
 
     def caching() -> Answering:
@@ -201,8 +202,8 @@ def test_a_model_that_has_not_met_the_inputs_yet_is_not_slow(world: World) -> No
 
         return answer
 
-    guard, ask = guarded(world, caching(), caching())
-    for value in range(20):
+    guard, ask = guarded(world, caching(), caching(), replay=Replay(timeout=timeout))
+    for value in range(calls):
         ask(value)
     guard.reload()
     world.join()
