@@ -52,7 +52,8 @@ class Replay:
         max_memory: How much memory the arguments may take, pickled: bytes, or text such as ``"500 kB"``. The oldest go
             first, and a call that needs more alone is not kept. Default 16 MB.
         timeout: How long the calls on both models may take together; those that have ended by then count. A plain
-            function is not interrupted: ``Loading(timeout)`` bounds one that hangs. Default ten seconds.
+            function is not interrupted: ``Loading(timeout)`` bounds one that hangs. A model that seems slow is timed
+            once more, for as long at most. Default ten seconds.
 
     Raises:
         InvalidOption: One of them is invalid.

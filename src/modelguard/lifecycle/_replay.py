@@ -340,11 +340,6 @@ class Comparison:
         """Whether the median is more than the rule allows."""
         return self.slowdown is not None and self._is_too_slow(self.slowdown)
 
-    @property
-    def seems_slow(self) -> bool:
-        """Whether it is so far, of two calls or more."""
-        return len(self.ratios) > 1 and self._is_too_slow(statistics.median(self.ratios))
-
     def _is_too_slow(self, ratio: float) -> bool:
         return self.rule.max_slowdown is not None and ratio > self.rule.max_slowdown
 
@@ -370,31 +365,24 @@ def compare(
     current: Side,
     retired: Callable[[], bool],
 ) -> Comparison:
-    """Run the recorded calls on both models, in turn, until time is up or nobody takes calls from the current one."""
+    """Run the recorded calls on both models, in turn, until time is up or nobody takes calls from the current one.
+
+    What seems slow gets as much time again: a large model would be judged by its first calls alone otherwise.
+    """
     end = clock() + rule.timeout
     recorded = calls.snapshot()
     found = Comparison(rule, len(recorded))
     with asyncio.Runner() as runner:
         both = _Both(runner, clock, end, new, current, calls.exclusion)
         timed: list[tuple[RecordedCall, float]] = []  # as many as there are ratios
-        took: list[float] = []  # by both models
-        again, spent = 0, 0.0  # how many of them have been timed again; what the new model took for the others
         for number, call in enumerate(recorded):
             if clock() >= end or retired():
                 break
             seconds = both.compare(call, found, new_first=bool(number % 2))
-            if len(found.ratios) > len(timed):
-                timed.append((call, seconds))
-                took.append(seconds + found.ratios[-1] * seconds)
-                spent += took[-1] - seconds
-            # Before it is too late for it, if there is no time for all calls anyway.
-            left = len(recorded) - number - 1
-            if found.seems_slow and clock() + min(spent, left * statistics.median(took)) >= end:
-                both.time_again(timed, found, retired, since=again)
-                again, spent = len(timed), 0.0
+            timed += [(call, seconds)] * (len(found.ratios) - len(timed))
         found.cut_short = clock() >= end
         if found.too_slow:
-            both.time_again(timed, found, retired, since=again)
+            both._replace(end=clock() + rule.timeout).time_again(timed, found, retired)
     return found
 
 
@@ -434,10 +422,10 @@ class _Both(NamedTuple):
         return 0.0 if current is None else current.seconds
 
     def time_again(
-        self, timed: list[tuple[RecordedCall, float]], found: Comparison, retired: Callable[[], bool], *, since: int
+        self, timed: list[tuple[RecordedCall, float]], found: Comparison, retired: Callable[[], bool]
     ) -> None:
         """Time the new model on inputs that it has met, as the current one has: what it caches is there now."""
-        for number, (call, current) in enumerate(timed[since:], since):
+        for number, (call, current) in enumerate(timed):
             if self.clock() >= self.end or retired():
                 break
             again = self._on_new(call)
