@@ -384,6 +384,15 @@ class Lines:
         grouped = (one for one in self.live() if one.line and self._in_order)
         self._arrived = deque(sorted(grouped, key=attrgetter("arrived")))
 
+    def fill_at(self, size: int) -> None:
+        """So many items fill a batch from now on. What has filled one already does not wait for a larger one."""
+        if size > self.full_size and self._limits.max_wait:
+            for line in self:
+                in_full_batches = line.waiting - line.waiting % self.full_size
+                for request in itertools.islice(line.requests, in_full_batches):
+                    request.patient_until = -math.inf
+        self.full_size = size
+
     @property
     def _in_order(self) -> bool:
         """Whether requests go in the order of their arrival."""

@@ -489,7 +489,7 @@ class BatchQueue:
         self._planner.note_batch(batch, seconds, now)
 
     def _note_most(self) -> None:
-        self._lines.full_size = self._planner.most
+        self._lines.fill_at(self._planner.most)
         special = self.may_refuse or self.ordered or self._limits.max_wait
         self.sure = 0 if special else self._planner.sure()
 

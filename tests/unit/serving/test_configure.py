@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
-from tests.unit.serving.queues import measured, queue_of, request, taken
+from tests.unit.serving.queues import filled, measured, queue_of, request, taken
 
 from modelguard import AutoSize, Execution, batched
 from modelguard.errors import DeadlineExceeded, GuardClosed, InvalidOption, QueueFull, WouldDeadlock
@@ -240,3 +240,19 @@ def test_a_batch_that_runs_counts_as_hung_by_the_new_time(model: Gated) -> None:
         model.gate.set()
         assert 3 == waits.result(TIMEOUT)
         until(lambda: f.status().state == "open")
+
+
+def test_what_fills_a_batch_does_not_wait_for_a_larger_one() -> None:
+    """Three items are a full batch of two, and one that waits for another. A larger size holds for what comes later."""
+    queue, _ = filled(3, max_size=2, max_wait=60.0)
+    queue.configure(limits(max_wait=60.0))
+    assert [0, 1, 2] == taken(queue, 0.0)
+    queue.admit(request(3), 1.0)
+    assert 60.0 == queue.next_batch(1.0)
+
+
+def test_what_fills_no_batch_waits_on_after_a_change() -> None:
+    """One item does not fill a batch of two."""
+    queue, _ = filled(1, max_size=2, max_wait=60.0)
+    queue.configure(limits(max_wait=60.0))
+    assert 60.0 == queue.next_batch(0.0)

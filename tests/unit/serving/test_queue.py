@@ -339,6 +339,23 @@ def test_after_a_batch_that_failed_as_a_whole_half_as_many_share_the_next() -> N
     assert [8, 4, 2, 4, 8] == sizes
 
 
+def test_what_filled_a_smaller_batch_after_a_failure_does_not_wait_when_the_size_grows_again() -> None:
+    """Two items fill two batches of one. The first one doubles the size, of which the other alone is half."""
+    queue, _ = filled(2, max_size=2, max_wait=60.0)
+    batch = queue.next_batch(0.0)
+    assert isinstance(batch, Batch)
+    run(queue, batch, 0.1, 0.1, "failed")
+    for number in range(2, 4):
+        queue.admit(request(number), 1.0)
+    batch = queue.next_batch(1.0)
+    assert isinstance(batch, Batch)
+    assert [2] == [one.item for one in batch.requests]
+    run(queue, batch, 0.1, 1.1)
+    assert [3] == taken(queue, 1.1)
+    queue.admit(request(4), 2.0)
+    assert 60.0 == queue.next_batch(2.0)
+
+
 def test_measurements_grow_old() -> None:
     """After a slow time nothing is refused because of it."""
     queue = queue_of(max_queue=100)
