@@ -282,8 +282,9 @@ def test_what_a_broker_needs_is_missing(folder: Path, whose: str, call: str) -> 
 def test_a_submitted_call_without_a_thread_is_refused(folder: Path) -> None:
     """Where the system gives no thread, submit() and aio get Overloaded, and the next call gets their worker."""
     (folder / "functions.py").write_text(HOSTED.replace(', scope="host"', ""))
-    program = textwrap.dedent("""
-        import asyncio, threading
+    program = f"""
+        import asyncio, json, sys, threading
+        sys.path.insert(0, {str(folder)!r})
         import functions
         from modelguard.errors import Overloaded
 
@@ -294,21 +295,18 @@ def test_a_submitted_call_without_a_thread_is_refused(folder: Path) -> None:
             raise RuntimeError("can't start new thread")
 
         functions.f()
+        said = []
         start, threading.Thread.start = threading.Thread.start, none
         for call in (lambda: functions.f.submit().result(30), lambda: asyncio.run(awaited())):
             try:
                 call()
             except Overloaded as error:
-                print(error)
+                said.append(str(error))
         threading.Thread.start = start
-        print(functions.f.submit().result(30), functions.f.status().in_flight)
-    """)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
-    assert ["functions.f(): cannot start a thread: can't start new thread"] * 2 + ["1 0"] == done.stdout.splitlines(), (
-        done.stderr
-    )
+        print(json.dumps([said, functions.f.submit().result(30), functions.f.status().in_flight]))
+    """
+    refused = "functions.f(): cannot start a thread: can't start new thread"
+    assert [[refused, refused], 1, 0] == run_python(program, 90)
 
 
 RUNTIME = ("MODELGUARD_RUNTIME_DIR", "XDG_RUNTIME_DIR")

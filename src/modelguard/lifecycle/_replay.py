@@ -319,7 +319,7 @@ class Comparison:
     @property
     def objection(self) -> str | None:
         """Why the new model is rejected; None if it is not."""
-        rule, slowdown = self.rule, self.slowdown
+        rule = self.rule
         differ, allowed = self.compared - self.agreed, rule.disagreements_allowed(self.compared)
         if differ > allowed:
             raised = ", ".join(f"{kind} {count} times" for kind, count in self.errors.most_common())
@@ -328,10 +328,10 @@ class Comparison:
                 f"{differ} of {self.compared} recorded calls answer otherwise than before{raised}, and "
                 f"min_agreement={rule.min_agreement:g} allows {allowed}"
             )
-        if slowdown is not None and self._is_too_slow(slowdown):
+        if self.too_slow:
             return (
-                f"recorded calls take {slowdown:.1f} times as long as before (the median of {len(self.ratios)}), and "
-                f"max_slowdown={rule.max_slowdown:g}"
+                f"recorded calls take {self.slowdown:.1f} times as long as before (the median of {len(self.ratios)}), "
+                f"and max_slowdown={rule.max_slowdown:g}"
             )
         return None
 

@@ -19,34 +19,38 @@ def other() -> Iterator[int]:
         process.kill()
 
 
-def test_a_thread_that_ends_meanwhile_leaves_no_other_on_its_cpu(monkeypatch: pytest.MonkeyPatch, other: int) -> None:
+@pytest.fixture
+def two(other: int) -> Iterator[tuple[list[int], set[int]]]:
+    """Two processes that may use two CPUs, and these."""
+    cpus = set(sorted(os.sched_getaffinity(0))[:2])
+    if len(cpus) < 2:
+        pytest.skip("one CPU")
+    with subprocess.Popen(["sleep", "60"]) as second:
+        pids = [other, second.pid]
+        for pid in pids:
+            os.sched_setaffinity(pid, cpus)
+        yield pids, cpus
+        second.kill()
+
+
+def test_a_thread_that_ends_meanwhile_leaves_no_other_on_its_cpu(
+    monkeypatch: pytest.MonkeyPatch, two: tuple[list[int], set[int]]
+) -> None:
     """All others of its process, and other processes, get their CPUs back."""
-    cpus = set(sorted(os.sched_getaffinity(0))[:2])
-    if len(cpus) < 2:
-        pytest.skip("one CPU")
-    with subprocess.Popen(["sleep", "60"]) as second:
-        for pid in (other, second.pid):
-            os.sched_setaffinity(pid, cpus)
-        ended = threading.Thread(target=int)
-        ended.start(), ended.join()
-        tasks, bound = _processes._tasks, []
-        with _processes.on_cpus_of_their_own([other, second.pid]):
-            bound = [os.sched_getaffinity(pid) for pid in (other, second.pid)]
-            monkeypatch.setattr(_processes, "_tasks", lambda pid: [ended.native_id, *tasks(pid)])
-        assert [{cpu} for cpu in sorted(cpus)] == bound
-        assert [cpus, cpus] == [os.sched_getaffinity(pid) for pid in (other, second.pid)]
-        second.kill()
+    pids, cpus = two
+    ended = threading.Thread(target=int)
+    ended.start(), ended.join()
+    tasks, bound = _processes._tasks, []
+    with _processes.on_cpus_of_their_own(pids):
+        bound = [os.sched_getaffinity(pid) for pid in pids]
+        monkeypatch.setattr(_processes, "_tasks", lambda pid: [ended.native_id, *tasks(pid)])
+    assert [{cpu} for cpu in sorted(cpus)] == bound
+    assert [cpus, cpus] == [os.sched_getaffinity(pid) for pid in pids]
 
 
-def test_a_process_that_others_bind_meanwhile_stays_so(other: int) -> None:
+def test_a_process_that_others_bind_meanwhile_stays_so(two: tuple[list[int], set[int]]) -> None:
     """By ``taskset -p``, say. The others get their CPUs back."""
-    cpus = set(sorted(os.sched_getaffinity(0))[:2])
-    if len(cpus) < 2:
-        pytest.skip("one CPU")
-    with subprocess.Popen(["sleep", "60"]) as second:
-        for pid in (other, second.pid):
-            os.sched_setaffinity(pid, cpus)
-        with _processes.on_cpus_of_their_own([other, second.pid]):
-            os.sched_setaffinity(other, {max(cpus)})  # while it keeps to the other one
-        assert [{max(cpus)}, cpus] == [os.sched_getaffinity(pid) for pid in (other, second.pid)]
-        second.kill()
+    pids, cpus = two
+    with _processes.on_cpus_of_their_own(pids):
+        os.sched_setaffinity(pids[0], {max(cpus)})  # while it keeps to the other one
+    assert [{max(cpus)}, cpus] == [os.sched_getaffinity(pid) for pid in pids]
