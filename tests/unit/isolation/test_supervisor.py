@@ -176,12 +176,20 @@ def test_a_mold_that_has_ended_is_held_by_no_worker_that_has_not_come_up(monkeyp
 def test_a_mold_is_not_held_while_its_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """That takes long, and another thread may release it meanwhile."""
     owner = MoldGuard.__new__(MoldGuard)
-    mold: Any = Mold.__new__(Mold)
-    mold.owner, mold.instructions = owner, SimpleNamespace(owner=os.getpid())
-    mold.pids = lambda: [1, 2]
-    _mold_owner._molds.add(mold)
-    held, watch = [mold], weakref.ref(mold)
-    del mold
+    held: list[Any] = []
+
+    def make() -> None:
+        mold: Any = Mold.__new__(Mold)
+        mold.owner, mold.instructions = owner, SimpleNamespace(owner=os.getpid())
+        mold.pids = lambda: [1, 2]
+        held.append(mold)
+
+    # In a thread that has ended: without the GIL, what others let go is freed when the thread that made it runs on.
+    maker = threading.Thread(target=make)
+    maker.start()
+    maker.join()
+    _mold_owner._molds.add(held[0])
+    watch = weakref.ref(held[0])
     found: list[object] = []
 
     def read(_pid: int) -> int:
