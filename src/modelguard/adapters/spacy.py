@@ -24,9 +24,9 @@ from weakref import WeakKeyDictionary
 from modelguard import _extras, _units
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported, Overloaded
 from modelguard.lifecycle._engine import is_lazy
+from modelguard.lifecycle._lease import Guarded
 from modelguard.lifecycle._misuse import plain_function
 from modelguard.lifecycle._models import Adapter
-from modelguard.lifecycle._wrappers import Guarded
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.handle import Decorator
 from modelguard.lifecycle.policies import Snapshot, Value

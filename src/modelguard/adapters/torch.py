@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast, ov
 
 from modelguard import _extras, _units
 from modelguard.errors import InvalidOption
+from modelguard.lifecycle._lease import BoundByReference, ByReference
 from modelguard.lifecycle._misuse import plain_function
 from modelguard.lifecycle._models import Adapter
-from modelguard.lifecycle._wrappers import BoundByReference, ByReference
 
 try:
     import torch

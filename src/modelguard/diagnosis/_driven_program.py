@@ -27,7 +27,7 @@ from modelguard.facts import _holders, _memory, _proc
 from modelguard.facts._growth_judge import Verdict, judge
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._guard_options import Swap
-from modelguard.lifecycle._wrappers import owner_of
+from modelguard.lifecycle._lease import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard
 from modelguard.lifecycle.policies import Policy, Uses
 

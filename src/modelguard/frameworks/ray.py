@@ -30,7 +30,7 @@ from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Over
 from modelguard.frameworks._answers import Answer, problem
 from modelguard.frameworks._web import Web
 from modelguard.isolation.isolate import Isolated
-from modelguard.lifecycle._wrappers import owner_of
+from modelguard.lifecycle._lease import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.serving import Batched, BatchedStream, Limits
 from modelguard.telemetry import logger

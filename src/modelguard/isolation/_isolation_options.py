@@ -21,7 +21,7 @@ from modelguard.isolation import _processes
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import engines
 from modelguard.lifecycle._guard_options import GuardOptions, check_policy
-from modelguard.lifecycle._wrappers import owner_of
+from modelguard.lifecycle._lease import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard, hide
 from modelguard.lifecycle.policies import Changed, Policy, subset
 from modelguard.lifecycle.pool import PooledFunction

@@ -241,28 +241,9 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
 
     # Calls
 
-    def enter(self, mine: Enclosing, timeout: float | None = None) -> Generation[M]:
+    def enter(self, mine: Enclosing) -> Generation[M]:
         generation = self.state.enter(mine)
-        return waiting.block(self.until_entered(mine, timeout)) if generation is None else generation
-
-    async def aenter(self, mine: Enclosing, timeout: float | None = None) -> None:
-        if self.state.enter(mine) is None:
-            self.state.raise_if_closed()  # whatever the loop
-            await waiting.suspend(self.until_entered(mine, timeout))
-
-    def leave(self, generation: Generation[M], *, failed: bool | None) -> None:
-        if self.state.leave(generation, failed):
-            self.after_call(generation)
-
-    def leave_dropped(self, generation: Generation[M]) -> None:
-        """:meth:`leave` for a lease that nobody has ended.
-
-        Takes no lock: the garbage collector may have interrupted any code. So no policy is asked, and no hook called,
-        which may wait for a lock that this thread holds: the next call asks, or the ticker.
-        """
-        state = self.state
-        if state.leave(generation, False) and (generation.retired or state.watched):  # noqa: FBT003 - by position, it is the hot path
-            self._in_background(partial(self.after_call, generation))
+        return waiting.block(self.until_entered(mine, None)) if generation is None else generation
 
     def plain_wrapper(  # noqa: C901, PLR0915 - the hot path is written out
         self, keep: Callable[[Generation[M], Any], Any]
@@ -377,6 +358,11 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             self._in_background(partial(release_and_report, self, generation, drain_seconds=None))
         if self.state.watched:
             self.changed()
+
+    def after_dropped(self, generation: Generation[M]) -> None:
+        """:meth:`after_call` where the garbage collector may have interrupted any code, with any lock held."""
+        if generation.retired or self.state.watched:
+            self._in_background(partial(self.after_call, generation))
 
     # Loads
 

@@ -10,8 +10,7 @@ from modelguard import _public, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._lease import Lease
-from modelguard.lifecycle._wrappers import decorate, owner_of
+from modelguard.lifecycle._lease import Lease, decorate, owner_of
 from modelguard.lifecycle.handle import ModelHandle
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime.fork_hooks import WeakRegistry

@@ -13,11 +13,10 @@ from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._guard_options import PoolOptions
-from modelguard.lifecycle._lease import Lease
+from modelguard.lifecycle._lease import Lease, check_function, wrap
 from modelguard.lifecycle._misuse import call_parameters, plain_function
 from modelguard.lifecycle._models import KnownModels
 from modelguard.lifecycle._pool_engine import PoolEngine
-from modelguard.lifecycle._wrappers import check_function, wrap
 from modelguard.lifecycle.handle import Decorator, Handle
 from modelguard.lifecycle.policies import Policy
 from modelguard.runtime.fork_hooks import WeakRegistry

@@ -14,9 +14,8 @@ from modelguard import _public, _units
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Overloaded, Reloading
 from modelguard.lifecycle import _engine
 from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._lease import Lease
+from modelguard.lifecycle._lease import Lease, wrap
 from modelguard.lifecycle._models import KnownModels
-from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.guard import ModelGuard, hide
 from modelguard.lifecycle.handle import ModelHandle
 from modelguard.lifecycle.policies import Snapshot

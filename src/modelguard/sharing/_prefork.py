@@ -25,7 +25,7 @@ from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, 
 from modelguard.facts import _memory
 from modelguard.lifecycle import _models
 from modelguard.lifecycle._guard_options import outside
-from modelguard.lifecycle._wrappers import owner_of
+from modelguard.lifecycle._lease import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.runtime import child_processes, fork_hooks
