@@ -40,58 +40,38 @@ State = Literal["new", "loading", "ready", "reloading", "draining", "degraded", 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Generation(Generic[M]):
-    """A model from its load to its release.
-
-    Attributes:
-        leases: One entry per call that runs on it now. It is a list because ``append`` and ``pop`` are atomic and cost
-            a quarter of a lock. A call takes its lease first and checks ``retired`` afterwards; a swap sets ``retired``
-            first and checks the leases afterwards. So one of them always sees the other.
-        version: What the loader says it is; None if it says nothing.
-        uses: Calls that have ended on it.
-        errors: Consecutive calls, up to the latest, that raised.
-        served: Whether a call has succeeded, as the first error after it has noticed: a success has no time for that.
-        fruitless_reloads: How many reloads for errors in a row led to it, on whose models no call succeeded.
-        alarm: The number of uses at which the end of a call takes the slow path: a policy may be due or, once the
-            generation is retired, a drain waits for its last call. One comparison on the hot path covers both.
-        retired: It takes no new calls, except those nested in its own.
-        born: When it began to take calls, on the guard's clock.
-        began: The same on the wall clock, in seconds since the epoch.
-        pid: The process that loaded it, which may be a parent of this one.
-        model_bytes: Its size: what its load took, or what its library says, if that is more.
-        written_bytes: What its load took.
-        load_seconds: How long loading, validation and warm-up took together.
-        stall_seconds: The longest time within that in which no other Python thread could run.
-        gpu_bytes: Bytes that its load has allocated on each GPU, by the device's index.
-        gpu_allocated: Bytes that the process had allocated on all of them when it began to take calls, and its
-            predecessor was gone; None if it used none.
-        dropped: No call may run on it any more; its model is being released.
-        demanded: Why it is to be replaced, besides the policies.
-        pinned: A rollback has made it current again.
-    """
+    """A model from its load to its release."""
 
     number: int
     model: M
-    born: float = field(kw_only=True)
-    began: float = field(kw_only=True)
+    born: float = field(kw_only=True)  # when it began to take calls, on the guard's clock
+    began: float = field(kw_only=True)  # the same on the wall clock, in seconds since the epoch
     jitter: float = field(kw_only=True)
-    version: str | None = field(kw_only=True, default=None)
-    pid: int = field(init=False, default_factory=os.getpid)
-    model_bytes: int = field(init=False, default=0)
-    written_bytes: int = field(init=False, default=0)
-    load_seconds: float = field(init=False, default=0.0)
-    stall_seconds: float = field(init=False, default=0.0)
-    gpu_bytes: dict[int, int] = field(init=False, default_factory=dict)
+    version: str | None = field(kw_only=True, default=None)  # what the loader says it is
+    pid: int = field(init=False, default_factory=os.getpid)  # of the process that loaded it: maybe a parent of this one
+    model_bytes: int = field(init=False, default=0)  # what its load took, or what its library says, if that is more
+    written_bytes: int = field(init=False, default=0)  # what its load took
+    load_seconds: float = field(init=False, default=0.0)  # of loading, validation and warm-up together
+    stall_seconds: float = field(init=False, default=0.0)  # within them: the longest time without another Python thread
+    gpu_bytes: dict[int, int] = field(init=False, default_factory=dict)  # what its load allocated, by the GPU's index
+    #: Bytes of the process on all GPUs as it began to take calls and its predecessor was gone; None if it used none.
     gpu_allocated: int | None = field(init=False, default=None)
+    #: One entry per call that runs on it now. A list, because ``append`` and ``pop`` are atomic and cost a quarter of
+    #: a lock. A call takes its lease first and checks ``retired`` afterwards; a swap sets ``retired`` first and checks
+    #: the leases afterwards. So one of them always sees the other.
     leases: list[None] = field(init=False, default_factory=list)
-    uses: int = field(init=False, default=0)
-    errors: int = field(init=False, default=0)
+    uses: int = field(init=False, default=0)  # calls that have ended on it
+    errors: int = field(init=False, default=0)  # consecutive calls, up to the latest, that raised
+    #: Whether a call has succeeded, as the first error after it has noticed: a success has no time for that.
     served: bool = field(init=False, default=False)
-    fruitless_reloads: int = field(init=False, default=0)
+    fruitless_reloads: int = field(init=False, default=0)  # for errors, in a row, up to it; no call succeeded since
+    #: The number of uses at which the end of a call takes the slow path: a policy may be due or, once it is retired, a
+    #: drain waits for its last call. One comparison on the hot path covers both.
     alarm: float = field(init=False, default=math.inf)
-    retired: bool = field(init=False, default=False)
-    dropped: bool = field(init=False, default=False)
-    demanded: tuple[Reason, ...] = field(init=False, default=())
-    pinned: bool = field(init=False, default=False)
+    retired: bool = field(init=False, default=False)  # it takes no new calls, except those nested in its own
+    dropped: bool = field(init=False, default=False)  # no call may run on it any more; its model is being released
+    demanded: tuple[Reason, ...] = field(init=False, default=())  # why it is to be replaced, besides the policies
+    pinned: bool = field(init=False, default=False)  # a rollback has made it current again
 
     def drop(self) -> M:
         model = self.model
@@ -107,47 +87,28 @@ class Generation(Generic[M]):
 
 
 class PostponedJob(NamedTuple):
-    """What a policy asks for, and must wait.
-
-    Attributes:
-        reasons: Which policies are due.
-        cause: Why it waits.
-        until: When it may begin, on the guard's clock; None while the guard is paused.
-    """
+    """What a policy asks for, and must wait."""
 
     reasons: tuple[Reason, ...]
     cause: PostponeCause
-    until: float | None
+    until: float | None  # when it may begin, on the guard's clock; None while the guard is paused
 
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """A load, from the request to the release of the generation that it replaces; or that release alone.
-
-    Attributes:
-        reasons: Why it was requested.
-        urgent: Somebody asked for it explicitly, so it does not wait for a quiet moment.
-        after_call: It was requested at the end of a call, where a pause between calls may begin.
-        replaces: There is a current generation that it has yet to replace.
-        unloads: It releases the current generation and loads none. Those who need one meanwhile wait for its end.
-        by_policy: Nobody but a policy asked for it, so it does not begin while the guard is paused.
-        covers: The last request that its load answers; later ones make that load stale. None before the load begins.
-        cancelled: A rollback came before its model took calls, so that model is discarded.
-        threads: Identities of the threads that do its work, to detect a load that waits for itself.
-        has_turn: It is the one reload of this host, or goes on without its turn.
-        ended: Is done when it has ended.
-    """
+    """A load, from the request to the release of the generation that it replaces; or that release alone."""
 
     reasons: tuple[Reason, ...]
-    urgent: bool = field(kw_only=True)
-    replaces: bool = field(kw_only=True, default=False)
-    after_call: bool = field(kw_only=True, default=False)
-    unloads: bool = field(kw_only=True, default=False)
-    by_policy: bool = field(kw_only=True, default=False)
+    urgent: bool = field(kw_only=True)  # somebody asked for it explicitly, so it waits for no quiet moment
+    replaces: bool = field(kw_only=True, default=False)  # there is a current generation that it has yet to replace
+    after_call: bool = field(kw_only=True, default=False)  # asked for by the end of a call, where a pause may begin
+    unloads: bool = field(kw_only=True, default=False)  # it loads none; those who need one meanwhile wait for its end
+    by_policy: bool = field(kw_only=True, default=False)  # by nobody else, so it does not begin in a paused guard
+    #: The last request that its load answers; later ones make that load stale. None before the load begins.
     covers: int | None = field(init=False, default=None)
-    cancelled: bool = field(init=False, default=False)
-    threads: set[int] = field(init=False, default_factory=set)
-    has_turn: bool = field(init=False, default=False)
+    cancelled: bool = field(init=False, default=False)  # a rollback came before its model took calls: that is discarded
+    threads: set[int] = field(init=False, default_factory=set)  # which do its work: a load may wait for itself
+    has_turn: bool = field(init=False, default=False)  # it is the one reload of this host, or goes on without its turn
     ended: Future[None] = field(init=False, default_factory=promise)
 
 
@@ -223,53 +184,32 @@ class GuardState(Generic[M]):
     """State of one guard. Fields are read freely; they change only inside its methods, under ``lock``.
 
     A generation is put in service, retired, drained of its calls and released; or it is kept, and put back in service.
-
-    Attributes:
-        name: The guard's name.
-        enclosing: What the context holds while a call runs, None outside of calls.
-        lock: Is held while a field changes, except for the leases of a generation.
-        drained: Is notified when a call on a retired generation has ended.
-        current: The generation that takes new calls; None if there is none.
-        previous: The generation that is kept for a rollback; None if there is none.
-        draining: Retired generations that are to be released when their calls have ended.
-        abandoned: Those of them whose calls have taken too long.
-        closed: Whether calls are refused.
-        held_leases: Each :class:`~modelguard.lifecycle._lease.Lease` that an object holds, rather than a running call.
-            A forked child may have to take it again.
-        generations: The number of the last one that took calls.
-        unloaded: There is no generation because it was released until its next use.
-        outage: There is no generation because a reload has taken it out of service, and has none to take its place yet.
-        postponed: What the policies of the current generation ask for, and must wait.
-        least_memory: The least private memory, in bytes, that a release has left so far.
-        left_behind: What replacements leave behind. Used by the one load that runs.
-        epoch: How many forks lie between this process and the one that made the guard.
-        job: The load under way, if any.
-        paused: Policies start nothing. What others ask for goes on.
-        unloads: How many wait to release the model. Meanwhile policies start nothing either.
-        watched: Somebody waits for the ends of calls.
-        on_retire: Called with a generation that takes no new calls from now on, under ``lock``.
     """
 
     # Fewer than 30 attributes: with more, CPython 3.11 keeps them in a dict, and each lease takes 0.2 us longer.
     def __init__(self, name: str) -> None:
         self.name = name
         self.enclosing: ContextVar[Enclosing | None] = ContextVar(f"modelguard {name}", default=None)
-        self.current: Generation[M] | None = None
-        self.previous: Generation[M] | None = None
-        self.draining: set[Generation[M]] = set()
-        self.abandoned: set[Generation[M]] = set()
+        self.current: Generation[M] | None = None  # takes new calls
+        self.previous: Generation[M] | None = None  # is kept for a rollback
+        self.draining: set[Generation[M]] = set()  # retired, and to be released when their calls have ended
+        self.abandoned: set[Generation[M]] = set()  # those of them whose calls have taken too long
         self.closed = False
+        #: Each lease that an object holds, and not a running call: a forked child may have to take it again.
         self.held_leases: WeakRegistry[Any] = WeakRegistry()
-        self.generations = 0
-        self.unloaded = self.outage = False
+        self.generations = 0  # the number of the last one that took calls
+        self.unloaded = False  # there is none, because it was released until its next use
+        self.outage = False  # there is none, because a reload has taken it out of service, and has no other yet
         self.postponed: PostponedJob | None = None
         self.last_release: GenerationReleased | None = None
-        self.least_memory: int | None = None
-        self.left_behind = LeftBehind()
-        self.epoch = 0
+        self.least_memory: int | None = None  # private, in bytes, that a release has left so far
+        self.left_behind = LeftBehind()  # used by the one load that runs
+        self.epoch = 0  # how many forks lie between this process and the one that made the guard
         self.job: LoadJob | None = None
-        self.paused = self.watched = False
-        self.unloads = 0
+        self.paused = False  # policies start nothing; what others ask for goes on
+        self.unloads = 0  # how many wait to release the model; policies start nothing meanwhile
+        self.watched = False  # somebody waits for the ends of calls
+        #: Called with a generation that takes no new calls from now on, under ``lock``.
         self.on_retire: Callable[[Generation[M]], object] = lambda _: None
         self.requests = 0
         self.reloads = 0
@@ -279,9 +219,10 @@ class GuardState(Generic[M]):
         self._renew_locks()
 
     def _renew_locks(self) -> None:
-        # Reentrant: the garbage collector may return a dropped lease at any point, also under this lock.
+        # For each change of a field, but for a generation's leases. Reentrant: the garbage collector may return a
+        # dropped lease at any point, also under this lock.
         self.lock = threading.RLock()
-        self.drained = threading.Condition(self.lock)
+        self.drained = threading.Condition(self.lock)  # notified when a call on a retired generation has ended
         # Those who wait for a load, each with the number of the request that it must answer; 0 for any load.
         self.waiting: dict[Future[Outcome], int] = {}
 
@@ -814,26 +755,16 @@ class GuardState(Generic[M]):
 
 
 class GuardContext(Generic[M]):
-    """One guard, as loading, evaluating and releasing see it.
-
-    Attributes:
-        options: Set once, but for the guard of molds (:meth:`~modelguard.lifecycle._engine.Engine.follow`).
-        state: Changed by its own methods only.
-        family: The models that its loader has returned, and those of its replicas.
-        recorded: The calls that a reload repeats; None without ``replay``.
-        shown: The version that ``modelguard top`` reads of this process.
-        shown_pause: The pause that it reads.
-        runtime: A test may replace it, to move a guard to another clock. Read it anew each time.
-    """
+    """One guard, as loading, evaluating and releasing see it."""
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
-        self.options = options
+        self.options = options  # set once, but for the guard of molds: see Engine.follow
         self.state: GuardState[M] = GuardState(options.name)
-        self.runtime = runtime
-        self.family = options.family or KnownModels()
-        self.shown = ShownVersion(options.name)
+        self.runtime = runtime  # a test may replace it, to move a guard to another clock: read it anew each time
+        self.family = options.family or KnownModels()  # what its loader has returned, and those of its replicas
+        self.shown = ShownVersion(options.name)  # to `modelguard top`
         self.shown_pause = ShownPause(options.name)
-        self.recorded: RecordedCalls | None = None
+        self.recorded: RecordedCalls | None = None  # the calls that a reload repeats
         if (rule := options.swap.replay) is not None:
             # Here, because few guards need it.
             from modelguard.lifecycle._replay import RecordedCalls
