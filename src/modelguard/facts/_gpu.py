@@ -11,19 +11,13 @@ from typing import Any, NamedTuple
 
 
 class DeviceMemory(NamedTuple):
-    """What this process has on one device, in bytes.
+    """What this process has on one device, in bytes."""
 
-    Attributes:
-        device: Its index in torch.
-        allocated: In tensors.
-        reserved: Taken from the device: in tensors, or free in the allocator's cache.
-        total: What torch may take there: the memory of the device, or of the MIG slice, times the fraction that
-            ``torch.cuda.set_per_process_memory_fraction`` has set.
-    """
-
-    device: int
-    allocated: int
-    reserved: int
+    device: int  # its index in torch
+    allocated: int  # in tensors
+    reserved: int  # taken from the device: in tensors, or free in the allocator's cache
+    #: What torch may take there: the memory of the device, or of the MIG slice, times the fraction that
+    #: ``torch.cuda.set_per_process_memory_fraction`` has set.
     total: int
 
 

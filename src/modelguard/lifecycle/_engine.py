@@ -79,20 +79,16 @@ fork_hooks.before_exit("models", _unload_all)
 
 
 class Engine(GuardContext[M], fork_hooks.Forkable):
-    """Runs one guard. Its loads run one at a time, and all who need the model join them.
-
-    Attributes:
-        checks: Ask the policies, and start what is due.
-        changed: Called when a load has ended, and while :attr:`GuardState.watched` at the end of each call.
-        end_load: Called when it is closed or rolled back: ends a load, where one can be ended. Does not block.
-    """
+    """Runs one guard. Its loads run one at a time, and all who need the model join them."""
 
     fork_rank = fork_hooks.Rank.GUARD
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
         super().__init__(options, runtime)
-        self.checks = PolicyChecks(self, self._start)
+        self.checks = PolicyChecks(self, self._start)  # ask the policies, and start what is due
+        #: Called when a load has ended, and while :attr:`GuardState.watched` at the end of each call.
         self.changed: Callable[[], object] = lambda: None
+        #: Called when it is closed or rolled back: ends a load, where one can be ended. Does not block.
         self.end_load: Callable[[], object] = lambda: None
         _hooks.import_events()
         engines.add(self)

@@ -87,15 +87,12 @@ class PolicyChecks(Generic[M]):
     Args:
         guard: Whose policies are asked.
         start: Starts a load or a release; returns whether there was one to start.
-
-    Attributes:
-        readings: What the policies read.
     """
 
     def __init__(self, guard: GuardContext[M], start: Callable[[LoadJob | None], bool]) -> None:
         self._guard = guard
         self._start = start
-        self.readings = Readings(guard)
+        self.readings = Readings(guard)  # what the policies read
         self.decide_by(guard.options.reload_on)
         self._pause = math.inf  # seconds until the next evaluation is useful; infinity if only the ends of calls matter
         self._again = False

@@ -74,10 +74,6 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         make: Makes the engine of one key's model, with the runtime that it is to use.
         options: The pool's bounds.
         runtime: Clock, chance and threads.
-
-    Attributes:
-        paused: Age, changed sources and idleness end no model.
-        closed: Whether leases are refused.
     """
 
     fork_rank = fork_hooks.Rank.POOL
@@ -85,14 +81,14 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
     def __init__(self, make: Callable[[Any, Runtime], Engine[M]], options: PoolOptions, runtime: Runtime) -> None:
         self.options = options
         self.runtime = runtime
-        self.paused = False
+        self.paused = False  # age, changed sources and idleness end no model
         self._make = make
         self._shown_pause = ShownPause(options.name)
         self._models: OrderedDict[K, PooledModel[M]] = OrderedDict()  # the latest one last
         self._evicted: list[PooledModel[M]] = []  # they have left the pool, and are to be released
         self._outlasting: list[tuple[K, Engine[M]]] = []  # of models on which calls may run that outlast the pool's end
         self._known: OrderedDict[K, KeyRecord[M]] = OrderedDict()  # in the same order
-        self.closed = False
+        self.closed = False  # whether leases are refused
         self._loads = self._evictions = self._unloads = 0
         _hooks.import_events()
         self._renew_locks()

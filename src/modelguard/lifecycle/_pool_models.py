@@ -90,7 +90,6 @@ class Pin(Generic[M]):
     Made first: no call of a function, in which a signal handler may raise, lies between a pin and its note.
 
     Attributes:
-        model: The model.
         held: Whether it counts.
         to_load: Whether the caller is the one to load the model, and has not begun.
     """
@@ -118,19 +117,15 @@ class Want(Generic[K, M]):
     """A caller that needs the model of a key.
 
     What its context and its thread say is noted here, since others look on its behalf while it waits.
-
-    Attributes:
-        inside: The models on which calls run that it is inside of.
-        half_used: Those that a loop of its thread has half used.
-        awaits: The model that it waits for: one that is being loaded, or that ends.
-        gone: It waits no longer.
     """
 
     def __init__(self, key: K, models: Iterable[PooledModel[M]], now: float) -> None:
         self.key = key
-        self.awaits: PooledModel[M] | None = None
-        self.gone = False
+        self.awaits: PooledModel[M] | None = None  # the model that it waits for: one that is being loaded, or that ends
+        self.gone = False  # it waits no longer
+        #: The models on which calls run that it is inside of.
         self.inside = [model for model in models if model.encloses_this_call]
+        #: Those that a loop of its thread has half used.
         self.half_used = [model for model in models if model.half_used_here()]
         self._since = now
 
@@ -155,24 +150,18 @@ class Want(Generic[K, M]):
 
 
 class KeyRecord(Generic[M]):
-    """What a pool knows of a key, also while it has no model.
-
-    Attributes:
-        probe: Where its model comes from: asked while there is one, and kept beyond it, since it knows how often that
-            has changed.
-        size: Of its model when it was last loaded, None if it never was.
-        failed: The engine whose load has failed: it knows when the next attempt is due.
-        idle: Its model was released until its next use: nobody used it, or it was requested.
-    """
+    """What a pool knows of a key, also while it has no model."""
 
     def __init__(self, name: str, key: object, policy: Changed | None) -> None:
+        #: Where its model comes from: asked while there is one, and kept beyond it, since it knows how often that has
+        #: changed.
         self.probe: Probe | None = None
         if policy is not None:
             own = Changed(partial(policy.probe, key), policy.every, jitter=policy.jitter, timeout=policy.timeout)
             self.probe = Probe(_units.KeyedName(name, key), own)
-        self.size: int | None = None
-        self.failed: Engine[M] | None = None
-        self.idle = False
+        self.size: int | None = None  # of its model when it was last loaded, None if it never was
+        self.failed: Engine[M] | None = None  # the engine whose load has failed: it knows when the next attempt is due
+        self.idle = False  # its model was released until its next use: nobody used it, or it was requested
 
 
 def afresh(error: Exception) -> Exception:

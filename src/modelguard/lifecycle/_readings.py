@@ -351,15 +351,10 @@ class _GpuReadings:
 
 
 class AtLoad(NamedTuple):
-    """What the source of the model was just before its load.
+    """What the source of the model was just before its load."""
 
-    Attributes:
-        files: Identity of the watched paths.
-        answers: Of the probes.
-    """
-
-    files: dict[Path, Fingerprint | None]
-    answers: Mapping[Changed, object]
+    files: dict[Path, Fingerprint | None]  # identity of the watched paths
+    answers: Mapping[Changed, object]  # of the probes
 
 
 class Readings:

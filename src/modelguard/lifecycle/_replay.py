@@ -142,9 +142,6 @@ class RecordedCalls:
         rule: Their bounds.
         enclosing: Is true in the context of a call on the same guard.
         clock: Seconds, to measure what recording costs.
-
-    Attributes:
-        exclusion: Between these calls and others.
     """
 
     def __init__(
@@ -158,7 +155,7 @@ class RecordedCalls:
         self._first = rule.count  # attempts, successful or not, that are made at once
         self._next = float("-inf")
         self._lock = threading.Lock()
-        self.exclusion = Exclusion(enclosing, rule.timeout)
+        self.exclusion = Exclusion(enclosing, rule.timeout)  # between these calls and others
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -251,19 +248,12 @@ class _TimeIsUp(Exception):
 
 
 class Answer(NamedTuple):
-    """How one call ended on one model.
+    """How one call ended on one model."""
 
-    Attributes:
-        value: What it returned, None if it raised.
-        error: The type of what it raised; its text might show an input.
-        seconds: How long it took.
-        ended: Whether it has ended in time.
-    """
-
-    value: Any
-    error: str | None
-    seconds: float
-    ended: bool = True
+    value: Any  # what it returned, None if it raised
+    error: str | None  # the type of what it raised; its text might show an input
+    seconds: float  # how long it took
+    ended: bool = True  # whether it has ended in time
 
 
 def _ratio(new: float, current: float) -> float:
@@ -272,25 +262,16 @@ def _ratio(new: float, current: float) -> float:
 
 @dataclass
 class Comparison:
-    """What came of the recorded calls.
+    """What came of the recorded calls."""
 
-    Attributes:
-        rule: By which they are judged.
-        recorded: How many there were.
-        compared: How many of them have an answer of the current model.
-        agreed: On how many of these the new model agrees.
-        errors: What calls on the new model raised, by type, with numbers.
-        ratios: The time of each call on the new model over that on the current one.
-        cut_short: Whether time was up before all calls had ended.
-    """
-
-    rule: Replay
-    recorded: int
-    compared: int = 0
-    agreed: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
+    rule: Replay  # by which they are judged
+    recorded: int  # how many there were
+    compared: int = 0  # how many of them have an answer of the current model
+    agreed: int = 0  # on how many of these the new model agrees
+    errors: Counter[str] = field(default_factory=Counter)  # what calls on the new model raised, by type, with numbers
+    #: The time of each call on the new model over that on the current one.
     ratios: list[float] = field(default_factory=list)
-    cut_short: bool = False
+    cut_short: bool = False  # whether time was up before all calls had ended
 
     def add(self, new: Answer, current: Answer) -> None:
         """Compare two answers. What the current model cannot answer says nothing about the new one."""
@@ -345,15 +326,10 @@ class Comparison:
 
 
 class Side(NamedTuple):
-    """One of two models that are compared.
-
-    Attributes:
-        model: The model.
-        running: Guarded functions that such a block calls run on it.
-    """
+    """One of two models that are compared."""
 
     model: object
-    running: Callable[[], AbstractContextManager[None]]
+    running: Callable[[], AbstractContextManager[None]]  # guarded functions that such a block calls run on it
 
 
 def compare(
@@ -387,23 +363,14 @@ def compare(
 
 
 class _Both(NamedTuple):
-    """Runs calls on both models to their end, whatever kind of function they are of.
+    """Runs calls on both models to their end, whatever kind of function they are of."""
 
-    Attributes:
-        runner: Runs coroutines, all of them on one loop.
-        clock: Measures the calls.
-        end: When time is up, on that clock.
-        new: The new model.
-        current: The one that takes calls.
-        exclusion: Between these calls and others on the current one.
-    """
-
-    runner: asyncio.Runner
-    clock: Callable[[], float]
-    end: float
+    runner: asyncio.Runner  # runs coroutines, all of them on one loop
+    clock: Callable[[], float]  # measures the calls
+    end: float  # when time is up, on that clock
     new: Side
-    current: Side
-    exclusion: Exclusion
+    current: Side  # the one that takes calls
+    exclusion: Exclusion  # between these calls and others on the current one
 
     def compare(self, call: RecordedCall, found: Comparison, *, new_first: bool) -> float:
         """Take turns: the second one finds the caches warm. The answers are gone when this returns.

@@ -278,17 +278,11 @@ class PoolLease(Generic[M]):
 
 
 class PooledFunction(NamedTuple):
-    """What there is to know of a function that a pool decorates, for who runs it elsewhere.
+    """What there is to know of a function that a pool decorates, for who runs it elsewhere."""
 
-    Attributes:
-        function: What was decorated: it takes the model as its first argument.
-        options: The pool's.
-        key_of: The key that a call with these arguments needs.
-    """
-
-    function: Callable[..., Any]
-    options: PoolOptions
-    key_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    function: Callable[..., Any]  # what was decorated: it takes the model as its first argument
+    options: PoolOptions  # the pool's
+    key_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]  # the key that a call with these arguments needs
 
 
 class Keyed(Decorator[M]):

@@ -45,18 +45,12 @@ _NEXT = 0
 
 
 class _Roll:
-    """A replacement of all, one after another.
-
-    Attributes:
-        loaded: Which of them had a model when it was last asked for.
-        heard: Whether everybody who asked waits for its end.
-        ended: Gets its end.
-    """
+    """A replacement of all, one after another."""
 
     def __init__(self) -> None:
-        self.loaded: list[ModelGuard[Any]] = []
-        self.heard = True
-        self.ended: Future[None] = waiting.promise()
+        self.loaded: list[ModelGuard[Any]] = []  # which of them had a model when it was last asked for
+        self.heard = True  # whether everybody who asked waits for its end
+        self.ended: Future[None] = waiting.promise()  # gets its end
 
 
 class FreeReplicas(fork_hooks.Forkable, Generic[M]):
@@ -69,7 +63,6 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
     Attributes:
         rolling: Held while all are replaced, one after another.
         asking: Held while that is asked for.
-        next_roll: What has been asked for and has not begun.
     """
 
     fork_rank = fork_hooks.Rank.REPLICAS
@@ -226,23 +219,19 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
         self._free = {at: at for at in range(len(self._engines))}
         self.line.renew()
         self.rolling, self.asking = threading.Lock(), threading.RLock()
-        self.next_roll: dict[int, _Roll] = {}
+        self.next_roll: dict[int, _Roll] = {}  # what has been asked for and has not begun
         self._deciding = threading.Lock()
 
 
 class _ExclusiveLease(Lease[M]):
-    """A lease that keeps other calls from its replica.
-
-    Attributes:
-        places: Which one it is; empty once that is free.
-    """
+    """A lease that keeps other calls from its replica."""
 
     __slots__ = ("_free", "_line", "places")
 
     def __init__(self, engine: Engine[M], free: dict[int, int], line: Line[int | None, Any]) -> None:
         super().__init__(engine)
         self._free, self._line = free, line
-        self.places: list[int] = []
+        self.places: list[int] = []  # which one it is; empty once that is free
 
     def __del__(self) -> None:
         if getattr(self, "places", None) or getattr(self, "_taken", None):

@@ -154,71 +154,49 @@ def check_trim() -> None:
 
 
 class Trim(NamedTuple):
-    """What came of an attempt to return free memory.
+    """What came of an attempt to return free memory."""
 
-    Attributes:
-        allocator: The kind of allocator that did it, None if none could.
-        error: Why none could, None if one did.
-    """
-
-    allocator: str | None
-    error: str | None
+    allocator: str | None  # the kind of allocator that did it, None if none could
+    error: str | None  # why none could, None if one did
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The outside world of one guard or pool.
-
-    Attributes:
-        clock: Monotonic seconds.
-        wall_clock: Seconds since the epoch.
-        cpu: Seconds of processor time that this process has taken.
-        thread_cpu: Those of this thread.
-        sleep: Waits for that many seconds.
-        private: Private memory of this process, in bytes.
-        headroom: Bytes that may still be allocated, None if unknown.
-        limit: The effective memory limit in bytes, None if there is none.
-        trim: Returns free memory to the system and gives the allocator's kind, or raises NotSupported.
-        in_use: Bytes that malloc has handed out, None if unknown.
-        python_in_use: Bytes that Python's allocator of small objects has handed out, None if unknown.
-        returning: A block for a load or a release, in which what is freed goes back to the system.
-        held: Bytes that malloc has taken from the system and not returned, None if unknown.
-        check_trim: Raises NotSupported where trimming is not possible.
-        gpu: The GPU memory of this process.
-        fingerprint: Identity of a watched path, None while it is missing.
-        random: A number in [0, 1).
-        start_thread: Runs a callable in a background thread of the given name.
-        start_once: The same in a thread that ends with the callable, and is not kept for more work.
-        host_lock: The right to hold two copies of a model.
-        ticks: Whether the process's ticker thread asks the policies in the background.
-        probes: Whether the probes of ``Changed`` are asked in this process, and not in the one that it belongs to.
-        in_mold: Whether this process is a mold or one of its workers, which ``Idle(keep="mold")`` may end.
-        private_lately: As ``private``, at some moment of the last second; None where a reading takes no time.
-    """
+    """The outside world of one guard or pool."""
 
     clock: Callable[[], float] = time.monotonic
-    wall_clock: Callable[[], float] = time.time
-    cpu: Callable[[], float] = time.process_time
-    thread_cpu: Callable[[], float] = time.thread_time
-    sleep: Callable[[float], None] = time.sleep
-    private: Callable[[], int] = private
-    headroom: Callable[[], int | None] = headroom
+    wall_clock: Callable[[], float] = time.time  # seconds since the epoch
+    cpu: Callable[[], float] = time.process_time  # seconds of processor time that this process has taken
+    thread_cpu: Callable[[], float] = time.thread_time  # those of this thread
+    sleep: Callable[[float], None] = time.sleep  # waits for that many seconds
+    private: Callable[[], int] = private  # private memory of this process, in bytes
+    headroom: Callable[[], int | None] = headroom  # bytes that may still be allocated, None if unknown
+    #: The effective memory limit in bytes, None if there is none.
     limit: Callable[[], int | None] = lambda: _memory.memory_limit().bytes
+    #: Returns free memory to the system and gives the allocator's kind, or raises NotSupported.
     trim: Callable[[], str] = trim
-    in_use: Callable[[], int | None] = in_use
+    in_use: Callable[[], int | None] = in_use  # bytes that malloc has handed out, None if unknown
+    #: Bytes that Python's allocator of small objects has handed out, None if unknown.
     python_in_use: Callable[[], int | None] = python_in_use
+    #: A block for a load or a release, in which what is freed goes back to the system.
     returning: Callable[[], AbstractContextManager[None]] = _allocator.returning
+    #: Bytes that malloc has taken from the system and not returned, None if unknown.
     held: Callable[[], int | None] = held
-    check_trim: Callable[[], None] = check_trim
-    gpu: Gpu = TORCH_CUDA
+    check_trim: Callable[[], None] = check_trim  # raises NotSupported where trimming is not possible
+    gpu: Gpu = TORCH_CUDA  # the GPU memory of this process
+    #: Identity of a watched path, None while it is missing.
     fingerprint: Callable[[Path], Fingerprint | None] = fingerprint
-    random: Callable[[], float] = random.random
+    random: Callable[[], float] = random.random  # a number in [0, 1)
+    #: Runs a callable in a background thread of the given name.
     start_thread: Callable[[Callable[[], None], str], None] = THREADS.start
+    #: The same in a thread that ends with the callable, and is not kept for more work.
     start_once: Callable[[Callable[[], None], str], None] = THREADS.start_once
-    host_lock: HostLock = HOST_LOCK
-    ticks: bool = True
+    host_lock: HostLock = HOST_LOCK  # the right to hold two copies of a model
+    ticks: bool = True  # whether the process's ticker thread asks the policies in the background
+    #: Whether the probes of ``Changed`` are asked in this process, and not in the one that it belongs to.
     probes: bool = True
-    in_mold: bool = False
+    in_mold: bool = False  # whether this process is a mold or one of its workers, which ``Idle(keep="mold")`` may end
+    #: As ``private``, at some moment of the last second; None where a reading takes no time.
     private_lately: Callable[[], int] | None = None
 
     def recent_private(self) -> int:

@@ -38,13 +38,9 @@ class LoopEnded(RuntimeError):
 
 
 class Waiting(Protocol):
-    """Those who wait for what runs on a loop.
+    """Those who wait for what runs on a loop."""
 
-    Attributes:
-        wakeup: Set when one of them leaves, and when it has ended.
-    """
-
-    wakeup: Wakeup
+    wakeup: Wakeup  # set when one of them leaves, and when it has ended
 
     @property
     def all_left(self) -> bool: ...

@@ -118,13 +118,9 @@ class Rank(IntEnum):
 
 
 class Forkable:
-    """What takes part in a fork. Who keeps nothing of the parent's state has nothing to do before it.
+    """What takes part in a fork. Who keeps nothing of the parent's state has nothing to do before it."""
 
-    Attributes:
-        fork_rank: Its place in the order.
-    """
-
-    fork_rank: Rank
+    fork_rank: Rank  # its place in the order
 
     def before_fork(self) -> None:
         """Take the locks, so that no other thread is in the middle of a change."""

@@ -23,15 +23,11 @@ from modelguard.runtime.fork_hooks import Wakeup
 
 
 class Timeout:
-    """A bound on all the attempts of one caller together. It starts at once; None means no bound.
-
-    Attributes:
-        seconds: All of it.
-    """
+    """A bound on all the attempts of one caller together. It starts at once; None means no bound."""
 
     def __init__(self, timeout: _units.Duration | None) -> None:
         self._started = time.monotonic()
-        self.seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
+        self.seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)  # all of it
 
     def waited(self) -> float:
         return time.monotonic() - self._started
@@ -164,21 +160,16 @@ def resolve(result: Any) -> Any:
 
 
 class Wait(NamedTuple):
-    """One wait for a future; it ends early when the time is over.
+    """One wait for a future; it ends early when the time is over."""
 
-    Attributes:
-        future: What is waited for. Whoever is cancelled leaves it alone.
-        limit: For how long.
-        look: Called every so often: what nobody tells, and time alone brings about. What it raises ends the wait.
-        search: The same, in a thread only: the search for deadlocks, which reads the stacks of other threads.
-        every: How often, in seconds.
-    """
-
+    #: What is waited for. Whoever is cancelled leaves it alone.
     future: Future[Any]
-    limit: Timeout
+    limit: Timeout  # for how long
+    #: Called every so often: what nobody tells, and time alone brings about. What it raises ends the wait.
     look: Callable[[], object] | None = None
+    #: The same, in a thread only: the search for deadlocks, which reads the stacks of other threads.
     search: Callable[[], object] | None = None
-    every: float = PATIENCE
+    every: float = PATIENCE  # how often, in seconds
 
     def block(self) -> None:
         woken = Wakeup()
