@@ -218,4 +218,5 @@ def test_an_invalid_option_stops_the_start(kind: str, tmp_path: Path) -> None:
     finally:
         server.kill()
         server.wait()
-    assert "modelguard: dedline='2s': is not an option of ModelGuardMiddleware. Write" in (tmp_path / "log").read_text()
+    said = "modelguard: dedline='2s': is not an option of ModelGuardMiddleware. Did you mean 'deadline'?"
+    assert said in (tmp_path / "log").read_text()
