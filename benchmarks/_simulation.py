@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelguard.errors import BatchFailed, DeadlineExceeded, ModelGuardError, Overloaded
+from modelguard.errors import BatchFailed, CallerGone, DeadlineExceeded, ModelGuardError, Overloaded
 from modelguard.serving import Limits
 from modelguard.serving._execution import BatchFunction, compute
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Batch, Failure, Request, caller_gone
+from modelguard.serving._requests import Batch, Failure, Request
 
 #: How many lengths of the part of a run in which requests are admitted are tried.
 _PARTS = 60
@@ -200,7 +200,7 @@ class Simulation:
             self.now = max(self.now, at)
             if leaving is not None:
                 if self.queue.cancel(leaving) and arrival.client is not None:
-                    self.note(arrival, Failure(caller_gone("f")))
+                    self.note(arrival, Failure(CallerGone("f")))
                 continue
             self.outcome.offered += arrival.at >= self._warm_up
             request = _Simulated(arrival, self)

@@ -576,7 +576,7 @@ class Batcher(fork_hooks.Forkable):
             if not isinstance(error, RuntimeError):
                 raise
             if not self._wakeups:
-                self._queue.refuse_waiting(Overloaded(f"{self.name}(): cannot start a thread: {error}"))
+                self._queue.refuse_all(Overloaded(f"{self.name}(): cannot start a thread: {error}"))
 
     def _end_thread(self, wakeup: Wakeup) -> None:
         self._wakeups.discard(wakeup)
@@ -780,9 +780,7 @@ class Batcher(fork_hooks.Forkable):
             return
         with self._lock:
             if self._drained is drained:  # not reopened meanwhile
-                self._queue.refuse_waiting(GuardClosed(self.name))
-                if abandon:
-                    self._queue.refuse_running(GuardClosed(self.name))
+                self._queue.refuse_all(GuardClosed(self.name), running=abandon)
         self._settle()
 
     def reopen(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 
 from modelguard.serving._requests import Group, Request
@@ -42,25 +43,15 @@ _rank = attrgetter("rank")
 _turn = itemgetter(0, 1, 2)
 
 
+@dataclass(slots=True, eq=False)
 class Flow:
-    """The requests of one key.
+    """The requests of one key that wait, and the virtual time at which the next one starts."""
 
-    Attributes:
-        key: The key.
-        share: Its share, compared with that of other keys.
-        start: The virtual time at which its next request starts.
-        waiting: How many of its requests wait.
-        cost: What they cost.
-    """
-
-    __slots__ = ("cost", "key", "share", "start", "waiting")
-
-    def __init__(self, key: Hashable, share: float, start: float) -> None:
-        self.key = key
-        self.share = share
-        self.start = start
-        self.waiting = 0
-        self.cost = 0.0
+    key: Hashable
+    share: float
+    start: float
+    waiting: int = 0
+    cost: float = 0.0
 
     @property
     def last_start(self) -> float:
@@ -69,12 +60,7 @@ class Flow:
 
 
 class Fairness:
-    """The order of what waits. Without a clock, and without the requests themselves.
-
-    Args:
-        shares: The shares of keys; 1 for all others.
-        ageing: A request of priority 1 goes before those of its key that came up to so many seconds earlier.
-    """
+    """The order of what waits. Without a clock, and without the requests themselves."""
 
     def __init__(self, shares: Mapping[Hashable, float], ageing: float) -> None:
         self._shares = shares
@@ -96,13 +82,10 @@ class Fairness:
     # What happens
 
     def joined(self, request: Request) -> None:
-        """A request waits from now on."""
         request.rank = self._rank_of(request)
         flow = self._flows.get(request.key)
         if flow is None:
-            share = self._shares.get(request.key, 1.0)
-            flow = Flow(request.key, share, self._newcomers_start)
-            self._flows[request.key] = flow
+            flow = self._flows[request.key] = Flow(request.key, self._share_of(request), self._newcomers_start)
         request.flow = flow
         flow.start = self._start_of(flow)
         self._add(flow, request)
@@ -158,7 +141,7 @@ class Fairness:
     # The order
 
     def in_order(self, requests: Iterable[Request]) -> list[Request]:
-        """These requests, which wait, in the order of their turns. They come in the order of their arrival."""
+        """These requests, which come in the order of their arrival, in that of their turns."""
         turns: list[tuple[float, float, int, Request]] = []
         for number, (flow, own) in enumerate(self._by_flow(requests).items()):
             start = flow.start
@@ -169,21 +152,20 @@ class Fairness:
         return [turn[3] for turn in turns]
 
     def first(self, requests: Iterable[Request]) -> Request | None:
-        """The request whose turn it is; None if there are none."""
         return min(requests, key=lambda request: (request.flow.start, request.rank), default=None)
 
     def ahead(self, request: Request, requests: Iterable[Request], *, all_of_them: bool) -> tuple[int, float]:
-        """How many requests are computed before a new one, and their weight.
+        """How many of these requests are computed before a new one, which has not joined, and their weight.
 
-        Args:
-            request: The new one; it has its time of arrival, and has not joined.
-            requests: The requests to count, in any order.
-            all_of_them: Whether these are all that wait.
+        If they are all that wait, what each key has is known, and nothing is counted.
         """
         mine, start = self._flows.get(request.key), self._start_of_new(request, requests)
+        counted = {} if all_of_them else self._by_flow(requests)
         count, weight = 0, 0.0
-        for flow, many, cost in self._totals() if all_of_them else self._count(requests):
-            if flow.start > start:
+        for flow in self._flows.values() if all_of_them else counted:
+            own = counted.get(flow)
+            many, cost = (flow.waiting, flow.cost) if own is None else (len(own), math.fsum(map(_cost, own)))
+            if flow.start > start or not many:
                 continue
             turns = 1
             if many > 1 or flow is mine:
@@ -196,16 +178,13 @@ class Fairness:
     def displaced_by(self, request: Request, waiting: Callable[[], Iterable[Request]]) -> Request | None:
         """The request that would be computed last, if a new one goes before it; None if the new one would be last.
 
-        Args:
-            request: The new one; it has its time of arrival, and has not joined.
-            waiting: Gives all that wait. Called only if they have to be looked through: whoever floods a full queue
-                must not slow it down.
+        What waits is looked through only if it has to be: whoever floods a full queue must not slow it down.
         """
         mine, greediest = self._flows.get(request.key), self._find_greediest()
         if greediest is None:
             return None
         if greediest is not mine:
-            until = self._start_of_new(request, waiting()) + self._cost / self._shares.get(request.key, 1.0)
+            until = self._start_of_new(request, waiting()) + self._cost / self._share_of(request)
             if greediest.last_start < until - _ROUNDING:
                 return None
         elif not (self._by_priority or request.priority):
@@ -215,29 +194,19 @@ class Fairness:
         return last if greediest is not mine or last.rank > self._rank_of(request) else None
 
     def _find_greediest(self) -> Flow | None:
-        """The key with the request that would be computed last."""
-        if self._greediest is None:
+        if self._greediest is None:  # not known: the key with the request that would be computed last
             flows = (flow for flow in self._flows.values() if flow.waiting)
             self._greediest = max(flows, key=attrgetter("last_start"), default=None)
         return self._greediest
 
     def _by_flow(self, requests: Iterable[Request]) -> dict[Flow, list[Request]]:
-        flows: dict[Flow, list[Request]] = {}
+        flows: defaultdict[Flow, list[Request]] = defaultdict(list)
         for request in requests:
-            if (own := flows.get(request.flow)) is None:
-                flows[request.flow] = [request]
-            else:
-                own.append(request)
+            flows[request.flow].append(request)
         if self._by_priority:
             for own in flows.values():
                 own.sort(key=_rank)
         return flows
-
-    def _totals(self) -> list[tuple[Flow, int, float]]:
-        return [(flow, flow.waiting, flow.cost) for flow in self._flows.values() if flow.waiting]
-
-    def _count(self, requests: Iterable[Request]) -> list[tuple[Flow, int, float]]:
-        return [(flow, len(own), math.fsum(map(_cost, own))) for flow, own in self._by_flow(requests).items()]
 
     def _start_of_new(self, request: Request, requests: Iterable[Request]) -> float:
         """The virtual time at which a new request starts, behind those of its key that go before it."""
@@ -262,6 +231,9 @@ class Fairness:
     def _rank_of(self, request: Request) -> float:
         return request.arrived - request.priority * self._ageing
 
+    def _share_of(self, request: Request) -> float:
+        return self._shares.get(request.key, 1.0)
+
     def _start_of(self, flow: Flow | None) -> float:
         """Where a key starts with its next request. One without requests catches up with the others, with a credit."""
         if flow is None:
@@ -269,7 +241,6 @@ class Fairness:
         return flow.start if flow.waiting else max(flow.start, self._newcomers_start)
 
     def _has_paid(self, flow: Flow) -> bool:
-        """Whether a key would start as a new one."""
         return flow.start <= self._newcomers_start
 
     @property
@@ -308,21 +279,13 @@ _LOOKED_AT = 8
 _LEAST_LOOKED_AT = 256
 
 
+@dataclass(slots=True, eq=False)
 class Line:
-    """Requests with equal keyword arguments, in the order of their arrival.
+    """Requests with equal keyword arguments, in the order of their arrival. The weight is 0 if nothing is weighed."""
 
-    Attributes:
-        group: Their keyword arguments.
-        requests: What waits.
-        weight: The weight of what waits; 0 if nothing is weighed.
-    """
-
-    __slots__ = ("group", "requests", "weight")
-
-    def __init__(self, group: Group | None) -> None:
-        self.group = group
-        self.requests: dict[Request, None] = {}
-        self.weight = 0.0
+    group: Group | None
+    requests: dict[Request, None] = field(default_factory=dict)
+    weight: float = 0.0
 
     @property
     def waiting(self) -> int:
@@ -332,10 +295,6 @@ class Line:
     def oldest(self) -> Request | None:
         return next(iter(self.requests), None)
 
-    @property
-    def newest(self) -> Request | None:
-        return next(reversed(self.requests), None)
-
 
 class Lines:
     """All lines. The next one is found without looking at the others, as long as requests go in the order of arrival.
@@ -343,17 +302,13 @@ class Lines:
     Args:
         limits: Bounds of the queue.
         takes: How long a batch of this line takes if it starts now, in seconds; None if that is unknown.
-
-    Attributes:
-        full_size: How many items fill a batch.
-        fairness: In which order requests go; None for the order of their arrival.
     """
 
     def __init__(self, limits: Limits, takes: Callable[[Line], float | None]) -> None:
         self._limits = limits
-        self.full_size = limits.max_size
+        self.full_size = limits.max_size  # so many items fill a batch
         self._takes = takes
-        self.fairness: Fairness | None = None
+        self.fairness: Fairness | None = None  # None for the order of arrival
         self.ungrouped = Line(None)
         self._grouped: dict[Hashable, Line] = {}
         self._arrived: deque[Request] = deque()  # of groups, in that order; also some that do not wait any more
@@ -370,11 +325,11 @@ class Lines:
         return len(self._grouped) + (self.ungrouped.waiting > 0)
 
     def find(self, group: Group | None) -> Line | None:
-        """The line of a group; None if nothing of it waits."""
         return self.ungrouped if group is None else self._grouped.get(group)
 
-    def has(self, request: Request) -> bool:
-        return request in (request.line or self.ungrouped).requests
+    def of(self, request: Request) -> Line:
+        """The line in which a request waits."""
+        return request.line or self.ungrouped
 
     def configure(self, limits: Limits) -> None:
         """Use these limits from now on. What waits does so no longer than it would have."""
@@ -419,7 +374,7 @@ class Lines:
     def ahead(self, request: Request, line: Line, due: Callable[[Request], float]) -> tuple[int, float]:
         """How many requests of a line are computed before a new one, which is due then, and their weight."""
         if self.fairness is None:
-            mine, newest = due(request), line.newest
+            mine, newest = due(request), next(reversed(line.requests), None)
             if newest is None or mine >= due(newest):  # all that came before, as a rule
                 return line.waiting, line.weight
             looked_at = list(itertools.islice(line.requests, 0, None, 1 + len(line.requests) // _SAMPLED))
@@ -429,11 +384,10 @@ class Lines:
 
     def add(self, request: Request) -> None:
         group = request.group
-        if group is None:
-            line = self.ungrouped
-        else:
-            found = self._grouped.get(group)
-            line = self._grouped[group] = Line(group) if found is None else found
+        line = self.ungrouped if group is None else self._grouped.get(group)
+        if line is None:
+            line = self._grouped[group] = Line(group)
+        if group is not None:
             request.line = line
             if self._in_order:
                 self._arrived.append(request)
@@ -448,7 +402,7 @@ class Lines:
             self.fairness.joined(request)
 
     def removed(self, request: Request) -> None:
-        line = request.line or self.ungrouped
+        line = self.of(request)
         line.requests.pop(request, None)
         if self.fairness is not None:
             self.fairness.left(request)
@@ -458,7 +412,6 @@ class Lines:
             self._remove(line)
 
     def taken(self, line: Line, requests: list[Request]) -> None:
-        """Take these requests, a batch, out of their line."""
         left_behind = len(requests) < self.full_size <= line.waiting
         if len(requests) == line.waiting:
             line.requests.clear()
@@ -477,17 +430,14 @@ class Lines:
                 request.patient_until = -math.inf
 
     def next(self, now: float, *, closed: bool) -> Line | float | None:
-        """The line whose batch starts now; or when to ask again; or None if nothing waits.
-
-        Call :meth:`taken` with what was taken from it.
-        """
+        """The line whose batch starts now; or when to ask again; or None if nothing waits."""
         if self._in_order:
             while self._arrived and self._arrived[0].state != "waiting":
                 self._arrived.popleft()
             first, other = self.ungrouped.oldest, self._arrived[0] if self._arrived else None
             if other is not None and (first is None or other.arrived < first.arrived):
                 first = other
-            return None if first is None else first.line or self.ungrouped
+            return None if first is None else self.of(first)
         due = {line: self._due(line, oldest) for line in self if (oldest := line.oldest) is not None}
         soonest = min(due, key=due.__getitem__, default=None)
         if soonest is None or (due[soonest] > now and not closed):
@@ -496,7 +446,7 @@ class Lines:
             return soonest
         ready = (line for line, at in due.items() if closed or at <= now)
         turn = self.fairness.first(request for line in ready for request in line.requests)
-        return soonest if turn is None else turn.line or self.ungrouped
+        return soonest if turn is None else self.of(turn)
 
     def recount(self) -> int:
         """Count again what really waits, after an interruption at any point. Returns how many requests do."""
@@ -516,9 +466,7 @@ class Lines:
         if full or oldest.patient_until <= oldest.arrived:
             return oldest.arrived
         nearest = min(request.deadline for request in line.requests)
-        if nearest == math.inf:
-            return oldest.patient_until
-        takes = self._takes(line)
+        takes = self._takes(line) if nearest != math.inf else 0.0
         if takes is None:  # unmeasured, so the latest start that meets the deadline is unknown
             return oldest.arrived if nearest <= oldest.patient_until else oldest.patient_until
         return min(oldest.patient_until, max(nearest - takes, oldest.arrived))

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from modelguard.errors import (
+    CallerGone,
     CircuitOpen,
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -28,7 +29,7 @@ from modelguard.errors import (
 from modelguard.serving._execution import Computed
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._planner import GoalSize, Planner
-from modelguard.serving._requests import Batch, Failure, Request, caller_gone, count_failures
+from modelguard.serving._requests import Batch, Failure, Request, count_failures
 from modelguard.serving._times import BatchTimes
 from modelguard.serving.breaker import Circuit, CircuitChange
 from modelguard.serving.status import BatchState, BatchStatus, Counters, Limits, Quantiles, Verdict
@@ -37,45 +38,27 @@ from modelguard.serving.status import BatchState, BatchStatus, Counters, Limits,
 _REMEMBERED = 512
 
 
-class Recent:
-    """Size, longest wait, run time, weight and padding of the last batches."""
-
-    def __init__(self) -> None:
-        self._batches: deque[tuple[int, float, float, float, float]] = deque(maxlen=_REMEMBERED)
-
-    def note(self, batch: Batch, seconds: float) -> None:
-        waited = batch.started - batch.oldest
-        self._batches.append((batch.count, waited, seconds, batch.weight, batch.padding))
-
-    def summary(self) -> dict[str, Any]:
-        """The fields of a status that come from the last batches."""
-        sizes, waits, runs, weights, paddings = zip(*self._batches, strict=True) if self._batches else ((),) * 5
-        weight = sum(weights)
-        return {
-            "batch_size": Quantiles.of(sizes),
-            "wait": Quantiles.of(waits),
-            "run": Quantiles.of(runs),
-            "padding": sum(paddings) / weight if weight > 0 else 0.0,
-        }
-
-
+#: What an item counts as that ends with such an error.
+_COUNTED: dict[type[ModelGuardError], str] = {
+    QueueFull: "refused_full",
+    DeadlineUnreachable: "refused_late",
+    CircuitOpen: "refused_open",
+    QuotaExceeded: "refused_quota",
+    DeadlineExceeded: "expired",
+}
 #: Entries of requests that have their answers may stay until they are this many, and more than all others.
 _STALE = 64
 
 
 class Expiry:
-    """The deadlines of what waits and runs, and nothing of a request that has its answer.
-
-    Attributes:
-        early: How many requests have a deadline before one that came earlier.
-    """
+    """The deadlines of what waits and runs, and nothing of a request that has its answer."""
 
     def __init__(self) -> None:
         self._heap: list[list[Any]] = []  # deadline, a number that makes entries comparable, early, the request or None
         self._number = itertools.count()
         self._latest = -math.inf
         self._stale = 0  # entries without a request
-        self.early = 0
+        self.early = 0  # requests with a deadline before that of one that came earlier
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -110,7 +93,6 @@ class Expiry:
             self._latest, self._stale, self.early = -math.inf, 0, 0
 
     def pop(self, now: float) -> Request | None:
-        """The next request whose deadline has come; None if there is none."""
         if self.nearest > now:
             return None
         request: Request = self._heap[0][3]
@@ -126,11 +108,8 @@ class BatchQueue:
         sure: While fewer wait, one more has room, and its answer in time if no batch runs for longer than expected.
         overdue: When one does; infinity while none runs.
         waiting: Requests that wait, without those that expired or were cancelled.
-        running: Batches under way.
         undelivered: Requests that failed out of turn, with their failures.
-        closed: Nothing more is admitted.
         may_refuse: Whether requests may be refused for other reasons than a full queue or their deadlines.
-        times: How long batches take.
     """
 
     def __init__(self, limits: Limits, circuit: Circuit | None = None) -> None:
@@ -138,7 +117,7 @@ class BatchQueue:
         self.times = BatchTimes()
         self._planner = Planner(limits, self.times)
         self._lines = Lines(limits, self._planner.latest_start)
-        self._take_limits(limits)
+        self._limits = limits
         self._expiry = Expiry()
         self.inbox: deque[Request] = deque()
         self._emptying = False  # whether the inbox is: a finalizer that calls meanwhile leaves it alone
@@ -148,9 +127,8 @@ class BatchQueue:
         self.undelivered: list[tuple[Request, Failure]] = []
         self.reopen()
         self.counters = Counters()
-        self._together = 1  # how many requests are admitted, or none of them
-        self._joining = False  # whether requests are being admitted that belong to one that has passed the circuit
-        self._recent = Recent()
+        # Size, longest wait, run time, weight and padding of the last batches.
+        self._recent: deque[tuple[int, float, float, float, float]] = deque(maxlen=_REMEMBERED)
         self._abandoned = 0  # requests in running batches that are done
         if limits.fair or limits.quota is not None:
             self.order()
@@ -161,21 +139,20 @@ class BatchQueue:
         return self._lines.fairness is not None
 
     def order(self) -> None:
-        self._picky = True  # first: an exception may interrupt this at any point
         self.sure = 0
         self.take_in()
         self._lines.order()
 
-    def _take_limits(self, limits: Limits) -> None:
-        self._limits = limits
-        # Whether the next batch may be others than the first.
-        bounded = limits.max_weight != math.inf or limits.slo != math.inf
-        self._picky = self.ordered or bounded or limits.padded
+    @property
+    def _picky(self) -> bool:
+        """Whether the next batch may be others than the first."""
+        limits = self._limits
+        return self.ordered or limits.max_weight != math.inf or limits.slo != math.inf or limits.padded
 
     def configure(self, limits: Limits) -> None:
         """Bound batches, queue and calls by these limits from now on. What waits keeps its deadline and its wait."""
         self.take_in()
-        self._take_limits(limits)
+        self._limits = limits
         self._planner.configure(limits)
         self._lines.configure(limits)
         self._note_most()
@@ -198,7 +175,7 @@ class BatchQueue:
                 self.waiting += 1  # first: callers add up both, and may count a call twice, but not miss one
                 self.inbox.popleft()
         except BaseException:
-            if self.inbox and self._lines.has(self.inbox[0]):
+            if self.inbox and self.inbox[0] in self._lines.of(self.inbox[0]).requests:
                 self.inbox.popleft()
             self.waiting = self._lines.recount()
             raise
@@ -225,25 +202,11 @@ class BatchQueue:
         if self.inbox:
             self.take_in()
         self.expire(now)
-        request.arrived = now
-        displaced = None
-        if self.waiting >= self._limits.max_queue or self.may_refuse:
-            if self.closed:
-                raise GuardClosed(self._limits.name)
-            displaced = self._check_room(request, now)
-        bounded = request.deadline != math.inf
-        if bounded:
-            self._refuse_if_late(request, now)
-        else:
-            self._planner.arrivals.note(math.inf)
-        if displaced is not None:
-            self._drop(displaced, Failure(self._queue_full(now, displaced=True)))
-        self._lines.add(request)
-        self.waiting += 1
-        if bounded:
-            self._expiry.add(request)
-        if self.circuit is not None and not self._joining:
-            self.circuit.admitted(request)
+        try:
+            self._admit(request, now)
+        except ModelGuardError as error:
+            self._count_lost(error)
+            raise
 
     def admit_together(self, requests: Sequence[Request], now: float) -> None:
         """Queue several requests, all of them or none. They take the place of no other. Raises what :meth:`admit` does.
@@ -252,18 +215,40 @@ class BatchQueue:
         """
         self.take_in()
         self.expire(now)
-        self._together = len(requests)
         try:
             if not self.closed and self.waiting + len(requests) > self._limits.max_queue:
                 raise self._queue_full(now)
             for request in requests:
-                self.admit(request, now)
-                self._joining = True
-        except ModelGuardError:
+                self._admit(request, now, joining=request is not requests[0])
+        except ModelGuardError as error:
+            self._count_lost(error, len(requests))
             self.withdraw(*requests)
             raise
-        finally:
-            self._together, self._joining = 1, False
+
+    def _admit(self, request: Request, now: float, *, joining: bool = False) -> None:
+        """Queue a request, which may be joining one that has passed the circuit."""
+        request.arrived = now
+        displaced = None
+        if self.waiting >= self._limits.max_queue or self.may_refuse:
+            displaced = self._check_room(request, now, joining=joining)
+        bounded = request.deadline != math.inf
+        if bounded:
+            self._refuse_if_late(request, now)
+        else:
+            self._planner.arrivals.note(math.inf)
+        if displaced is not None:
+            self._drop(displaced, self._queue_full(now, displaced=True))
+        self._lines.add(request)
+        self.waiting += 1
+        if bounded:
+            self._expiry.add(request)
+        if self.circuit is not None and not joining:
+            self.circuit.admitted(request)
+
+    def _count_lost(self, error: ModelGuardError, count: int = 1) -> None:
+        """Count items that were refused, or dropped out of turn."""
+        if (counter := _COUNTED.get(type(error))) is not None:
+            setattr(self.counters, counter, getattr(self.counters, counter) + count)
 
     def find_place(self, request: Request) -> None:
         """Compare what says where a request waits with that of others. Raises what their own code does."""
@@ -279,40 +264,37 @@ class BatchQueue:
             request.state = "done"
         self.waiting = self._lines.recount()
         self._expiry.settle(requests)
-        for request in requests:
-            self._forget(request)
+        self._forget(*requests)
 
     # Whether a request may pass: the circuit, quotas, the room in the queue, and its deadline
 
     def _circuit_open(self, now: float) -> CircuitOpen | None:
-        """The error for a request that must not pass now, which is counted; None if it may."""
+        """The error for a request that must not pass now; None if it may."""
         circuit = self.circuit
-        if circuit is None or self._joining or (pause := circuit.retry_after(now)) is None:
+        if circuit is None or (pause := circuit.retry_after(now)) is None:
             return None
-        self.counters.refused_open += self._together
         return CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
 
-    def _forget(self, request: Request) -> None:
-        """Note that a request is not computed."""
+    def _forget(self, *requests: Request) -> None:
+        """Note that requests are not computed."""
         if self.circuit is not None:
-            self.circuit.forget(request)
+            for request in requests:
+                self.circuit.forget(request)
 
-    def _check_room(self, request: Request, now: float) -> Request | None:
-        """Check whether a request may wait.
-
-        Returns:
-            The request that loses its place to this one; None if there is room.
+    def _check_room(self, request: Request, now: float, *, joining: bool) -> Request | None:
+        """The request that loses its place to this one; None if there is room.
 
         Raises:
-            CircuitOpen, QuotaExceeded, QueueFull: It must not wait.
+            GuardClosed, CircuitOpen, QuotaExceeded, QueueFull: It must not wait.
         """
         limits, fairness = self._limits, self._lines.fairness
-        if (refusal := self._circuit_open(now)) is not None:
+        if self.closed:
+            raise GuardClosed(limits.name)
+        if not joining and (refusal := self._circuit_open(now)) is not None:
             raise refusal
         if fairness is not None and limits.quota is not None:
             of_key = fairness.waiting_of(request.key)
             if of_key >= limits.quota:
-                self.counters.refused_quota += self._together
                 pause = self._planner.seconds_to_drain(of_key, now)
                 raise QuotaExceeded(limits.name, request.key, queued=of_key, quota=limits.quota, retry_after=pause)
         if self.waiting < limits.max_queue:
@@ -324,23 +306,15 @@ class BatchQueue:
 
     def _queue_full(self, now: float, *, displaced: bool = False) -> QueueFull:
         """The error for a request without a place; ``displaced``: it has waited, and lost its place to another one."""
-        self.counters.refused_full += self._together
         pause = self._planner.seconds_to_drain(self.waiting, now)
         return QueueFull(self._limits.name, queued=self.waiting, retry_after=pause, displaced=displaced)
 
     def _refuse_if_late(self, request: Request, now: float) -> None:
-        """Check that, by what was measured, the answer to a request can come in time.
-
-        Raises:
-            DeadlineExceeded, DeadlineUnreachable: It would come too late.
-        """
         left = request.deadline - now
         if left <= 0:
-            self.counters.expired += self._together
             raise DeadlineExceeded(self._limits.name, waited=0.0)
         estimate = self._planner.estimate_if_late(request, self._lines, self.waiting, self.running, now)
         if estimate is not None:
-            self.counters.refused_late += self._together
             raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
 
     # Out
@@ -375,23 +349,19 @@ class BatchQueue:
 
     def _take(self, line: Line, now: float) -> list[Request]:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
+        count = self._planner.most
         if self._expiry or self._picky:
-            requests = self._choose(line, now)
+            in_order = self._limits.deadline != math.inf and not self._expiry.early and not self.ordered
+            nearest, lines = self._expiry.nearest, len(self._lines)
+            count = self._planner.takes_first(line.waiting, line.group, nearest, now, lines=lines, in_order=in_order)
+        if count:
+            requests = list(itertools.islice(line.requests, count))
         else:
-            requests = list(itertools.islice(line.requests, self._planner.most))
+            requests, late = self._planner.choose(line, self._lines, now)
+            for request in late:
+                self._drop_late(request, now)
         self.waiting -= len(requests)
         self._lines.taken(line, requests)
-        return requests
-
-    def _choose(self, line: Line, now: float) -> list[Request]:
-        in_order = self._limits.deadline != math.inf and not self._expiry.early and not self.ordered
-        nearest, lines = self._expiry.nearest, len(self._lines)
-        count = self._planner.takes_first(line.waiting, line.group, nearest, now, lines=lines, in_order=in_order)
-        if count:
-            return list(itertools.islice(line.requests, count))
-        requests, late = self._planner.choose(line, self._lines, now)
-        for request in late:
-            self._drop_late(request, now)
         return requests
 
     def _start(self, requests: list[Request], now: float) -> Batch:
@@ -407,11 +377,7 @@ class BatchQueue:
         return batch
 
     def finish(self, batch: Batch, outcomes: list[Any], failed: int = 0) -> tuple[list[Request], list[Any]]:
-        """End a batch.
-
-        Returns:
-            The requests whose callers still wait, and their outcomes.
-        """
+        """End a batch. Returns the requests whose callers still wait, and their outcomes."""
         requests = batch.requests
         if self._abandoned:
             requests, outcomes = _live(requests, outcomes)
@@ -429,14 +395,10 @@ class BatchQueue:
         return requests, outcomes
 
     def answer(self, requests: list[Request], outcomes: list[Any]) -> tuple[list[Request], list[Any]]:
-        """Answer some requests of a batch that is still being computed.
-
-        Returns:
-            The requests whose callers still wait, and their outcomes.
-        """
+        """:meth:`finish` for some requests of a batch that is still being computed."""
         requests, outcomes = _live(requests, outcomes)
         for request in requests:
-            self._end(request, None)
+            self._end(request)
         self._abandoned += len(requests)
         self._count(len(requests), count_failures(outcomes))
         return requests, outcomes
@@ -473,14 +435,15 @@ class BatchQueue:
     def _refuse_because_open(self, now: float) -> None:
         for request in tuple(self._lines.live()):
             if (refusal := self._circuit_open(now)) is not None:
-                self._drop(request, Failure(refusal))
+                self._drop(request, refusal)
 
     def learn(self, batch: Batch, computed: Computed, seconds: float, now: float, *, between: float = 0.0) -> None:
         """Learn from a batch that has kept its thread for so many seconds, and begun so many after the one before."""
         group = batch.group
         if computed.error is None and computed.whole:
             self.times.record(batch.count, batch.weight, group, seconds + between, now)
-            self._recent.note(batch, seconds)
+            waited = batch.started - batch.oldest
+            self._recent.append((batch.count, waited, seconds, batch.weight, batch.padding))
         useful = batch.weight - batch.padding
         for count, weight, took in computed.parts:
             padded = weight * batch.weight / useful if useful > 0 else weight
@@ -513,17 +476,12 @@ class BatchQueue:
         return min([self._expiry.nearest, *overstays])
 
     def cancel(self, request: Request, *, notify: bool = False) -> bool:
-        """Drop a request. Returns false if it has its answer already.
-
-        Args:
-            request: Which one.
-            notify: Whether its caller still waits, and gets ``CallerGone``.
-        """
+        """Drop a request, whose caller may still wait, and is notified. Returns false if it has its answer already."""
         if request.state == "done":
             return False
         self.take_in()
         self.counters.cancelled += 1
-        self._drop(request, caller_gone(self._limits.name) if notify else None)
+        self._drop(request, CallerGone(self._limits.name) if notify else None)
         return True
 
     def close(self) -> None:
@@ -535,19 +493,16 @@ class BatchQueue:
         self.may_refuse = self.circuit is not None or self._limits.quota is not None
         self._note_most()
 
-    def refuse_waiting(self, error: ModelGuardError) -> None:
-        """Fail everything that waits, each request with a copy of the error."""
+    def refuse_all(self, error: ModelGuardError, *, running: bool = False) -> None:
+        """Fail everything that waits, each request with a copy of the error; and what is being computed, too."""
         self.take_in()
-        for request in tuple(self._lines.live()):
-            self._drop(request, Failure(copy.copy(error)))
-
-    def refuse_running(self, error: ModelGuardError) -> None:
-        """Fail everything that is being computed: nobody will be there to get the results."""
-        for request in [one for batch in self.running for one in batch.requests if one.state == "running"]:
-            self._drop(request, Failure(copy.copy(error)))
+        batches = self.running if running else []
+        computed = [one for batch in batches for one in batch.requests if one.state == "running"]
+        for request in (*self._lines.live(), *computed):
+            self._drop(request, copy.copy(error))
 
     def disown(self) -> None:
-        """In a forked child: what waits and runs is the parent's, and cancelling it here must change nothing."""
+        """In a forked child: what waits and runs is the parent's, and cancelling it changes nothing."""
         for request in itertools.chain(self.inbox, self._lines.live(), *(batch.requests for batch in self.running)):
             request.state = "done"
 
@@ -555,7 +510,6 @@ class BatchQueue:
 
     @property
     def auto_size(self) -> GoalSize:
-        """What chooses the size of batches by a latency goal."""
         return self._planner.auto
 
     @property
@@ -573,6 +527,8 @@ class BatchQueue:
 
     def status(self, now: float) -> BatchStatus:
         self.take_in()
+        sizes, waits, runs, weights, paddings = zip(*self._recent, strict=True) if self._recent else ((),) * 5
+        weight = sum(weights)
         return BatchStatus(
             name=self._limits.name,
             state=self._state(),
@@ -582,20 +538,25 @@ class BatchQueue:
             rate=self.times.rate(now),
             max_size=self._planner.most,
             slo_reachable=self._planner.auto.reachable,
-            **self._recent.summary(),
+            batch_size=Quantiles.of(sizes),
+            wait=Quantiles.of(waits),
+            run=Quantiles.of(runs),
+            padding=sum(paddings) / weight if weight > 0 else 0.0,
             **asdict(self.counters),
         )
 
     # Bookkeeping
 
     def _drop_late(self, request: Request, now: float) -> None:
-        self.counters.expired += 1
-        self._drop(request, Failure(DeadlineExceeded(self._limits.name, waited=now - request.arrived)))
+        self._drop(request, DeadlineExceeded(self._limits.name, waited=now - request.arrived))
 
-    def _drop(self, request: Request, failure: Failure | None) -> None:
+    def _drop(self, request: Request, error: ModelGuardError | None) -> None:
         """End a request out of turn."""
         waiting = request.state == "waiting"
-        self._end(request, failure)  # first: an exception may interrupt this at any point
+        self._end(request)  # first: an exception may interrupt this at any point
+        if error is not None:
+            self.undelivered.append((request, Failure(error)))
+            self._count_lost(error)
         if waiting:
             self.waiting -= 1
             self._lines.removed(request)
@@ -605,14 +566,12 @@ class BatchQueue:
             if request.departure is not None:
                 request.departure.set()
 
-    def _end(self, request: Request, failure: Failure | None) -> None:
+    def _end(self, request: Request) -> None:
         if request.state != "running":  # else the batch is about to read it, or has; finish() lets it go
             request.item = None  # it may be large, and callers keep futures longer than they need them
         request.state = "done"
         if request.deadline != math.inf:
             self._expiry.settle([request])
-        if failure is not None:
-            self.undelivered.append((request, failure))
 
 
 def _live(requests: list[Request], outcomes: list[Any]) -> tuple[list[Request], list[Any]]:

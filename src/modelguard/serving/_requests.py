@@ -13,7 +13,6 @@ from contextvars import Context
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
-from modelguard.errors import CallerGone
 from modelguard.runtime.event_loops import LoopEnded
 from modelguard.runtime.fork_hooks import Wakeup
 from modelguard.telemetry import logger
@@ -177,10 +176,6 @@ def loop_of(group: Group | None) -> asyncio.AbstractEventLoop:
     if loop is None:
         raise LoopEnded
     return loop
-
-
-def caller_gone(function: str) -> Failure:
-    return Failure(CallerGone(function))
 
 
 def deliver(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:

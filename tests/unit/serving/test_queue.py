@@ -537,7 +537,7 @@ def test_closing_computes_what_waits_and_admits_nothing() -> None:
     with pytest.raises(GuardClosed):
         queue.admit(request(), 0.0)
     assert [0, 1, 2, 3] == taken(queue, 0.0)
-    queue.refuse_waiting(GuardClosed("f"))
+    queue.refuse_all(GuardClosed("f"))
     assert requests[4:] == [refused for refused, _ in queue.undelivered]
     assert queue.next_batch(0.0) is None
 
@@ -557,7 +557,7 @@ def test_at_the_end_of_the_process_what_runs_is_refused_as_well() -> None:
     batch = queue.next_batch(0.0)
     assert isinstance(batch, Batch)
     queue.close()
-    queue.refuse_running(GuardClosed("f"))
+    queue.refuse_all(GuardClosed("f"), running=True)
     assert requests == [refused for refused, _ in queue.undelivered]
     assert ([], []) == queue.finish(batch, ["late", "late"])
 

@@ -214,7 +214,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.queue.closed and self.queue.waiting)
     @rule()
     def give_up(self) -> None:
-        self.queue.refuse_waiting(GuardClosed("f"))
+        self.queue.refuse_all(GuardClosed("f"))
         self.collect()
 
     def collect(self) -> None:
