@@ -30,7 +30,7 @@ from modelguard.serving._requests import Batch, Failure, Request, deliver, loop_
 from modelguard.serving.breaker import Circuit, CircuitChange
 from modelguard.serving.deadlines import Scope, current_scope
 from modelguard.serving.status import BatchStatus, Counters
-from modelguard.serving.streams import AsyncSteps, Steps, StreamRequest, StreamRun
+from modelguard.serving.streams import AsyncSteps, StreamRequest, StreamRun
 from modelguard.telemetry import logger
 
 # Reports which size of batches ``AutoSize`` has chosen.
@@ -174,61 +174,6 @@ class BatchEvents:
         telemetry.emit(telemetry.RequestsRefused(guard=self._name, waiting=queue.waiting, **since))
 
 
-class Runner:
-    """Computes batches of a function that is not simply called: it is awaited on an event loop, or stepped through."""
-
-    def __init__(self, function: BatchFunction, options: BatchOptions, others_wait: Callable[[], bool]) -> None:
-        self._function = function
-        self._others_wait = others_wait
-        self._is_async, self._streams = options.is_async, options.streams
-        self._own_loop = options.own_loop
-        self._slow_after = _units.seconds((options.buffer or Buffer()).slow_after, "slow_after", zero=True)
-
-    def batch(self, batch: Batch, answer: Answer) -> Computed:
-        """Compute a batch. Never raises.
-
-        Args:
-            batch: Its items and the keyword arguments that they share.
-            answer: Called with what has its outcome already while the batch goes on.
-        """
-        get_loop = partial(loop_of, batch.group) if self._own_loop is None else self._own_loop.get
-        on_loop = partial(run_on, get_loop, callers=batch, others_wait=self._others_wait)
-        if self._streams:
-            in_context = partial(on_loop, context=contextvars.copy_context())
-            start = partial(self._steps, in_context, partial(in_context, cancel=False))
-            return self._stream(self._function, batch, answer).compute(start)
-        batch.watch()
-        return compute(_awaited(self._function, on_loop), batch, answer)
-
-    def inline(self, request: Request) -> None:
-        """Compute one request by itself, in this thread if it may."""
-        function, batch = replace(self._function, caught=Exception), Batch([request], clock.now())
-        loop = PrivateLoop() if self._is_async else None
-        if isinstance(request, StreamRequest):
-            request.state = "running"
-            run, end = (None, None) if loop is None else (loop.run, loop.end)
-            start = partial(self._steps, run, end)
-            request.source = self._stream(function, batch, _end).on_demand(start, contextvars.copy_context())
-            return
-        with contextlib.nullcontext() if loop is None else contextlib.closing(loop):
-            computed = compute(function if loop is None else _awaited(function, loop.run), batch)
-        request.deliver(computed.outcomes[0])
-
-    def _stream(self, function: BatchFunction, batch: Batch, answer: Answer) -> StreamRun:
-        return StreamRun(function, batch, answer, slow_after=self._slow_after, others_wait=self._others_wait)
-
-    def _steps(
-        self, on_loop: RunOnLoop | None, end: RunOnLoop | None, items: list[Any], extras: dict[str, Any]
-    ) -> Steps:
-        steps: Any = self._function.run(items, **extras)
-        return AsyncSteps(steps, on_loop, end) if self._is_async and on_loop and end else steps
-
-
-def _awaited(function: BatchFunction, on_loop: RunOnLoop) -> BatchFunction:
-    run = function.run
-    return replace(function, run=lambda items, /, **extras: on_loop(lambda: run(items, **extras)))
-
-
 def _end(requests: list[Request], outcomes: list[Any]) -> None:
     """Answer a request that is in no queue."""
     for request in requests:
@@ -254,9 +199,9 @@ class Batcher(fork_hooks.Forkable):
             isolate=options.on_error == "isolate",
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
-        self._runner = Runner(self._function, options, self._others_wait)
+        self._slow_after = _units.seconds((options.buffer or Buffer()).slow_after, "slow_after", zero=True)
         # One step less for those that are simply called.
-        self._run = partial(compute, self._function) if options.kind == "function" else self._runner.batch
+        self._run = partial(compute, self._function) if options.kind == "function" else self._run_on_loop
         self._scope = Scope(enclosing=frozenset({self}))  # of what a batch calls
         self.limits = options.limits
         self._reset()
@@ -471,11 +416,48 @@ class Batcher(fork_hooks.Forkable):
         if self._queue.closed:
             raise GuardClosed(self.name)
         request.state = "done"  # it never waits: a caller that leaves takes nothing out of the queue
+        function, batch = replace(self._function, caught=Exception), Batch([request], clock.now())
+        loop = PrivateLoop() if self._options.is_async else None
+        if loop is not None:
+            function = self._on_loop(function, loop.run, loop.end)
         token = current_scope.set(Scope(enclosing=scope.enclosing | {self}))
         try:
-            self._runner.inline(request)
+            if isinstance(request, StreamRequest):
+                request.state = "running"
+                request.source = self._stream(function, batch, _end).on_demand(contextvars.copy_context())
+                return
+            with contextlib.nullcontext() if loop is None else contextlib.closing(loop):
+                computed = compute(function, batch)
+            request.deliver(computed.outcomes[0])
         finally:
             current_scope.reset(token)
+
+    # Functions that are not simply called: awaited on an event loop, or stepped through
+
+    def _run_on_loop(self, batch: Batch, answer: Answer) -> Computed:
+        options, function = self._options, self._function
+        if options.is_async:
+            get_loop = partial(loop_of, batch.group) if options.own_loop is None else options.own_loop.get
+            context = contextvars.copy_context() if options.streams else None  # the same one for all steps
+            run = partial(run_on, get_loop, callers=batch, others_wait=self._others_wait, context=context)
+            function = self._on_loop(function, run, partial(run, cancel=False))
+        if options.streams:
+            return self._stream(function, batch, answer).compute()
+        batch.watch()
+        return compute(function, batch, answer)
+
+    def _on_loop(self, function: BatchFunction, on_loop: RunOnLoop, end: RunOnLoop) -> BatchFunction:
+        run, streams = function.run, self._options.streams
+
+        def start(items: list[Any], /, **extras: Any) -> Any:
+            if streams:
+                return AsyncSteps(run(items, **extras), on_loop, end)
+            return on_loop(lambda: run(items, **extras))
+
+        return replace(function, run=start)
+
+    def _stream(self, function: BatchFunction, batch: Batch, answer: Answer) -> StreamRun:
+        return StreamRun(function, batch, answer, slow_after=self._slow_after, others_wait=self._others_wait)
 
     # What may interrupt a change of the queue is deferred, and what it decides is delivered without the lock.
 

@@ -47,19 +47,11 @@ Waiter: TypeAlias = OnAsyncio | OnTrio | Wakeup
 
 
 class StreamRequest(Request):
-    """One item whose result comes in parts. Each part is taken once, in order; then comes the end, or one error.
-
-    Args:
-        item: What the caller passed.
-        max_buffer: Most parts that wait for the consumer.
-
-    Attributes:
-        source: Makes its parts if it is computed in its consumer's thread.
-    """
+    """One item whose result comes in parts. Each part is taken once, in order; then comes the end, or one error."""
 
     def __init__(self, item: Any, max_buffer: int) -> None:
         self.item = item
-        self.source: Generator[None] | None = None
+        self.source: Generator[None] | None = None  # makes its parts if it is computed in its consumer's thread
         self._max_buffer = max_buffer
         # Reentrant: the garbage collector may run a consumer's farewell in the middle of a change.
         self._lock = threading.RLock()
@@ -71,7 +63,6 @@ class StreamRequest(Request):
 
     @property
     def full(self) -> bool:
-        """Whether the consumer has to take a part before there is room for another."""
         return len(self._parts) >= self._max_buffer
 
     def push(self, part: Any) -> Waiter | None:
@@ -334,10 +325,6 @@ class Steps(Protocol):
     def close(self) -> object: ...
 
 
-#: Begins to compute a batch of items, with their keyword arguments.
-StartSteps = Callable[[list[Any], dict[str, Any]], Steps]
-
-
 class AsyncSteps:
     """An asynchronous generator, as one that a thread can step through.
 
@@ -366,7 +353,7 @@ class StreamRun:
     """One batch of streams, from its first step to its end.
 
     Args:
-        function: What computes it.
+        function: What begins it: its ``run`` gives the steps.
         batch: Its items and the keyword arguments that they share.
         answer: Called with requests that end while others go on, and their outcomes.
         slow_after: How long a consumer with a full buffer may keep others waiting, beside its credit for the parts that
@@ -398,22 +385,18 @@ class StreamRun:
         self._stalled = 0.0
         self._stalled_by: dict[Request, float] = {}
 
-    def compute(self, start: StartSteps) -> Computed:
-        """Run it to its end. Never raises: whatever the function does becomes outcomes.
-
-        Args:
-            start: Begins the computation.
-        """
+    def compute(self) -> Computed:
+        """Run it to its end. Never raises: whatever the function does becomes outcomes."""
         try:
-            for _ in self._steps(start):
+            for _ in self._steps():
                 pass
             return self.computed(self._error)
         except BaseException as error:  # noqa: BLE001 - an error that cannot be copied or printed
             return all_failed(self._function, self._batch, error)
 
-    def on_demand(self, start: StartSteps, context: contextvars.Context) -> Generator[None]:
+    def on_demand(self, context: contextvars.Context) -> Generator[None]:
         """Run the batch of a single request in its consumer's thread, but in the call's context: a step each time."""
-        steps, (request,) = self._steps(start), self._requests
+        steps, (request,) = self._steps(), self._requests
         try:
             while context.run(next, steps, steps) is None and request.state != "done":
                 yield
@@ -422,11 +405,11 @@ class StreamRun:
         finally:
             context.run(steps.close)
 
-    def _steps(self, start: StartSteps) -> Generator[None]:
+    def _steps(self) -> Generator[None]:
         """Make all parts and hand them out, with a pause after each step."""
-        steps: Steps | None = None
+        steps: Any = None  # as in Steps
         try:
-            steps = start(self._batch.items, self._batch.extras)
+            steps = self._function.run(self._batch.items, **self._batch.extras)
             waiting: list[bool] | None = None
             while not self._batch.all_left and (parts := self._step(steps, waiting)) is not None:
                 self.hand_out(parts)
@@ -448,12 +431,7 @@ class StreamRun:
                 self._error = self._error or raised
 
     def _step(self, steps: Steps, waiting: list[bool] | None) -> list[Any] | None:
-        """Run one step. Returns a part for each item; None at the end.
-
-        Raises:
-            WrongResults: It yielded something else, or nothing at all.
-            BaseException: Whatever the function raises.
-        """
+        """Run one step. Returns a part for each item; None at the end."""
         name, count = self._function.name, self._batch.count
         try:
             parts = steps.send(waiting)

@@ -51,7 +51,7 @@ class World:
             others_wait=lambda: self.others_wait,
             wait=self.wait,
         )
-        computed = stream.compute(lambda items, extras: function(items, **extras))
+        computed = stream.compute()
         self.answer([*self.requests], computed.outcomes)
         return computed
 
