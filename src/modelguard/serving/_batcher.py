@@ -33,9 +33,6 @@ from modelguard.serving.status import BatchStatus, Counters
 from modelguard.serving.streams import AsyncSteps, StreamRequest, StreamRun
 from modelguard.telemetry import logger
 
-# Reports which size of batches ``AutoSize`` has chosen.
-
-
 #: A size is reported if it has changed by this factor; unless something was configured, at most this often, in seconds.
 _WORTH_REPORTING = 1.25
 _REPORT_INTERVAL = 1.0
@@ -56,7 +53,6 @@ class ChosenSize:
         return self._slo != math.inf
 
     def report(self, auto: GoalSize, now: float) -> None:
-        """Emit what was chosen, if that has changed since the last event."""
         if (not auto and self._slo == math.inf) or (auto and auto.reachable is None):
             return  # nothing is chosen, or there were too few runs to say anything
         reachable = auto.reachable is not False
@@ -103,15 +99,6 @@ class BatchEvents:
     def batch_ended(
         self, batch: Batch, computed: Computed, queue: BatchQueue, *, seconds: float, change: CircuitChange
     ) -> None:
-        """Emit the events of a batch that has ended.
-
-        Args:
-            batch: The batch.
-            computed: Its outcome.
-            queue: The queue it came from.
-            seconds: How long it ran, reruns included.
-            change: What its verdict changed about the circuit.
-        """
         if telemetry.listening():
             event = telemetry.BatchFinished(
                 guard=self._name,
@@ -145,19 +132,17 @@ class BatchEvents:
         self._opened(queue, error)
 
     def _errored(self, queue: BatchQueue, error: BaseException, size: int, failed: int = 0, reruns: int = 0) -> None:
-        hung = len(queue.hung)
-        event = telemetry.BatchErrored(
-            guard=self._name, size=size, failed=failed, error=one_line(error), reruns=reruns, hung=hung
+        why, hung = one_line(error), len(queue.hung)
+        telemetry.emit(
+            telemetry.BatchErrored(guard=self._name, size=size, failed=failed, error=why, reruns=reruns, hung=hung)
         )
-        telemetry.emit(event)
 
     def _opened(self, queue: BatchQueue, error: BaseException | None) -> None:
         if (circuit := queue.circuit) is not None:
-            why = "" if error is None else one_line(error)
-            event = telemetry.CircuitOpened(
-                guard=self._name, failures=circuit.failures, retry_after=circuit.cooldown, error=why
+            why, failures = "" if error is None else one_line(error), circuit.failures
+            telemetry.emit(
+                telemetry.CircuitOpened(guard=self._name, failures=failures, retry_after=circuit.cooldown, error=why)
             )
-            telemetry.emit(event)
 
     def refusals_due(self, counters: Counters) -> float:
         """When to report what was refused since the last report; infinity if there is nothing."""
@@ -182,11 +167,7 @@ def _end(requests: list[Request], outcomes: list[Any]) -> None:
 
 
 class Batcher(fork_hooks.Forkable):
-    """Runs a batch function for many callers; see :func:`~modelguard.batched` for what it promises.
-
-    Attributes:
-        limits: The bounds in force.
-    """
+    """Runs a batch function for many callers; see :func:`~modelguard.batched` for what it promises."""
 
     fork_rank = fork_hooks.Rank.BATCHERS
 
@@ -249,13 +230,6 @@ class Batcher(fork_hooks.Forkable):
         return scope is None or self not in scope.enclosing
 
     def configure(self, changes: Changes) -> None:
-        """Change options while requests are served, all of them or none. What waits keeps its deadline.
-
-        Raises:
-            InvalidOption: One of them cannot be changed, is invalid, or does not fit the others.
-            GuardClosed: It is closed.
-            WouldDeadlock: Called by a signal handler or finalizer in the middle of a call.
-        """
         self._refuse_interruption("configure", "Set a flag in the handler, and change the options outside of it.")
         with self._lock:
             if self._queue.closed:
@@ -271,12 +245,7 @@ class Batcher(fork_hooks.Forkable):
     # In
 
     def bound(self, request: Request, timeout: float | None) -> None:
-        """Set when a request has to be answered, and for whom it is, before :meth:`put`.
-
-        Raises:
-            WouldDeadlock: Called by the batch function itself, or by one that it waits for.
-            CallerGone: The web request for which it is called has lost its client.
-        """
+        """Set when a request has to be answered, and for whom it is, before :meth:`put`."""
         scope = current_scope.get()
         if scope is None and timeout is None and self.limits.deadline == math.inf:
             return
@@ -296,11 +265,7 @@ class Batcher(fork_hooks.Forkable):
         request.deadline = deadline
 
     def put(self, *requests: Request, together: bool = False) -> None:
-        """Queue requests with their bounds; their outcomes come from another thread.
-
-        Args:
-            requests: One of them, or several ``together``, of which none has a nearer deadline than the first.
-            together: Whether all of them are queued, or none; they take the place of no other then.
+        """Queue one request, or several ``together``: all or none, of which none has a nearer deadline than the first.
 
         Raises:
             Overloaded, DeadlineExceeded, GuardClosed: They were not queued.
@@ -378,11 +343,7 @@ class Batcher(fork_hooks.Forkable):
             raise GuardClosed(self.name)
 
     def _name_comparison(self, error: BaseException, requests: tuple[Request, ...]) -> None:
-        """Name what the caller's own code has raised, if that was where its arguments are compared with others.
-
-        Raises:
-            ItemRefused: It does so again.
-        """
+        """Refuse an item whose own code has raised, where its arguments are compared with others, and does so again."""
         try:
             with self._lock:
                 for request in requests if isinstance(error, Exception) else ():
@@ -410,7 +371,7 @@ class Batcher(fork_hooks.Forkable):
             raise WouldDeadlock(self.name, why=why, fix="Call the function that computes a batch instead.")
 
     def _compute_inline(self, request: Request) -> None:
-        """Compute a request at once in this thread: in tests, and for the warm-up of a model."""
+        """Compute a request at once, in this thread if it may: in tests, and for the warm-up of a model."""
         scope = current_scope.get() or Scope()
         self._refuse_own_call(scope)
         if self._queue.closed:
@@ -497,8 +458,7 @@ class Batcher(fork_hooks.Forkable):
     def _settle(self, *, callbacks_elsewhere: bool = False) -> None:
         """Do what was deferred, and deliver the failures that the queue decided on. Called without the lock.
 
-        Args:
-            callbacks_elsewhere: Whether to run callbacks of futures in another thread, so that this one is on time.
+        Callbacks of futures may be run elsewhere, in another thread, so that this one is on time.
         """
         queue = self._queue
         pairs: list[tuple[Request, Failure]] = []
@@ -572,14 +532,10 @@ class Batcher(fork_hooks.Forkable):
             wakeup.set()
 
     def turn(self, wakeup: Wakeup, *, expired: bool) -> float | None:
-        """Compute a batch, if there is one, in one of the threads. Never raises.
+        """Compute a batch, if there is one, in the thread of this wakeup. Never raises.
 
-        Args:
-            wakeup: That of the thread.
-            expired: Whether it has waited in vain for as long as a thread does.
-
-        Returns:
-            For how many seconds to wait for the next one; None if this thread has to end.
+        It may have waited in vain for as long as a thread does. Returns for how many seconds it waits for the next one;
+        None if it has to end.
         """
         try:
             return self._turn(wakeup, expired=expired)
@@ -636,11 +592,8 @@ class Batcher(fork_hooks.Forkable):
     def _compute(self, batch: Batch, ended: float) -> float:
         """Run a batch and deliver its answers; returns when its run ended.
 
-        Args:
-            batch: The batch.
-            ended: When the one before ended, if this thread has come here straight from that. What passes between two
-                runs (answers, plans, waits for the interpreter's lock) is part of what a batch takes: 8 of 62 ms with
-                2,000 requests a second on a slow machine, of which a quarter was answered too late.
+        If this thread has come here straight from the end of the one before, what passed between the two runs (answers,
+        plans, waits for the interpreter's lock) is part of what this one takes.
         """
         scope = self._scope
         if self._nested:
@@ -668,7 +621,10 @@ class Batcher(fork_hooks.Forkable):
         if queue.undelivered or queue.closed or self._deferred:
             self._settle()
         if not quiet:
-            self._report(batch, computed, seconds, change)
+            with self._going_on():
+                self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
+                self._events.refused(queue, clock.now())
+                self._report_refusals()
         return now
 
     @contextlib.contextmanager
@@ -678,13 +634,6 @@ class Batcher(fork_hooks.Forkable):
             yield
         except Exception:  # noqa: BLE001 - as above
             logger.exception("modelguard: %s() goes on", self.name)
-
-    def _report(self, batch: Batch, computed: Computed, seconds: float, change: CircuitChange) -> None:
-        queue, now = self._queue, clock.now()
-        with self._going_on():
-            self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
-            self._events.refused(queue, now)
-            self._report_refusals()
 
     def _answer(self, requests: list[Request], outcomes: list[Any]) -> None:
         with self._lock:
@@ -712,7 +661,6 @@ class Batcher(fork_hooks.Forkable):
             self._ask_for_model()
 
     def _ask_for_model(self) -> None:
-        """Ask the guard of the breaker for a fresh model."""
         source = None if self._breaker is None else self._breaker.reload
         with self._going_on():
             if source is not None:
@@ -740,12 +688,7 @@ class Batcher(fork_hooks.Forkable):
     def close(self, timeout: float, *, abandon: bool = False) -> None:
         """Admit nothing more, compute what waits, and refuse what still waits after so many seconds.
 
-        Args:
-            timeout: Seconds.
-            abandon: Whether to refuse what is still being computed then, too: the process ends.
-
-        Raises:
-            WouldDeadlock: Called by the batch function, or by a signal handler or finalizer in the middle of a call.
+        If the process ends, what is still being computed then is abandoned too.
         """
         scope = current_scope.get()
         if scope is not None and self in scope.enclosing:
@@ -776,10 +719,6 @@ class Batcher(fork_hooks.Forkable):
 
     @property
     def ready(self) -> bool:
-        """Whether it admits items, and no batch hangs.
-
-        An open circuit does not count: without traffic there would be no probe.
-        """
         return not self._queue.closed and not self._queue.hung
 
     def status(self) -> BatchStatus:
