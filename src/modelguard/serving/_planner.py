@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._requests import Batch, Group, Request
@@ -45,22 +46,14 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class AlikeBatches:
-    """Makes batches of items like the first one: as many as pay for their padding.
-
-    Args:
-        curve: How long batches take; None if that is unknown.
-        now: The time, in seconds, at which the batch starts.
-        most: Most items in a batch.
-        max_weight: Most weight in it, padding included; a heavier item runs alone.
-    """
+    """Makes batches of items like the first one: as many as pay for their padding."""
 
     curve: Curve | None
     now: float
     most: int
-    max_weight: float
+    max_weight: float  # padding included; a heavier item runs alone
 
     def choose(self, waiting: list[Request]) -> list[Request]:
-        """The next batch of what waits, in the order of the turns."""
         compared = waiting[: _COMPARED * self.most]
         chosen = self._around(compared[0], compared)
         urgent = self._harmed_by(chosen, waiting)
@@ -71,18 +64,18 @@ class AlikeBatches:
         curve = self.curve
         if curve is None:
             return None
-        taken = set(map(id, chosen))
         heaviest = max(request.weight for request in chosen)
         ends = self.now + curve.seconds(len(chosen), heaviest * len(chosen))
-        harmed = (one for one in waiting if id(one) not in taken and ends + curve.seconds(1, one.weight) > one.deadline)
-        return min(harmed, key=lambda request: request.deadline, default=None)
+        rest = _without(waiting, chosen)
+        harmed = (one for one in rest if ends + curve.seconds(1, one.weight) > one.deadline)
+        return min(harmed, key=attrgetter("deadline"), default=None)
 
     def _around(self, first: Request, compared: list[Request]) -> list[Request]:
         """Of the batches of this request and of those nearest to its weight, the one that computes most for its time.
 
         Of equal distances, the one whose turn is earlier is nearer.
         """
-        others = [one for one in compared if one is not first]
+        others = _without(compared, [first])
         if self.curve is None:
             low, high = first.weight / _UNMEASURED, first.weight * _UNMEASURED
             others = [one for one in others if low <= one.weight <= high]
@@ -117,6 +110,11 @@ class AlikeBatches:
         return self.curve is None or until == math.inf or self.curve.holds(count, weight, until - self.now + _ROUNDING)
 
 
+def _without(requests: list[Request], those: list[Request]) -> list[Request]:
+    gone = set(map(id, those))
+    return [request for request in requests if id(request) not in gone]
+
+
 # How large batches may be so that requests have their answers within a latency goal: ``AutoSize``.
 
 
@@ -130,13 +128,8 @@ class GoalSize:
     What arrives while a batch runs has to wait for its end, and then needs the time of its own batch. So a batch may
     take half of the goal. An item that takes longer than that runs alone.
 
-    Args:
-        slo: The latency goal in seconds, from arrival to answer; infinity for none.
-        max_wait: Seconds that the oldest request may wait for a fuller batch.
-        ceiling: Most items in a batch, whatever was measured.
-
     Attributes:
-        slo: The goal.
+        slo: The latency goal in seconds, from arrival to answer; infinity for none.
         seconds: How long a batch may take; infinity without a goal.
         size: How many items a batch may have, by what was measured last: 1 before the first measurement.
         reachable: Whether one item alone meets the goal; None until that was measured, and without a goal.
@@ -157,12 +150,7 @@ class GoalSize:
         return self.slo != math.inf
 
     def size_for(self, curve: Curve | None, mean: float) -> int:
-        """How many items a batch may have.
-
-        Args:
-            curve: The times of its group; None before the first measurement, when one item is tried.
-            mean: The mean weight of an item; 0 if nothing is weighed.
-        """
+        """How many items of this mean weight a batch may have: one before the first measurement."""
         if not self:
             return self._ceiling
         if curve is None:
@@ -172,13 +160,7 @@ class GoalSize:
         return max(1, self._fits[2])
 
     def follow(self, times: BatchTimes, curve: Curve | None, mean: float) -> None:
-        """Choose by what was measured.
-
-        Args:
-            times: Where the curve comes from.
-            curve: The times of the group of the last batch.
-            mean: The mean weight of its items; 0 if nothing is weighed.
-        """
+        """Choose by the times of the group of the last batch, and the mean weight of its items."""
         self.size = self.size_for(curve, mean)
         if curve is not None and times.enough:
             self._items.append(curve.seconds(1, mean))
@@ -232,7 +214,6 @@ class BestSize:
         self._batches, self._larger = 0, False
 
     def next(self, curve: Curve | None, mean: float) -> int:
-        """How large the next batch may be."""
         if curve is not None and curve.at_best(self._most, self._most * mean) <= _QUICK:
             return self._most
         best = self._most if curve is None or curve.most != math.inf else self._find(curve, mean)
@@ -253,7 +234,6 @@ class Planner:
 
     Attributes:
         arrivals: Has to be told of all requests that are admitted without an estimate.
-        auto: Chooses the size of batches by a latency goal, if there is one.
         most: Most items in a batch of the kind that was measured last.
     """
 
@@ -285,13 +265,7 @@ class Planner:
     # What happens
 
     def note_batch(self, batch: Batch, seconds: float, now: float) -> None:
-        """Note that a batch has ended.
-
-        Args:
-            batch: Which one.
-            seconds: How long it took, runs that failed included.
-            now: The time.
-        """
+        """Note that a batch has ended, which took so long, runs that failed included."""
         self.ended = now
         if batch.padding or self._padding > 1:
             useful = batch.weight - batch.padding
@@ -476,16 +450,8 @@ class Planner:
     ) -> int:
         """How many of the first requests of a line are the next batch: a quick look, which is enough in most cases.
 
-        Args:
-            waiting: How many there are.
-            group: Their keyword arguments.
-            nearest: No deadline is before this.
-            now: The time.
-            lines: How many groups wait.
-            in_order: Whether those that came first have the nearest deadlines.
-
-        Returns:
-            Their number; 0 where it takes a closer look.
+        0 where it takes a closer look. No deadline is before ``nearest``; ``in_order``: those that came first have the
+        nearest ones.
         """
         count = min(waiting, self._ceiling)
         if self._limits.weighed or (count < waiting and (self.auto or not in_order)):
@@ -509,13 +475,12 @@ class Planner:
         limits = self._limits
         late = [] if curve is None else self._late(waiting, curve, now)
         if late:
-            gone = set(map(id, late))
-            waiting = [one for one in waiting if id(one) not in gone]
+            waiting = _without(waiting, late)
         if not waiting:
-            newest = max(late, key=lambda request: request.arrived)
+            newest = max(late, key=attrgetter("arrived"))
             if newest.arrived < self.ended:  # else something is computed all the same: only a run shows what it takes
                 return [], late
-            return [newest], [one for one in late if one is not newest]
+            return [newest], _without(late, [newest])
         if limits.padded:
             return AlikeBatches(curve, now, self.most, limits.max_weight).choose(waiting), late
         if curve is None:
@@ -561,13 +526,8 @@ class Planner:
 
     def _needed(self, by_deadline: list[float], now: float, lines: int) -> float:
         """Items a second that have to be computed for everything to be in time: what waits, and what arrives."""
-        needed = self.arrivals.keeping_up(lines)
-        for number, deadline in enumerate(by_deadline, start=1):
-            if deadline == math.inf:
-                break
-            if deadline > now:
-                needed = max(needed, number / (deadline - now))
-        return needed
+        due = (number / (at - now) for number, at in enumerate(by_deadline, start=1) if at > now)
+        return max(self.arrivals.keeping_up(lines), *due)
 
     def _late(self, requests: list[Request], curve: Curve, start: float) -> list[Request]:
         """Those that would be late even alone."""

@@ -151,13 +151,7 @@ class Curve:
         return self.at_worst(count, weight) <= left
 
     def count_within(self, seconds: float, mean: float, most: int) -> int:
-        """How many items, at most so many, a batch may have that ends within this time in any case.
-
-        Args:
-            seconds: The time.
-            mean: The mean weight of an item; 0 if nothing is weighed.
-            most: The largest number of interest.
-        """
+        """How many items of this mean weight, at most so many, a batch may have that ends in time in any case."""
         return bisect_right(range(1, most + 1), seconds, key=lambda count: self.at_worst(count, count * mean))
 
 
@@ -165,9 +159,6 @@ class BatchTimes:
     """Learns the times of batches. Not thread-safe by itself.
 
     Runs are only noted when they end, and worked through when somebody asks.
-
-    Attributes:
-        bad: The share of items that make their batches raise.
     """
 
     def __init__(self) -> None:
@@ -186,19 +177,11 @@ class BatchTimes:
         self._weighed = False
         self._told = 0  # items that were computed
         self._passed = 0.0  # seconds of the runs that succeeded since the last batch
-        self.bad = 0.0
+        self.bad = 0.0  # the share of items that make their batches raise
         self._bad_runs = self._bad_items = 0.0  # of the last batches with bad items: the runs that these have added
 
     def record(self, count: int, weight: float, group: Hashable, seconds: float, now: float) -> None:
-        """Record one run of the function that succeeded.
-
-        Args:
-            count: Its items.
-            weight: Their weight; 0 if nothing is weighed.
-            group: Their keyword arguments.
-            seconds: How long it took.
-            now: When it ended.
-        """
+        """Record one run of the function that succeeded. The weight is 0 if nothing is weighed."""
         self._passed += seconds
         self._unread.append((count, weight, group, seconds))
         self._unread_seconds += seconds
@@ -340,21 +323,15 @@ class BatchTimes:
                 if not weighs:
                     self._sizes.renew(items, took)
         elif _agree(ratios, _DRIFT, _DRIFTED):
-            self._learn_anew(sorted(ratios)[_DRIFT // 2])
+            by, counts = sorted(ratios)[_DRIFT // 2], [run[1] for run in last]
+            self._scale(by)
+            if max(counts) >= _DIFFER * min(counts):
+                self._learn_line(last)
         else:
             return min(max(seconds, expected / usual), usual * expected)
         self._ratios.clear()
         last.clear()
         return seconds
-
-    def _learn_anew(self, ratio: float) -> None:
-        """Learn from the last runs alone, without the one that is being learned; or rescale, if sizes are alike."""
-        counts = [run[1] for run in self._last]
-        if max(counts) < _DIFFER * min(counts):
-            self._scale(ratio)
-            return
-        self._sizes.scale(ratio)
-        self._learn_line(self._last)
 
     def _learn_line(self, runs: Iterable[tuple[float, int, float, float]]) -> None:
         """Learn the line from these runs alone, without the last of them, which is being learned."""
@@ -415,35 +392,23 @@ def _agree(ratios: list[float], count: int, by: float) -> bool:
 
 
 class _Size(NamedTuple):
-    """What batches of about one size have taken.
+    """What batches of about one size have taken."""
 
-    Attributes:
-        items: How many items they have had.
-        seconds: What they took, over the level.
-        weight: How many runs that stands for, of which older ones count less.
-        when: How many runs of all sizes there were with the last one.
-        runs: How many there were of this size.
-    """
-
-    items: float
-    seconds: float
-    weight: float
-    when: int
-    runs: int
+    items: float  # how many they have had
+    seconds: float  # what they took, over the level
+    weight: float  # how many runs that stands for, of which older ones count less
+    when: int  # how many runs of all sizes there were with the last one
+    runs: int  # how many there were of this size
 
 
 _UNKNOWN = _Size(0.0, 0.0, 0.0, 0, 0)
 
 
 class _Sizes:
-    """What batches of each size have taken, of which sizes within a factor of two count as one.
-
-    Attributes:
-        level: By how much the model has become slower as a whole.
-    """
+    """What batches of each size have taken, of which sizes within a factor of two count as one."""
 
     def __init__(self) -> None:
-        self.level = 1.0
+        self.level = 1.0  # by how much the model has become slower as a whole
         self._known: dict[int, _Size] = {}
         self._noted = 0
         self._log = self._spread = 0.0  # of the logarithms of times over what was expected: their mean and variance
@@ -503,24 +468,17 @@ class _Sizes:
 
 
 class _FittedLine:
-    """The line through counts, weights and times, of which older ones count less and less.
-
-    Attributes:
-        total: How many runs it stands for.
-        known: Whether different sizes were measured, so that there is a slope.
-        fixed: Seconds for any batch.
-        each: Seconds for each item.
-        unit: Seconds for each unit of weight.
-    """
+    """The line through counts, weights and times, of which older ones count less and less."""
 
     def __init__(self) -> None:
-        self.known = False
+        self.known = False  # whether different sizes were measured, so that there is a slope
         self.fixed = self.each = self.unit = 0.0
         self._sums = [0.0] * 9  # of 1, n, w, y, and of the products of these
         self._each = self._unit = 0.0  # the slopes, followed slowly
 
     @property
     def total(self) -> float:
+        """How many runs it stands for."""
         return self._sums[0]
 
     def add(self, n: float, w: float, y: float) -> None:
@@ -608,33 +566,21 @@ _MEANS = 4
 
 
 class Arrivals:
-    """Follows how many requests come, and in which time they need their answers. Without a clock of its own.
-
-    Attributes:
-        offered: Requests with a deadline since the last batch ended, those that were refused included.
-        patient: Requests without one since then.
-        rate: Requests a second; 0 until that was measured.
-        longest: The longest time that one of the last requests had, of those that had a deadline.
-    """
+    """Follows how many requests come, and in which time they need their answers. Without a clock of its own."""
 
     def __init__(self) -> None:
-        self.offered = self.patient = 0
-        self.rate = 0.0
+        self.offered = 0  # requests with a deadline since the last batch ended, those that were refused included
+        self._patient = 0  # requests without one since then
+        self.rate = 0.0  # requests a second; 0 until that was measured
         self._since = -math.inf
         self._last: deque[float] = deque(maxlen=_KEPT_ARRIVALS)
         self._new = 0  # how many of the last came since they were summed up
         self._alike = 0  # how many of them in a row had the same time
         self._timeouts: tuple[float, ...] = ()
-        self.longest = 0.0
+        self.longest = 0.0  # the longest time of one of the last requests that had a deadline
 
     def configure(self, max_size: int, max_weight: float, longest: float) -> None:
-        """Plan with these bounds from now on. What was measured stays.
-
-        Args:
-            max_size: Most items in a batch.
-            max_weight: Most weight in a batch; infinity for no bound.
-            longest: Seconds that a batch may take; infinity for no bound.
-        """
+        """Plan with these bounds, and so many seconds at most, from now on. What was measured stays."""
         self._sizes = sizes_up_to(max_size)
         self._max_weight = max_weight
         self._longest = longest
@@ -648,7 +594,7 @@ class Arrivals:
     def note(self, left: float, count: int = 1) -> None:
         """Note that so many requests, with so many seconds for their answers, have come."""
         if left == math.inf:
-            self.patient += count
+            self._patient += count
             return
         self.offered += count
         self._alike = self._alike + count if self._last and left == self._last[-1] else count
@@ -672,11 +618,11 @@ class Arrivals:
     def note_batch(self, now: float) -> None:
         took = now - self._since
         if took > 0 and self.offered:
-            rate = (self.offered + self.patient) / took
+            rate = (self.offered + self._patient) / took
             self.rate = rate if not self.rate else self.rate + _STEP * (rate - self.rate)
-            if self.patient:
-                self._last.extend(itertools.repeat(math.inf, min(self.patient, _KEPT_ARRIVALS)))
-        self.offered, self.patient, self._since = 0, 0, now
+            if self._patient:
+                self._last.extend(itertools.repeat(math.inf, min(self._patient, _KEPT_ARRIVALS)))
+        self.offered, self._patient, self._since = 0, 0, now
 
     def keeping_up(self, lines: int) -> float:
         """Items a second that each of so many groups has to compute, so that what arrives is computed."""
@@ -687,14 +633,8 @@ class Arrivals:
 
         The larger a batch, the more it computes a second; but what arrives while it runs has to wait for its end, and
         then needs the time of its own batch. So only those requests can be answered that arrive in the last
-        ``timeout - seconds`` of it, and those that have less time than that not at all.
-
-        Args:
-            group: Its keyword arguments.
-            curve: How long batches of this group take.
-            mean: The mean weight of an item; 0 if nothing is weighed.
-            lines: How many groups wait; arrivals are taken to be spread evenly over them.
-            ceiling: Most items in a batch at present.
+        ``timeout - seconds`` of it, and those that have less time than that not at all. Arrivals are taken to be spread
+        evenly over the groups that wait.
         """
         key = group, round(math.log2(mean) * _MEANS) if mean else None, lines, ceiling
         known = self._planned.get(key)
@@ -711,15 +651,13 @@ class Arrivals:
         rate = self.rate / lines or math.inf
         alone = curve.seconds(1, mean)
         timeouts = [timeout for timeout in self._timeouts if timeout > alone]
-        longest = min(max(timeouts, default=0.0), self._longest)
+        longest, shares = min(max(timeouts, default=0.0), self._longest), max(len(self._timeouts), 1)
         best, size = 0.0, 1 if timeouts else ceiling
         for count in self._sizes:
             seconds = curve.seconds(count, count * mean)
             if count > 1 and (seconds >= longest or count * mean > self._max_weight):
                 break
-            window = sum(max(min(timeout - seconds, seconds), 0.0) for timeout in timeouts) / len(
-                self._timeouts or (0,)
-            )
+            window = sum(max(min(timeout - seconds, seconds), 0.0) for timeout in timeouts) / shares
             if seconds > 0 and window <= 0:
                 continue
             usable = rate * window if seconds > 0 else math.inf
