@@ -56,19 +56,12 @@ _TRUSTED = 0.4
 
 @dataclass(slots=True)
 class BadItem:
-    """What is known of a bad item.
+    """What is known of a bad item."""
 
-    Attributes:
-        error: A copy of what it failed with; None if that cannot be copied, or its callers cannot get it.
-        text: What it failed with, in one line.
-        times: How often it has failed.
-        until: Up to when it is not computed again, in seconds on the batcher's clock.
-    """
-
-    error: Exception | None
+    error: Exception | None  # a copy of what it failed with; None if that cannot be copied, or given to callers
     text: str
     times: int
-    until: float
+    until: float  # up to when it is not computed again, on the batcher's clock
 
     def certain(self, now: float) -> bool:
         """Whether it has failed so often that it is not computed again now."""
@@ -85,14 +78,16 @@ class Suspects:
     def __bool__(self) -> bool:
         return bool(self._known)
 
+    # Items need not be hashable, nor comparable: those are not remembered.
+
     def find(self, item: Any, group: Hashable) -> BadItem | None:
         try:
             return self._known.get(_key(item, group))
-        except Exception:  # noqa: BLE001 - items need not be hashable, nor comparable
+        except Exception:  # noqa: BLE001 - as above
             return None
 
     def failed(self, item: Any, group: Hashable, error: Exception, text: str, now: float) -> None:
-        try:
+        with contextlib.suppress(Exception):
             key = _key(item, group)
             before = self._known.pop(key, None)
             times = 1 if before is None else before.times + 1
@@ -100,18 +95,13 @@ class Suspects:
             self._known[key] = BadItem(_copied(error), text, times, now + pause)
             if len(self._known) > _REMEMBERED:
                 self._known.pop(next(iter(self._known)), None)
-        except Exception:  # noqa: BLE001 - as above
-            return
 
     def succeeded(self, item: Any, group: Hashable) -> None:
-        try:
+        with contextlib.suppress(Exception):
             self._known.pop(_key(item, group), None)
-        except Exception:  # noqa: BLE001 - as above
-            return
 
     @property
     def trusts_tracebacks(self) -> bool:
-        """Whether the items that tracebacks named were mostly the bad ones."""
         return self._trust >= _TRUSTED
 
     def traceback_was(self, *, right: bool) -> None:
@@ -263,13 +253,10 @@ class BatchFunction:
     """A batch function and how to treat its errors.
 
     Attributes:
-        run: The function itself.
-        name: Its name, for errors.
         isolate: Whether to run a batch that raised again in halves, to find the items at fault.
         ignore: Errors that the breaker does not count.
         caught: What becomes an outcome if the function raises it: on a thread of the batcher anything, since not even
             sys.exit() in a model may end that; in a caller's own thread no Ctrl-C.
-        clock: Returns the time in seconds.
         suspects: What it has learned about bad items.
     """
 
@@ -282,41 +269,24 @@ class BatchFunction:
     suspects: Suspects = field(default_factory=Suspects)
 
     def __call__(self, items: list[Any], extras: dict[str, Any]) -> list[Any]:
-        """One result for each item.
-
-        Raises:
-            BaseException: Whatever the function raises.
-            WrongResults: It returned something else.
-        """
+        """One result for each item, or ``WrongResults``."""
         count = len(items)  # before the call: the list is the function's own, and it may change it
         return check_results(self.run(items, **extras), self.name, count)
 
 
 @dataclass(slots=True)
 class Computed:
-    """The outcome of a batch.
-
-    Attributes:
-        outcomes: For each request a result or a :class:`Failure`.
-        failed: How many are failures.
-        verdict: Whether the model is at fault.
-        error: What the batch failed with, or was bisected for; None if the function returned.
-        reruns: How often the function was called again.
-        parts: Count, weight and seconds of each run of a part that succeeded.
-        bad: The share of items that made the batch raise, of those that were told apart.
-        whole: Whether the first run was of all its items.
-        stalled: Seconds in which it waited for its callers, of which the model knows nothing.
-    """
+    """The outcome of a batch: for each request a result or a :class:`Failure`, and what is learned from it."""
 
     outcomes: list[Any]
     failed: int = 0
     verdict: Verdict = "succeeded"
-    error: BaseException | None = None
+    error: BaseException | None = None  # what it failed with, or was bisected for; None if the function returned
     reruns: int = 0
-    parts: list[tuple[int, float, float]] = field(default_factory=list)
-    bad: float = 0.0
-    whole: bool = True
-    stalled: float = 0.0
+    parts: list[tuple[int, float, float]] = field(default_factory=list)  # count, weight, seconds of runs that succeeded
+    bad: float = 0.0  # the share of items that made the batch raise, of those that were told apart
+    whole: bool = True  # whether the first run was of all its items
+    stalled: float = 0.0  # seconds in which it waited for its callers, of which the model knows nothing
 
 
 #: Called with requests of a batch that is still being computed, and their outcomes.
@@ -326,10 +296,7 @@ Answer: TypeAlias = Callable[[list[Request], list[Any]], object]
 def compute(function: BatchFunction, batch: Batch, answer: Answer | None = None) -> Computed:
     """Run a batch. Whatever the function does becomes outcomes, but for what it must not catch.
 
-    Args:
-        function: What computes it.
-        batch: Its items and the keyword arguments that they share.
-        answer: Called with what has its result already while other items of the batch are run again.
+    What has its result already is answered while other items of the batch are run again.
     """
     try:
         return _compute(function, batch, answer)
@@ -379,11 +346,13 @@ def _compute_suspicious(function: BatchFunction, batch: _BadItemSearch, known: l
     if error is not None:
         batch.find_bad_items(healthy, error)
     for at in alone:
+        if not batch.live([at]):
+            continue
         with call_context.reruns():
-            failed = batch.run([at]) if batch.live(at) else None
+            failed = batch.run([at])
         if failed is not None:
             batch.blame(at, failed)
-        elif batch.live(at):
+        elif batch.live([at]):
             function.suspects.succeeded(batch.items[at], batch.requests[at].group)
     batch.reruns += len(alone)
     return batch.computed(error)
@@ -403,12 +372,6 @@ class _BadItemSearch:
       later, with all others like it.
     * If nothing has succeeded after ``2 log2(n) + 1`` runs, the model is at fault. There are never more than
       ``4 log2(n) + 4`` runs: with more bad items than can be found with these, the rest is refused.
-
-    Attributes:
-        outcomes: One for each item, by its number in the batch, as soon as it is known.
-        errors: What items failed with.
-        succeeded: Whether a run has.
-        reruns: How many runs there were beyond the first.
     """
 
     def __init__(self, function: BatchFunction, batch: Batch, answer: Answer | None) -> None:
@@ -418,20 +381,16 @@ class _BadItemSearch:
         self.requests = batch.requests
         self.items = batch.items
         self.outcomes: list[Any] = [None] * batch.count
-        self.errors: list[BaseException] = []
-        self.succeeded = False
+        self._errors: list[BaseException] = []
         self.reruns = 0
-        self._runs: list[tuple[int, float, float]] = []
+        self._runs: list[tuple[int, float, float]] = []  # that succeeded
         self._bad: dict[int, BaseException] = {}  # at fault
         self._broken: dict[int, BaseException] = {}  # failed with all others
         self._unfound: list[int] = []  # not told apart
 
-    def live(self, at: int) -> bool:
-        """Whether an item's caller still waits."""
-        return self.requests[at].state != "done"
-
-    def _live(self, part: list[int]) -> list[int]:
-        return [at for at in part if self.live(at)]
+    def live(self, part: list[int]) -> list[int]:
+        """Those whose callers still wait."""
+        return [at for at in part if self.requests[at].state != "done"]
 
     def run(self, part: list[int]) -> BaseException | None:
         """Run some items, and keep their results. Returns what the function raised."""
@@ -445,7 +404,6 @@ class _BadItemSearch:
         self._runs.append((len(part), weight, self._function.clock() - started))
         for at, result in zip(part, wrap_errors(results, self._function.name), strict=True):
             self.outcomes[at] = result
-        self.succeeded = True
         if self._answer is not None:  # nobody waits for the runs that find somebody else's bad item
             self._answer([self.requests[at] for at in part], [self.outcomes[at] for at in part])
         return None
@@ -453,13 +411,13 @@ class _BadItemSearch:
     def blame(self, at: int, error: BaseException) -> None:
         """An item failed by itself. It is remembered if others succeeded: else the model may be at fault."""
         self._fail([at], error)
-        if self.succeeded and isinstance(error, Exception) and not isinstance(error, (*_NOT_THE_MODEL, *_WHOLE_BATCH)):
+        if self._runs and isinstance(error, Exception) and not isinstance(error, (*_NOT_THE_MODEL, *_WHOLE_BATCH)):
             suspects, now = self._function.suspects, self._function.clock()
             suspects.failed(self.items[at], self.requests[at].group, error, one_line(error), now)
 
     def _fail(self, part: list[int], error: BaseException, count: int = 0) -> None:
         """These have failed in a run of so many, by default of these alone."""
-        self.errors.append(error)
+        self._errors.append(error)
         for at in part:
             self.outcomes[at] = Failure(error_for_caller(error, self._function.name, count or len(part)))
 
@@ -485,7 +443,7 @@ class _BadItemSearch:
     def _halve(self, part: list[int]) -> None:
         """Run both halves of a part that ran out of GPU memory: no single item is at fault."""
         for half in (part[: len(part) // 2], part[len(part) // 2 :]):
-            live = self._live(half)
+            live = self.live(half)
             if live and (failed := self._try(live)) is not None:
                 self._fail(live, failed)
 
@@ -496,13 +454,13 @@ class _BadItemSearch:
             part, error = self._leave_out_named(part, error)
         suspected, raised, rest = part, 1, list[int]()
         while suspected or rest:
-            if not self.succeeded and self.reruns >= most_failures:
-                self._broken.update(dict.fromkeys(self._live([*suspected, *rest]), first))
+            if not self._runs and self.reruns >= most_failures:
+                self._broken.update(dict.fromkeys(self.live([*suspected, *rest]), first))
                 return
             if self.reruns >= most:
-                self._unfound = self._live([*suspected, *rest])
+                self._unfound = self.live([*suspected, *rest])
                 return
-            living, rest = self._live(suspected), self._live(rest)
+            living, rest = self.live(suspected), self.live(rest)
             if len(living) < len(suspected):  # the item at fault may be among those that are gone
                 suspected, rest = [], living + rest
             elif not suspected:
@@ -530,7 +488,7 @@ class _BadItemSearch:
             if len(found) != 1:
                 break
             named[found[0]] = error
-            part = self._live([at for at in part if at not in named])
+            part = self.live([at for at in part if at not in named])
             failed = self._try(part) if part else None
             if failed is None:
                 suspects.traceback_was(right=True)
@@ -539,7 +497,7 @@ class _BadItemSearch:
             error = failed
         if named:
             suspects.traceback_was(right=False)
-            for at in self._live([*named]):
+            for at in self.live([*named]):
                 self._judge(at, named[at], certain=False)
         return part, error
 
@@ -569,14 +527,13 @@ class _BadItemSearch:
     def computed(self, first: BaseException | None) -> Computed:
         """The outcome of the whole batch, whose first run raised this error."""
         verdict: Verdict = "succeeded"
-        if not self.succeeded:
-            errors = self.errors or ([] if first is None else [first])
-            verdict = verdict_of(errors, self._function.ignore)
-        found = len(self._bad) + len(self._unfound)
-        told_apart = found + sum(count for count, _, _ in self._runs)
         bad = float(first is not None and len(self.items) == 1)  # an item at fault, as far as anybody knows
-        if self.succeeded and first is not None:
-            bad = max(found, 1) / max(told_apart, 1)
+        if not self._runs:
+            errors = self._errors or ([] if first is None else [first])
+            verdict = verdict_of(errors, self._function.ignore)
+        elif first is not None:
+            found = len(self._bad) + len(self._unfound)
+            bad = max(found, 1) / max(found + sum(count for count, _, _ in self._runs), 1)
         failed = count_failures(self.outcomes)
         return Computed(self.outcomes, failed, verdict, first, self.reruns, self._runs, bad, whole=False)
 

@@ -40,48 +40,26 @@ def count_failures(outcomes: Sequence[Any]) -> int:
 class Request:
     """One item, what bounds it, and who gets its answer: a thread that waits, an event loop, or a future.
 
-    Defaults are class attributes, because a request is made for every call.
-
-    Args:
-        item: What the caller passed.
-        future: What the caller awaits; None for a thread that waits for :attr:`answered`.
-        loop: The event loop on which its caller awaits it.
-
-    Attributes:
-        answered: For a thread: a lock that is let go with the answer.
-        arrived: Seconds on the batcher's clock.
-        deadline: Seconds on the same clock; infinity for none.
-        weight: What it counts for against ``max_weight``; 1 if nothing is weighed.
-        group: Its keyword arguments; None for none. Only requests with equal groups share a batch.
-        state: Changed by the queue alone.
-        enclosing: The batchers that wait for this request, if a batch function made it.
-        line: The line in which it waits; None for the line without keyword arguments. Set by the lines alone.
-        timer: Its entry among the deadlines; None for no deadline. Set by the deadlines alone.
-        departure: Set when it is dropped while its batch runs; None if the batch could not be stopped anyway.
-        key: Whose request it is: keys share fairly.
-        priority: Requests of the same key that have a higher one go first.
-        flow: The requests of its key that wait with it. Set by the fairness alone, as is ``rank``.
-        rank: When it would have come, in seconds, to be where its priority puts it.
-        patient_until: So long it waits for a fuller batch, by its arrival or before that not at all. Set by the lines.
+    Defaults are class attributes, because a request is made for every call. Times are those of the batcher's clock.
     """
 
     arrived = 0.0
     deadline = math.inf
     weight: float = 1
     group: Group | None = None
-    state: State = "waiting"
-    enclosing: frozenset[object] = frozenset()
-    loop: asyncio.AbstractEventLoop | None = None
+    state: State = "waiting"  # changed by the queue alone
+    enclosing: frozenset[object] = frozenset()  # the batchers that wait for it, if a batch function made it
+    loop: asyncio.AbstractEventLoop | None = None  # on which its caller awaits the future
     future: Any = None
-    answered: threading.Lock | None = None
-    line: Any = None
-    timer: list[Any] | None = None
-    departure: Wakeup | None = None
-    key: Hashable = None
+    answered: threading.Lock | None = None  # for a thread that waits: let go with the answer
+    line: Any = None  # in which it waits; None for that without keyword arguments. Set by the lines alone
+    timer: list[Any] | None = None  # its entry among the deadlines, set by these alone
+    departure: Wakeup | None = None  # set when it is dropped while its batch runs, if that can be stopped
+    key: Hashable = None  # whose it is: keys share fairly
     priority: int = 0
-    flow: Any = None
-    rank = 0.0
-    patient_until = -math.inf
+    flow: Any = None  # the requests of its key that wait with it. Set by the fairness alone, as is its rank
+    rank = 0.0  # when it would have come to be where its priority puts it
+    patient_until = -math.inf  # so long it waits for a fuller batch, by its arrival not at all. Set by the lines
     _outcome: Any = None
 
     def __init__(self, item: Any, future: Any = None, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -91,19 +69,12 @@ class Request:
             self.loop = loop
 
     @property
-    def extras(self) -> dict[str, Any]:
-        return {name: value for name, _, value in self.group or () if name is not None}
-
-    @property
     def calls_back(self) -> bool:
         """Whether its answer runs callbacks, which are other people's code."""
         return self.future is not None and self.loop is None
 
     def deliver(self, outcome: Any) -> None:
-        """Hand the outcome, a result or a :class:`Failure`, to the caller.
-
-        Called once and without any lock held; on its event loop, if it has one.
-        """
+        """Hand the outcome to the caller. Called once and without any lock held; on its event loop, if it has one."""
         if self.loop is not None:
             _complete([self], [outcome])
         elif self.future is not None:  # in no context: its callbacks are no part of the batch or call that delivers it
@@ -113,11 +84,7 @@ class Request:
             self.answered.release()
 
     def wait(self) -> Any:
-        """Block this thread until the outcome is there.
-
-        Raises:
-            BaseException: What the item failed with.
-        """
+        """Block this thread until the outcome is there. Raises what the item failed with."""
         assert self.answered is not None  # noqa: S101 - for the checkers
         self.answered.acquire()
         outcome = self._outcome
@@ -167,11 +134,6 @@ def on_loop(group: Group | None, loop: asyncio.AbstractEventLoop) -> Group:
 
 
 def loop_of(group: Group | None) -> asyncio.AbstractEventLoop:
-    """The event loop of a group.
-
-    Raises:
-        LoopEnded: It does not exist any more.
-    """
     loop: asyncio.AbstractEventLoop | None = None if group is None else group[0][2]()
     if loop is None:
         raise LoopEnded
@@ -220,35 +182,19 @@ def _complete(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
             future.set_result(outcome)
 
 
-# Requests that are computed together.
-
-
 class Batch:
-    """Requests that are computed together.
+    """Requests that are computed together, in this order."""
 
-    Attributes:
-        extras: Keyword arguments that they share.
-        requests: In the order in which they are computed.
-        count: How many these are.
-        group: Those, as the key of their line; None for none.
-        weight: Their total weight, with padding; 0 if nothing is weighed.
-        padding: How much of it is padding.
-        started: When it was taken from the queue, in seconds on the batcher's clock.
-        hung: Whether it has run for longer than ``hang_after``.
-        oldest: When the first of them arrived.
-        wakeup: Set when one of their callers leaves, after :meth:`watch`; the batch's own steps may set it too.
-    """
-
-    weight = padding = 0.0
-    hung = False
-    wakeup: Wakeup
+    weight = padding = 0.0  # the weight has the padding in it; 0 if nothing is weighed
+    hung = False  # whether it has run for longer than hang_after
+    wakeup: Wakeup  # set when one of their callers leaves, after watch(); its own steps may set it too
 
     def __init__(self, requests: list[Request], started: float) -> None:
         self.group = requests[0].group
-        self.extras: dict[str, Any] = {} if self.group is None else requests[0].extras
+        self.extras: dict[str, Any] = {name: value for name, _, value in self.group or () if name is not None}
         self.requests = requests
         self.count = len(requests)
-        self.oldest = requests[0].arrived
+        self.oldest = requests[0].arrived  # when the first of them arrived
         self.started = started
 
     @property
@@ -256,11 +202,7 @@ class Batch:
         return [request.item for request in self.requests]
 
     def weigh(self, *, padded: bool) -> None:
-        """Put the heaviest request first, and set the weight.
-
-        Args:
-            padded: Whether each item costs as much as the heaviest one.
-        """
+        """Put the heaviest request first, and set the weight. If padded, each item costs as much as the heaviest."""
         requests = self.requests
         requests.sort(key=_weight_of, reverse=True)
         self.weight = math.fsum(map(_weight_of, requests))
@@ -281,7 +223,6 @@ class Batch:
 
     @property
     def all_left(self) -> bool:
-        """Whether nobody waits: all have left, or have their answers."""
         return all(request.state == "done" for request in self.requests)
 
 

@@ -40,11 +40,7 @@ class WebRequest:
     """One request of a web service. It bounds its batched calls, and cancels them when its client disconnects.
 
     Once it has been answered it does neither: work that it left behind, such as a background task, goes on in its
-    context. Thread-safe.
-
-    Args:
-        timeout: Seconds that it has from now; None for no bound.
-        on_first_call: Called at the first batched call: from then on it is worth watching the client.
+    context. From the first batched call on it is worth watching the client. Thread-safe.
     """
 
     def __init__(self, timeout: float | None = None, on_first_call: Callable[[], object] | None = None) -> None:
@@ -102,24 +98,14 @@ class WebRequest:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What applies to the batched calls made in this context.
+    """What applies to the batched calls made in this context."""
 
-    Attributes:
-        deadline: When they must have their answers, in seconds on the monotonic clock; infinity for no bound.
-        web_request: The web request for which they are made.
-        enclosing: The batchers whose batch functions run here, or wait for what runs here.
-        key: Whose calls they are; None if that is not known.
-        priority: The least that they have.
-        block: The block that made it, if one did.
-        before: The scope around that block.
-    """
-
-    deadline: float = math.inf
+    deadline: float = math.inf  # in seconds on the monotonic clock
     web_request: WebRequest | None = None
-    enclosing: frozenset[object] = frozenset()
+    enclosing: frozenset[object] = frozenset()  # the batchers whose functions run here, or wait for what runs here
     key: Hashable = None
-    priority: int = 0
-    block: object = field(default=None, compare=False, repr=False)
+    priority: int = 0  # the least that they have
+    block: object = field(default=None, compare=False, repr=False)  # which made it
     before: Scope | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -137,11 +123,8 @@ current_scope: ContextVar[Scope | None] = ContextVar("modelguard scope", default
 class Bound(ContextDecorator):
     """A block for whose batched calls something holds, as :func:`deadline` and :func:`caller` make it.
 
-    It also decorates plain functions. Several threads or tasks may be in it at once.
-
-    Args:
-        name: The function that made it, for errors.
-        change: What holds in the block, as fields of a scope, given the scope around it.
+    It also decorates plain functions. Several threads or tasks may be in it at once. ``change`` gives what holds in the
+    block, as fields of a scope, given the scope around it.
     """
 
     def __init__(self, name: str, change: Callable[[Scope], dict[str, Any]]) -> None:
@@ -248,15 +231,7 @@ def caller(key: Hashable, *, priority: int = 0) -> Bound:
 
 
 def check_key(key: Hashable, argument: str) -> None:
-    """Check a key.
-
-    Args:
-        key: Whose a call is.
-        argument: The argument that it came from, for the error.
-
-    Raises:
-        InvalidOption: It is not hashable.
-    """
+    """Reject a key that is not hashable, which came from this argument."""
     try:
         _units.try_key(key)
     except Exception as error:  # noqa: BLE001 - whatever the key's own code raises
@@ -265,11 +240,7 @@ def check_key(key: Hashable, argument: str) -> None:
 
 
 def check_priority(priority: int) -> int:
-    """Check a priority.
-
-    Raises:
-        InvalidOption: It is not a whole number from 0 to 1,000.
-    """
+    """Reject what is not a whole number from 0 to 1,000."""
     fix = f"Write for example priority=1: from 0, the default, to {_HIGHEST:,}; higher ones go first."
     return _units.whole_number(priority, "priority", at_least=0, most=_HIGHEST, fix=fix)
 
