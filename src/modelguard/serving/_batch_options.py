@@ -183,13 +183,7 @@ _SHORTEST_HANG = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """The options of :func:`~modelguard.batched`, checked as they are put together. Methods share them.
-
-    Attributes:
-        limits: What bounds batches, queue and calls, in base units.
-        own_loop: The event loop on which the function runs, if it is ``async`` and has one of its own.
-        kind: What a call of the function gives.
-    """
+    """The options of :func:`~modelguard.batched`, checked as they are put together. Methods share them."""
 
     max_size: int | AutoSize
     max_wait: _units.Duration
@@ -204,7 +198,7 @@ class BatchOptions:
     buffer: Buffer | None
     name: str
     kind: FunctionKind = "function"
-    own_loop: OwnLoop | None = None
+    own_loop: OwnLoop | None = None  # on which the function runs, if it is async and has one of its own
     limits: Limits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -218,10 +212,9 @@ class BatchOptions:
         object.__setattr__(self, "limits", self._limits())
 
     def _limits(self) -> Limits:
-        queue = _units.whole_number(self.max_queue, "max_queue")
+        queue, weight = _units.whole_number(self.max_queue, "max_queue"), self.weight
         slo = self.max_size.slo if isinstance(self.max_size, AutoSize) else None
-        auto = isinstance(self.max_size, AutoSize)
-        size = queue if auto else _units.whole_number(self.max_size, "max_size", fix=_SIZE_FIX)
+        size = queue if slo is not None else _units.whole_number(self.max_size, "max_size", fix=_SIZE_FIX)
         bound = math.inf if self.deadline is None else _units.seconds(self.deadline, "deadline")
         hang = None if self.execution is None else self.execution.hang_after
         limits = Limits(
@@ -229,13 +222,13 @@ class BatchOptions:
             max_size=size,
             max_queue=queue,
             max_wait=_units.seconds(self.max_wait, "max_wait", zero=True),
-            max_weight=math.inf if self.weight is None or self.weight.most is None else float(self.weight.most),
+            max_weight=math.inf if weight is None or weight.most is None else float(weight.most),
             deadline=bound,
             threads=_units.whole_number(self.threads, "threads"),
             hang_after=max(_HANG * bound, _SHORTEST_HANG) if hang is None else _units.seconds(hang, "hang_after"),
-            weighed=self.weight is not None,
+            weighed=weight is not None,
             slo=math.inf if slo is None else _units.seconds(slo, "slo"),
-            padded=self.weight is not None and self.weight.padded,
+            padded=weight is not None and weight.padded,
             fair=self.fair.by is not None,
             shares=dict(self.fair.shares),
             quota=self.fair.quota,
@@ -246,20 +239,14 @@ class BatchOptions:
 
     @property
     def streams(self) -> bool:
-        """Whether the function yields parts of results."""
         return self.kind in ("generator", "async generator")
 
     @property
     def is_async(self) -> bool:
-        """Whether the function needs an event loop."""
         return self.kind in ("coroutine", "async generator")
 
     def suited_to(self, function: Any, name: str) -> Self:
-        """The same options for this function of this name.
-
-        Raises:
-            InvalidOption: One of them is not for functions of its kind.
-        """
+        """The same options for this function of this name, which have to be for functions of its kind."""
         made = replace(self, kind=_units.function_kind(function), name=name)
         loop = None if self.execution is None else self.execution.loop
         if loop is not None and not made.is_async:
@@ -272,22 +259,16 @@ class BatchOptions:
         return replace(made, own_loop=OwnLoop(name)) if made.is_async and loop != "caller" else made
 
     def changed(self, changes: Changes) -> Self:
-        """The same options with some of them changed.
-
-        Raises:
-            InvalidOption: One of them cannot be changed, is invalid, or does not fit the others.
-        """
+        """The same options with some of them changed."""
+        known, why = ", ".join(Changes.__annotations__), "cannot be changed while the function serves"
         for option, value in changes.items():
-            if option not in Changes.__annotations__:
-                known = ", ".join(Changes.__annotations__)
-                if option not in _FIXED:
-                    raise InvalidOption(option, value, why="is no option of batched", fix=f"Change {known}.")
-                why = "cannot be changed while the function serves"
+            if option in _FIXED:
                 raise InvalidOption(option, value, why=why, fix=f"Write it in @batched(...), or change {known}.")
+            if option not in Changes.__annotations__:
+                raise InvalidOption(option, value, why="is no option of batched", fix=f"Change {known}.")
         made = replace(self, **changes)
         before, after = (one.execution or Execution() for one in (self, made))
         if after.loop not in (None, before.loop):
-            why = "cannot be changed while the function serves"
             raise InvalidOption("loop", after.loop, why=why, fix="Write it in @batched(...), or leave it out.")
         return made
 
@@ -354,15 +335,7 @@ _WEB_FRAMEWORKS = frozenset({"fastapi", "flask", "starlette"})
 
 
 def check_function(function: Any, caller: Mapping[str, Any]) -> None:
-    """Reject what cannot be called with a list of items on another thread.
-
-    Args:
-        function: What is decorated.
-        caller: The local variables where it is decorated.
-
-    Raises:
-        InvalidOption: It is not a function, not a function of a list, or a route of a web framework.
-    """
+    """Reject what cannot be called with a list of items on another thread. ``caller``: the variables around it."""
     if isinstance(function, classmethod | staticmethod):
         fix = "Put @batched(...) below @staticmethod, next to the def."
         if isinstance(function, classmethod):  # below it, no call would know its class
@@ -504,11 +477,7 @@ class NotARoute:
         raise self._rejected()
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
-        """Reject the route.
-
-        Raises:
-            InvalidOption: Always.
-        """
+        """Reject the route."""
         del source, handler
         raise self._rejected()
 
@@ -643,11 +612,7 @@ class Arguments:
         return group or None
 
     def check_items(self, items: object) -> None:
-        """Check what ``map`` was given.
-
-        Raises:
-            ItemRefused: It is one text, whose characters would be the items, or no collection.
-        """
+        """Refuse to ``map`` one text, whose characters would be the items, or what is no collection."""
         if isinstance(items, str | bytes) or not (hasattr(items, "__iter__") or hasattr(items, "__getitem__")):
             why = f"map() needs many items, and {_units.kind_of(items)} is one; write f(item), or f.map([item])"
             raise ItemRefused(self._name, why=why)

@@ -15,6 +15,7 @@ from asyncio import get_running_loop
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from types import MethodType
 from typing import (
     TYPE_CHECKING,
@@ -96,28 +97,19 @@ _SOON = 60.0
 
 
 class BoundMethods:
-    """Makes and keeps one batched function for each instance of a class. Warns if they are made for each request.
+    """Makes and keeps one batched function for each instance of a class. Warns if they are made for each request."""
 
-    Args:
-        function: The function in the class, for errors.
-        qualified_name: Where it is written. Not its plain name, which a subclass may use for a method of its own.
-        make: Makes that of an instance.
-    """
-
-    def __init__(self, function: Callable[..., Any], qualified_name: str, make: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[..., Any], make: Callable[[Any], Any]) -> None:
         self._function = function
-        self._attribute = f"_modelguard_batched_{qualified_name}"
+        # Not by its plain name, which a subclass may use for a method of its own.
+        self._attribute = f"_modelguard_batched_{function.__qualname__}"
         self._make = make
         self._began = time.monotonic()
         self._recent: list[weakref.ref[object]] = []
         self._warned = False
 
     def get(self, instance: Any) -> Any:
-        """That of an instance, made on first use. Two threads that come first together get the same one.
-
-        Raises:
-            InvalidOption: The instance has no ``__dict__``.
-        """
+        """That of an instance, made on first use. Two threads that come first together get the same one."""
         try:
             attributes = vars(instance)
         except TypeError:
@@ -148,12 +140,12 @@ class BoundMethods:
             warnings.warn(text, ModelGuardWarning, stacklevel=4)
 
 
+@dataclass(slots=True, eq=False)
 class _Kept:
     """An entry among an instance's attributes. Copies of the instance get an empty one."""
 
-    def __init__(self, instance: Any = None, bound: Any = None) -> None:
-        self.instance = instance
-        self.bound = bound
+    instance: Any = None
+    bound: Any = None
 
     def __reduce__(self) -> Any:
         return _Kept, ()
@@ -173,12 +165,7 @@ _CLOSE_TIMEOUT = 30.0
 
 
 class Decorated(Entered):
-    """A batch function behind a queue.
-
-    Args:
-        options: Its options.
-        function: The batch function.
-    """
+    """A batch function behind a queue."""
 
     _made_by = "batched(max_size=8)(function)"
     _status = "modelguard.serving.status:BatchStatus"
@@ -334,7 +321,7 @@ class Decorated(Entered):
         written = getattr(self._function, "__qualname__", "")
         if written != f"{owner.__qualname__}.{name}":
             return  # a function from elsewhere that is kept in a class
-        self._methods = BoundMethods(self._function, written, functools.partial(self._bind, name))
+        self._methods = BoundMethods(self._function, functools.partial(self._bind, name))
         self._arguments.incomplete = f"it is a method of {owner.__name__}: call it on an instance"
         self._always_checked = True
 

@@ -139,7 +139,6 @@ def wake(waiters: Iterable[Waiter]) -> None:
 
 
 def _wake(waiters: Iterable[OnAsyncio]) -> None:
-    """Runs on their event loop."""
     for waiter in waiters:
         if not waiter.woken.done():  # cancelled meanwhile
             waiter.woken.set_result(None)
@@ -260,7 +259,7 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
     # Its end
 
     def opened(self) -> None:
-        """Note that the item has been queued."""
+        """Take parts from now on: the item has been queued."""
         self._open = True
 
     def close(self) -> None:
