@@ -53,33 +53,19 @@ _SUFFIXES = {"s": "_seconds", "By": "_bytes"}
 
 
 class Metric(NamedTuple):
-    """One metric.
-
-    Attributes:
-        kind: ``counter`` (only grows), ``gauge`` (the last value counts), ``histogram``.
-        name: Its OpenTelemetry name, without ``modelguard.``.
-        help: What it shows, in one line.
-        subject: The label with the name of the guard, function or watch: ``guard``, ``function`` or ``service``.
-        sources: What each event adds to it, by the name of the event's class.
-        unit: OpenTelemetry's notation of the unit: ``s``, ``By``, or the counted thing in braces.
-        label: A second label; None for most metrics.
-        values: All values of that label.
-        buckets: Upper bounds of a histogram's buckets.
-        mode: How the gauges of several processes are combined.
-        only_current: Of the second label's values, which are not known beforehand, only the current one has a series.
-    """
+    """One metric."""
 
     kind: Literal["counter", "gauge", "histogram"]
-    name: str
+    name: str  # OpenTelemetry's, without ``modelguard.``
     help: str
-    subject: Subject
-    sources: Mapping[str, Callable[[Any], Amount]]
-    unit: str = "{event}"
-    label: str | None = None
-    values: tuple[str, ...] = ()
+    subject: Subject  # the label with the name of the guard, function or watch
+    sources: Mapping[str, Callable[[Any], Amount]]  # what each event adds to it, by the name of the event's class
+    unit: str = "{event}"  # in OpenTelemetry's notation
+    label: str | None = None  # a second one
+    values: tuple[str, ...] = ()  # all values of that
     buckets: tuple[float, ...] = ()
-    mode: Mode = "livemax"
-    only_current: bool = False
+    mode: Mode = "livemax"  # how the gauges of several processes are combined
+    only_current: bool = False  # of the second label's values, not known beforehand, only the current one has a series
 
     @property
     def full_name(self) -> str:
@@ -87,7 +73,6 @@ class Metric(NamedTuple):
 
     @property
     def prometheus_name(self) -> str:
-        """Its name in Prometheus, with the unit, and ``_total`` for counters."""
         total = "_total" if self.kind == "counter" else ""
         return self.full_name.replace(".", "_") + _SUFFIXES.get(self.unit, "") + total
 
@@ -241,7 +226,7 @@ for _metric in METRICS.values():
 
 
 class Measure(NamedTuple):
-    """What an event adds to a metric, or sets it to, and the second label's value if there is such a label."""
+    """What an event adds to a metric, or sets it to, and the value of its second label."""
 
     metric: Metric
     value: str | None
@@ -249,7 +234,6 @@ class Measure(NamedTuple):
 
 
 def measures(event: events.Event) -> Iterator[Measure]:
-    """What an event adds to the metrics."""
     kind = type(event).__name__
     for metric in _METRICS_OF.get(kind, ()):
         amount = metric.sources[kind](event)
@@ -294,10 +278,6 @@ class Recorder:
 
     The garbage collector may end an abandoned call at any point, even while a metric is being written and its lock is
     held. The event of that call then waits until the metric is written; otherwise the thread would wait for itself.
-
-    Args:
-        record: Takes a metric, the values of its labels in their order, and the amount.
-        name: Whose function that is.
     """
 
     def __init__(self, record: Callable[[Metric, tuple[str, ...], float], None], name: str = "metrics") -> None:
@@ -308,11 +288,7 @@ class Recorder:
         self._thread = threading.local()
 
     def __call__(self, event: events.Event) -> None:
-        """Record one event, and those that happen in this thread in the meantime.
-
-        Raises:
-            Exception: A metric could not be written; the first error if there are several.
-        """
+        """Record one event, and those that happen in this thread in the meantime. Raises the first error."""
         waiting: deque[events.Event] | None = getattr(self._thread, "waiting", None)
         if waiting is not None:
             waiting.append(event)

@@ -58,8 +58,6 @@ def opentelemetry(
 
 
 class _OpenTelemetryHook(Recorder):
-    """Records each event in the metrics and in the span of its load."""
-
     def __init__(self, instruments: dict[str, Callable[..., None]], spans: _LoadSpans) -> None:
         super().__init__(partial(_record, instruments), "OpenTelemetry")
         self._spans = spans
@@ -138,14 +136,10 @@ class _LoadSpans:
 
 
 class _Current:
-    """The current series of such a metric. The SDK asks for them, because a gauge keeps what it was once set to.
+    """The current series of such a metric. The SDK asks for them, because a gauge keeps what it was once set to."""
 
-    Args:
-        api: OpenTelemetry's module of metrics.
-    """
-
-    def __init__(self, api: Any) -> None:
-        self._api = api
+    def __init__(self, observation: Callable[[float, dict[str, str]], Any]) -> None:
+        self._observation = observation
         self._current: dict[tuple[str, ...], dict[str, str]] = {}
 
     def put(self, amount: float, labels: dict[str, str]) -> None:
@@ -156,7 +150,7 @@ class _Current:
             self._current.pop(tuple(labels.values()), None)
 
     def observe(self, _options: object) -> list[Any]:
-        return [self._api.Observation(1, labels) for labels in list(self._current.values())]
+        return [self._observation(1, labels) for labels in list(self._current.values())]
 
 
 def _add(span: Span, event: events.Event) -> None:
@@ -184,7 +178,7 @@ def _make(api: Any, meter: Any, metric: _metrics.Metric) -> Any:
     """The function that writes an amount."""
     about = {"name": metric.full_name, "unit": metric.unit, "description": metric.help}
     if metric.only_current:
-        current = _Current(api)
+        current = _Current(api.Observation)
         meter.create_observable_gauge(callbacks=[current.observe], **about)
         return current.put
     if metric.kind == "histogram":
