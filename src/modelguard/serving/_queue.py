@@ -143,12 +143,6 @@ class BatchQueue:
         self.take_in()
         self._lines.order()
 
-    @property
-    def _picky(self) -> bool:
-        """Whether the next batch may be others than the first."""
-        limits = self._limits
-        return self.ordered or limits.max_weight != math.inf or limits.slo != math.inf or limits.padded
-
     def configure(self, limits: Limits) -> None:
         """Bound batches, queue and calls by these limits from now on. What waits keeps its deadline and its wait."""
         self.take_in()
@@ -334,7 +328,9 @@ class BatchQueue:
                 return None if found is None else found - now
             requests = self._take(found, now)
             if requests:
-                return self._start(requests, now)
+                batch = self._start(requests, now)
+                batch.oldest = min(request.arrived for request in requests)
+                return batch
 
     def _straight(self, now: float) -> int:
         """How many come straight from the inbox as the next batch; 0 if that takes a closer look."""
@@ -342,16 +338,17 @@ class BatchQueue:
         if limits.max_weight != math.inf or limits.padded or self.ordered or limits.max_wait:
             return 0
         bounded = limits.deadline != math.inf
-        if not (self._picky or bounded):
+        if not bounded and limits.slo == math.inf:
             return min(len(self.inbox), self._planner.most)
         nearest = self.inbox[0].deadline
         return self._planner.takes_first(len(self.inbox), None, nearest, now, lines=1, in_order=bounded)
 
     def _take(self, line: Line, now: float) -> list[Request]:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
-        count = self._planner.most
-        if self._expiry or self._picky:
-            in_order = self._limits.deadline != math.inf and not self._expiry.early and not self.ordered
+        limits, count = self._limits, self._planner.most
+        others_first = self.ordered or limits.max_weight != math.inf or limits.slo != math.inf or limits.padded
+        if self._expiry or others_first:
+            in_order = limits.deadline != math.inf and not self._expiry.early and not self.ordered
             nearest, lines = self._expiry.nearest, len(self._lines)
             count = self._planner.takes_first(line.waiting, line.group, nearest, now, lines=lines, in_order=in_order)
         if count:
@@ -368,8 +365,6 @@ class BatchQueue:
         for request in requests:
             request.state = "running"
         batch = Batch(requests, now)
-        if self._picky:
-            batch.oldest = min(request.arrived for request in requests)
         if self._limits.weighed:
             batch.weigh(padded=self._limits.padded)
         self.running.append(batch)
@@ -452,7 +447,8 @@ class BatchQueue:
         self._planner.note_batch(batch, seconds, now)
 
     def _note_most(self) -> None:
-        self._lines.fill_at(self._planner.most)
+        if self._planner.most != self._lines.full_size:
+            self._lines.fill_at(self._planner.most)
         special = self.may_refuse or self.ordered or self._limits.max_wait
         self.sure = 0 if special else self._planner.sure()
 

@@ -627,10 +627,8 @@ class BatchedStream(Decorated, Generic[X, Y]):
             TypeError: There is not exactly one positional argument, or the keyword arguments do not fit.
         """
         request = StreamRequest(item, (self._options.buffer or Buffer()).parts)
-        stream: Stream[Y] = Stream(self.name, request, self._batcher.cancel, self._batcher.drop)
         self._put_one(request, timeout, priority, extras, others)
-        stream.opened()
-        return stream
+        return Stream(self.name, request, self._batcher.cancel, self._batcher.drop)
 
     if not TYPE_CHECKING:  # checkers reject these; without a checker they need a message that says what to write
 

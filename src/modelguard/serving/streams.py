@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import os
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
@@ -126,16 +127,16 @@ class StreamRequest(Request):
 
 def wake(waiters: Iterable[Waiter]) -> None:
     """Wake consumers. Each event loop is woken once for all that wait on it."""
-    on_loops: list[OnAsyncio] = []
+    on_loops: defaultdict[asyncio.AbstractEventLoop, list[OnAsyncio]] = defaultdict(list)
     for waiter in waiters:
         if isinstance(waiter, OnAsyncio):
-            on_loops.append(waiter)
+            on_loops[waiter.loop].append(waiter)
         elif isinstance(waiter, Wakeup):
             waiter.set()
         else:
             waiter.wake()
-    for loop in {waiter.loop for waiter in on_loops}:
-        call_on(loop, _wake, [waiter for waiter in on_loops if waiter.loop is loop])
+    for loop, those in on_loops.items():
+        call_on(loop, _wake, those)
 
 
 def _wake(waiters: Iterable[OnAsyncio]) -> None:
@@ -169,7 +170,8 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
         self._leave = leave
         self._drop = drop
         self._process = os.getpid()
-        self._open = self._waited_for = False
+        self._waited_for = False
+        self._open = True
 
     # Parts
 
@@ -258,10 +260,6 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
 
     # Its end
 
-    def opened(self) -> None:
-        """Take parts from now on: the item has been queued."""
-        self._open = True
-
     def close(self) -> None:
         """Leave: no more parts come, and those that nobody has taken are dropped. Closing twice does nothing.
 
@@ -272,8 +270,6 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
             self._request.deliver(None)
 
     def _end(self, leave: Callable[[Request], object]) -> None:
-        if not self._open:
-            return
         self._open = False
         request = self._request
         if request.source is not None:
