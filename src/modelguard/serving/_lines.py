@@ -16,18 +16,15 @@ from modelguard.serving.status import Limits
 # Whose turn it is: every key gets its share of what is computed, and the requests of one key go by priority.
 #
 # This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): each key has a start, which moves on by the
-# cost of what it gets over its share, and the key with the earliest start is next. The virtual time that a newcomer
-# starts from is that of WF2Q+ (Bennett and Zhang, IEEE/ACM Transactions on Networking 5, 1997). It moves on with what
-# is computed for everybody, so no number of new keys can keep a key from its turn, and it never falls behind those that
-# wait, so nobody pays for capacity that nobody else wanted.
+# cost of what it gets over its share, and the key with the earliest start is next. A newcomer starts from the virtual
+# time of WF2Q+ (Bennett and Zhang, IEEE/ACM Transactions on Networking 5, 1997).
 
 
 #: Keys without requests are remembered until they have paid for what they got, and at most so many of them. A key that
 #: is forgotten early starts level with newcomers.
 _REMEMBERED = 1024
 #: The virtual time moves on at least by what is computed over so many times the shares of all keys with requests. At
-#: full pace it would run ahead of keys whose requests are refused, and these would be level with keys that ask for
-#: little. At a quarter of it, a queue of 256 keeps up to 1,024 greedy keys apart from those.
+#: full pace it would run ahead of keys whose requests are refused: these would be level with keys that ask for little.
 _UNHURRIED = 4
 #: A key that asked for less than its share has a credit of so many items (for a share of 1): few callers send at even
 #: intervals.

@@ -31,9 +31,7 @@ from modelguard.serving._times import LEARNED, Arrivals, BatchTimes, Curve, size
 from modelguard.serving.status import Limits
 
 # Batches of items of like weight, for functions that pad: each item of a batch then costs as much as the heaviest one.
-#
-# Every batch contains the request whose turn it is, or one that would be late otherwise, so a rare weight never waits
-# for ever: a request waits for at most one batch for each one that is in front of it.
+# Each has the request whose turn it is, or one that would be late otherwise, so a rare weight never waits for ever.
 
 
 #: So many times the size of a batch are compared: those whose turn is later do not fill up batches of those in front.
@@ -176,12 +174,11 @@ _STEP = 0.2
 _DROP_GAIN = 1.1
 #: With more groups than this, the time that those in front take is estimated from these.
 _LOOKED_AT = 64
-#: A batch that may wait for more items starts this much before the last moment at which it could meet its deadline by
-#: the estimate: items differ, and whoever waits until then gains little from the last of it.
+#: A batch that may wait for more items starts this much before the last moment for its deadline: items differ.
 _EARLY_SHARE = 1.0
 _EARLY_SECONDS = 0.02
 #: A run that took as long as expected shows what cannot be in time for so many times as long, and so many seconds at
-#: most; then it is tried anew. A second after any run would refuse hundreds of requests to a fast model that is idle.
+#: most; then it is tried anew.
 _CONFIRMED = 2.0
 _CONFIRMED_SECONDS = 1.0
 
@@ -191,8 +188,8 @@ _CONFIRMED_SECONDS = 1.0
 _HAND_OVER = 1e-4
 _NEARLY = 0.98
 _UNSURE = 0.04
-#: A full batch that takes no longer than so many seconds is not made smaller: that is how long another thread may keep
-#: the interpreter's lock (``sys.getswitchinterval``), so such times say more about the lock than about the model.
+#: A full batch that takes no longer than so many seconds is not made smaller: so long may another thread keep the
+#: interpreter's lock (``sys.getswitchinterval``).
 _QUICK = 5e-3
 #: Sizes that are compared are apart by this factor, so many to a doubling.
 _APART, _STEPS = 1.15, 5

@@ -13,42 +13,37 @@ from typing import NamedTuple
 
 from modelguard.serving._requests import Group
 
-#: Nothing is refused before this many runs were measured, nor when the last one is older than 10 seconds (and older
-#: than ten runs took, for models whose batches take that long).
+#: Nothing is refused before so many runs, nor when the last one is older than so many seconds, and than so many runs.
 _ENOUGH = 3
 _FRESH_SECONDS = 10.0
 _FRESH_RUNS = 10.0
 #: Each run counts this much less than the next one: the last twenty make up two thirds.
 _DECAY = 0.95
-#: A time that is longer than the estimate by more than this factor (and by more than times usually differ) counts as if
-#: it were so much longer: a stall says little about the next batch. If the last three runs agree that the model has
-#: become slower or faster, everything learned before is rescaled.
+#: A time counts as longer than the estimate by this factor at most, and by what times usually differ: a stall says
+#: little. If the last three agree that the model is slower or faster, what was learned is rescaled.
 _CHANGED = 1.5
 _AGREE = 3
-#: If they agree within the first so many runs that it is so many times slower than before, what came before was no
-#: measure of it, and is forgotten: scaled by as much, what only one of these runs has shown would be far too long.
+#: If they agree within the first so many runs that it is so many times slower, what came before is forgotten: scaled by
+#: as much, what only one of these runs has shown would be far too long.
 _FIRST_RUNS, _FAR_SLOWER = 16, 10.0
-#: If the last eight are all longer or all shorter than the estimate by this factor, the line lags behind. If their
-#: sizes differ by a quarter, it is then learned anew from them: it may have mixed times from before and after a change.
+#: If the last eight are all longer or all shorter by this factor, the line lags behind. If their sizes differ by a
+#: quarter, it is learned anew from them: it may have mixed times from before and after a change.
 _DRIFTED = 1.1
 _DRIFT = 8
 _DIFFER = 1.25
-#: Where sizes vary by less than 10 % of their mean, the slope stays near what it was when they did: else it would
-#: follow chance. What it was is followed by this much with each run.
+#: Where sizes vary by less than this, the slope stays near what it was when they did: else it would follow chance.
 _RIGID = 0.1
 _RIGID_STEP = 0.05
-#: The spread of the times is taken from so many runs. Above the median by twice the distance to the upper quartile are
-#: 9 % of normally distributed times. Stalls, up to one run in four, do not raise it.
+#: The spread of the times is that of so many runs: stalls, up to one in four, do not raise it.
 _KEPT = 32
 _SPREAD = 1.0
 _WIDEST = 2.0
-#: Times that are longer than most are often much longer: up to so many times that distance counts if one run in ten
-#: needs it. Where times vary at all, so does what passes between two batches and is in no run: 3 % are kept for that.
+#: So many times the distance to the upper quartile count if one run in ten needs it. Where times vary at all, so does
+#: what passes between two batches and is in no run: 3 % are kept for that.
 _SKEWED = 4.0
 _LEAST = 1.03
-#: After the first runs the model is learned from, and planned with, each time that batches have taken so many seconds:
-#: that takes time too, and of fast models several runs say more than each one of them. The last so many are enough: of
-#: all of them, the learning took an eighth of a lone caller's time.
+#: After the first runs it is learned from the last so many each time that batches have taken so many seconds, for
+#: learning takes time too.
 LEARNED, _RUNS = 0.01, 16
 #: Keyword arguments whose runs take longer or shorter than others are remembered for this many of their values.
 _GROUPS = 256
@@ -58,15 +53,14 @@ _FAR = 1000.0
 _GROUP_STEP = 0.3
 #: A batch may be twice as large as the largest one so far, where it is not known that the deadlines hold.
 _GROWTH = 2
-#: What batches of a size take follows each run by this much, and all sizes together by that much: models become faster
-#: and slower as a whole. How much times vary is followed more slowly.
+#: How fast what one size takes is followed, what all take together (models become slower as a whole), and their spread.
 _SIZE_STEP = 0.1
 _LEVEL_STEP = 0.1
 _SPREAD_STEP = 0.05
 #: What was learned of a size counts so much less with each run of another one.
 _FORGOTTEN = 0.97
-#: So much of a run says for ever that an item of a size takes no longer than one of the next smaller size: so what a
-#: slow run has shown is doubted in the end, and the size is tried again. Each further run doubles the time until then.
+#: So much of a run says for ever that an item takes no longer than in the next smaller size: so what a slow run has
+#: shown is doubted in the end, and the size is tried again. Each further run doubles the time until then.
 _DOUBTED = 0.2
 #: How fast the share of bad items is followed, with each item; and the runs that one of them adds, with each batch.
 _BAD_STEP = 0.005
@@ -546,8 +540,7 @@ def _solve(a: float, b: float, d: float, p: float, q: float) -> tuple[float, flo
 
 #: How fast the rate of arrivals is followed.
 _STEP = 0.2
-#: The times that so many of the last requests had are remembered, and planned with as so many equal shares of them.
-#: Their mean would be nobody's: a few short ones would shrink the batches of all.
+#: The times of the last so many requests are planned with as so many equal shares. Their mean would be nobody's.
 _KEPT_ARRIVALS = 64
 _SHARES = 8
 #: Batches that keep up compute so many times what arrives: arrivals are random.
