@@ -10,7 +10,8 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias, TypeVar
 
 from modelguard.errors import BatchFailed, ConsumerTooSlow, GuardClosed, WouldDeadlock, WrongResults
 from modelguard.runtime.event_loops import AllLeft, RunOnLoop
@@ -40,9 +41,6 @@ Y_co = TypeVar("Y_co", covariant=True)
 NOTHING_YET: Any = object()
 ENDED: Any = object()
 
-_RUNNING: Any = object()
-
-
 #: Who waits for a part.
 Waiter: TypeAlias = OnAsyncio | OnTrio | Wakeup
 
@@ -57,7 +55,7 @@ class StreamRequest(Request):
         # Reentrant: the garbage collector may run a consumer's farewell in the middle of a change.
         self._lock = threading.RLock()
         self._parts: deque[Any] = deque()
-        self._outcome: Any = _RUNNING
+        self._outcome: Any = NOTHING_YET
         self._waiter: Waiter | None = None
 
     # The batch's side
@@ -69,7 +67,7 @@ class StreamRequest(Request):
     def push(self, part: Any) -> Waiter | None:
         """Add a part, unless the stream has ended. Returns who has to be woken."""
         with self._lock:
-            if self._outcome is not _RUNNING:
+            if self._outcome is not NOTHING_YET:
                 return None
             self._parts.append(part)
             waiter, self._waiter = self._waiter, None
@@ -91,7 +89,7 @@ class StreamRequest(Request):
         Raises:
             BaseException: What the stream ended with. It is raised once.
         """
-        if self.source is not None and not self._parts and self._outcome is _RUNNING:
+        if self.source is not None and not self._parts and self._outcome is NOTHING_YET:
             next(self.source, None)
             if self.state == "done":  # another thread has left during the step
                 self.leave_source()
@@ -103,12 +101,12 @@ class StreamRequest(Request):
                     self.departure.set()
                 return part
             outcome = self._outcome
-            if outcome is _RUNNING:
+            if outcome is NOTHING_YET:
                 self._waiter = waiter
-                return NOTHING_YET
-            self._outcome = ENDED
-        if outcome is ENDED:
-            return ENDED
+            else:
+                self._outcome = ENDED
+        if outcome is NOTHING_YET or outcome is ENDED:
+            return outcome
         try:
             raise outcome.error
         finally:
@@ -305,43 +303,26 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
 # The batch: it takes step after step from the generator, and hands each item's part to its consumer.
 
 
-#: What :func:`_outcome_of` returns for a part after which others follow.
-_NO_OUTCOME: Any = object()
 #: Each part gives a consumer so much of ``slow_after`` back: who is a little slower than others may go on.
 _CREDIT = 0.01
 
 
-class Steps(Protocol):
-    """A batch function that yields: a generator, or what looks like one."""
-
-    def send(self, waiting: list[bool] | None, /) -> Any:
-        """Run it to its next ``yield``, with what that returns in it. Returns what it yielded."""
-
-    def close(self) -> object: ...
-
-
+@dataclass(slots=True)
 class AsyncSteps:
-    """An asynchronous generator, as one that a thread can step through.
+    """An asynchronous generator, as one that a thread can step through."""
 
-    Args:
-        generator: The generator.
-        run: Awaits something on an event loop, from this thread.
-        end: The same, for the last time.
-    """
-
-    def __init__(self, generator: AsyncGenerator[Any, Any], run: RunOnLoop, end: RunOnLoop) -> None:
-        self._generator = generator
-        self._run = run
-        self._end = end
+    generator: AsyncGenerator[Any, Any]
+    run: RunOnLoop
+    end: RunOnLoop  # the same, for the last time
 
     def send(self, waiting: list[bool] | None) -> Any:
         try:
-            return self._run(lambda: self._generator.asend(waiting))
+            return self.run(lambda: self.generator.asend(waiting))
         except StopAsyncIteration:
             raise StopIteration from None
 
     def close(self) -> None:
-        self._end(self._generator.aclose)
+        self.end(self.generator.aclose)
 
 
 class StreamRun:
@@ -402,7 +383,7 @@ class StreamRun:
 
     def _steps(self) -> Generator[None]:
         """Make all parts and hand them out, with a pause after each step."""
-        steps: Any = None  # as in Steps
+        steps: Any = None  # a generator, or what looks like one
         try:
             steps = self._function.run(self._batch.items, **self._batch.extras)
             waiting: list[bool] | None = None
@@ -425,7 +406,7 @@ class StreamRun:
             except self._function.caught as raised:
                 self._error = self._error or raised
 
-    def _step(self, steps: Steps, waiting: list[bool] | None) -> list[Any] | None:
+    def _step(self, steps: Any, waiting: list[bool] | None) -> list[Any] | None:
         """Run one step. Returns a part for each item; None at the end."""
         name, count = self._function.name, self._batch.count
         try:
@@ -446,7 +427,7 @@ class StreamRun:
             if request.state == "done":
                 continue
             outcome = _outcome_of(part, self._function.name)
-            if outcome is not _NO_OUTCOME:
+            if outcome is not NOTHING_YET:
                 ended.append(request)
                 outcomes.append(outcome)
             elif (waiter := request.push(part)) is not None:
@@ -491,7 +472,7 @@ class StreamRun:
 
 
 def _outcome_of(part: Any, name: str) -> Any:
-    """How a part ends its item: with None or a failure; ``_NO_OUTCOME`` if the item goes on."""
+    """How a part ends its item: with None or a failure; ``NOTHING_YET`` if the item goes on."""
     if part is StopIteration or part is StopAsyncIteration or isinstance(part, StopIteration | StopAsyncIteration):
         return None
-    return wrap_errors([part], name)[0] if isinstance(part, BaseException) else _NO_OUTCOME
+    return wrap_errors([part], name)[0] if isinstance(part, BaseException) else NOTHING_YET
