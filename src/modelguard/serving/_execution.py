@@ -63,10 +63,6 @@ class BadItem:
     times: int
     until: float  # up to when it is not computed again, on the batcher's clock
 
-    def certain(self, now: float) -> bool:
-        """Whether it has failed so often that it is not computed again now."""
-        return self.times >= _CERTAIN and now < self.until
-
 
 class Suspects:
     """What one batch function has learned about bad items. Thread-safe."""
@@ -338,7 +334,7 @@ def _compute_suspicious(function: BatchFunction, batch: _BadItemSearch, known: l
     for at, one in enumerate(known):
         if one is None:
             healthy.append(at)
-        elif one.certain(now):
+        elif one.times >= _CERTAIN and now < one.until:
             batch.outcomes[at] = Failure(failed_again(function.name, one))
         else:
             alone.append(at)

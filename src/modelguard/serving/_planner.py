@@ -554,8 +554,6 @@ class Planner:
 
     def _rest_holds(self, waiting: list[Request], taken: int, curve: Curve, now: float) -> bool:
         """Whether the batch after this one can still meet its first deadline."""
-        if taken >= len(waiting):
-            return True
         rest = waiting[taken : taken + self._most(curve, self._mean if self._limits.weighed else 0.0)]
         ends = now + curve.seconds(taken, self._weight(waiting[:taken]))
         return ends + curve.seconds(len(rest), self._weight(rest)) <= rest[0].deadline + _ROUNDING

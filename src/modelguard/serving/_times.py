@@ -247,7 +247,7 @@ class BatchTimes:
         self._curves.clear()
 
     def _learn_run(self, count: int, weight: float, group: Hashable, seconds: float) -> None:
-        line, factor = self._line, self._factor(group)
+        line, factor = self._line, self._factors.get(group, 1.0)
         inside = self._least <= count <= self._reach and (bool(weight) or self._sizes.knows(count))
         low, high = self._explained(count, weight, inside=inside)
         self._reach, self._least = max(self._reach, count), min(self._least, count)
@@ -265,7 +265,7 @@ class BatchTimes:
         expected = nearest / factor
         if group is not None:
             ratio = self._learn_group(group, ratio)
-            factor = self._factor(group)
+            factor = self._factors.get(group, 1.0)
         seconds /= factor
         if line.known or not weight:  # until weights are known to explain the time, runs of one size differ
             if inside:
@@ -337,9 +337,6 @@ class BatchTimes:
         self._line.scale(by)
         self._sizes.scale(by)
 
-    def _factor(self, group: Hashable) -> float:
-        return self._factors.get(group, 1.0) if group is not None else 1.0
-
     def _learn_group(self, group: Hashable, ratio: float) -> float:
         """Move the factor of a group; returns what is left of the ratio."""
         known = group in self._factors
@@ -352,7 +349,7 @@ class BatchTimes:
 
     def _make_curve(self, group: Hashable) -> Curve:
         margin = self._margin()
-        by = self._factor(group) * margin
+        by = self._factors.get(group, 1.0) * margin
         again = self.bad * self._bad_runs / self._bad_items if self._bad_items else 0.0
         if not self._line.known:
             count, weight, seconds = self._line.means()[:3]
