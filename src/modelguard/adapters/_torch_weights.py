@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from modelguard import _units
 from modelguard.errors import InvalidOption, WeightsMismatch
 from modelguard.sharing import _weights_formats
+from modelguard.sharing._weights_formats import few
 
 if TYPE_CHECKING:
     from modelguard.sharing._weights_formats import Create
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 kind = "torch"
 
 _FILE = "weights.pt"
-_NAMED = 3
 #: Where modules keep what is registered.
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 #: What leads out of a module, to the rest of the program, or to weights that no call reads: an optimizer's, and those
@@ -78,10 +78,10 @@ def load(build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) ->
         raise WeightsMismatch(folder, why=" ".join(str(error).split()), fix=_FIX) from error
     _tie(module, ties)
     if kept := _kept(module, before):
-        why = f"attributes or buffers have registered tensors too, and would not get the file's content: {_list(kept)}"
+        why = f"attributes or buffers have registered tensors too, and would not get the file's content: {few(kept)}"
         raise WeightsMismatch(folder, why=why, fix="Use the parameter or buffer itself, or set them after load().")
     if left := sorted(_on_meta(module)):
-        why = f"build() leaves tensors without content that are not in the file: {_list(left)}"
+        why = f"build() leaves tensors without content that are not in the file: {few(left)}"
         raise WeightsMismatch(folder, why=why, fix="Create them outside of torch.device('meta').")
     _weights_formats.require(_blocks(module), [file], fix=f"A hook of the module copies them. {_FIX}")
     return module
@@ -281,7 +281,7 @@ def _check_types(folder: Path, module: torch.nn.Module, state: Mapping[str, Any]
             "Let build() make the module in the file's type, such as Net().to(torch.bfloat16), "
             "or publish the weights in the module's type."
         )
-        raise WeightsMismatch(folder, why=_list(wrong), fix=fix)
+        raise WeightsMismatch(folder, why=few(wrong), fix=fix)
 
 
 def _blocks(module: torch.nn.Module) -> Iterator[_weights_formats.Block]:
@@ -290,7 +290,3 @@ def _blocks(module: torch.nn.Module) -> Iterator[_weights_formats.Block]:
         if isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state"):
             storage = tensor.untyped_storage()
             yield _weights_formats.Block(name, storage.data_ptr(), storage.nbytes())
-
-
-def _list(words: list[str]) -> str:
-    return "; ".join(words[:_NAMED]) + ("; ..." if len(words) > _NAMED else "")

@@ -50,12 +50,8 @@ _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 class FileState:
     """The state of a file when it was published.
 
-    Attributes:
-        size: Bytes.
-        sha256: The hash of its content.
-        mtime_ns: Time of the last change of its content.
-        ctime_ns: Time of the last change of the file in any way. No program can set it: while it stays the same, the
-            file has not been written to, and its content does not have to be read again. A copy has another time.
+    No program can set ``ctime_ns``: while it stays the same, the file has not been written to, and its content does not
+    have to be read again. A copy has another time.
     """
 
     size: int
@@ -66,24 +62,14 @@ class FileState:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is published at a path.
-
-    Attributes:
-        version: Its number, which increases with each publication.
-        sha256: The hash of the whole content.
-        kind: The format that reads it.
-        key: The publisher's name for it.
-        folder: The name of its folder below the path's data folder.
-        details: The data that the format needs in addition to the files.
-        files: The name and state of each file in the folder.
-    """
+    """What is published at a path; :class:`Published` shows the most of it."""
 
     version: int
     sha256: str
     kind: str
     key: str | None
-    folder: str
-    details: Mapping[str, Any]
+    folder: str  # its name below the path's data folder
+    details: Mapping[str, Any]  # what the format needs in addition to the files
     files: Mapping[str, FileState]
 
     def to_json(self) -> str:
@@ -91,12 +77,7 @@ class Manifest:
         return json.dumps({"modelguard": LAYOUT, "check": _digest(content), **content}, indent=1)
 
     def check(self, folder: Path) -> None:
-        """Reject files that differ, or may differ, from what was published.
-
-        Raises:
-            WeightsRefused: A file is missing, truncated or changed, or other users could have written to it.
-            OSError: No descriptor is left to read it with.
-        """
+        """Reject files that differ, or may differ, from what was published."""
         try:
             for each in (folder.parent, folder):
                 check_trust(each, each.lstat(), stat.S_ISDIR)
@@ -107,12 +88,6 @@ class Manifest:
 
 
 def read(path: Path) -> Manifest:
-    """Read what is published at ``path``.
-
-    Raises:
-        WeightsMissing: Nothing is published there.
-        WeightsRefused: The file cannot be trusted, or was not written by modelguard.
-    """
     try:
         # Do not follow a link, and do not block on a named pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -125,38 +100,20 @@ def read(path: Path) -> Manifest:
         check_trust(path, os.fstat(descriptor), stat.S_ISREG)
         text = file.read()
     try:
-        return parse(text)
+        found = json.loads(text)
+        layout, check = found.pop("modelguard"), found.pop("check")
+        whole = layout == LAYOUT and check == _digest(found)
+        if not (whole and _FOLDER.fullmatch(found["folder"]) and all(map(_FILE.fullmatch, found["files"]))):
+            raise ValueError("it has another layout, or was changed since it was written")  # noqa: TRY301 - as what json raises
+        files = {name: FileState(**state) for name, state in found.pop("files").items()}
+        return Manifest(**found, files=files)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = "the file was not written by weights.publish(), or was written by a newer version of modelguard"
         raise WeightsRefused(path, why=why, fix="Give the path that was given to weights.publish().") from error
 
 
-def parse(text: str | bytes) -> Manifest:
-    """Parse a manifest.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError, RecursionError: It is not a manifest, or was changed since.
-    """
-    found = json.loads(text)
-    layout, check = found.pop("modelguard"), found.pop("check")
-    whole = layout == LAYOUT and check == _digest(found)
-    if not (whole and _FOLDER.fullmatch(found["folder"]) and all(map(_FILE.fullmatch, found["files"]))):
-        raise ValueError("it has another layout, or was changed since it was written")
-    files = {name: FileState(**state) for name, state in found.pop("files").items()}
-    return Manifest(**found, files=files)
-
-
 def check_trust(path: Path, found: os.stat_result, kind: Any) -> None:
-    """Reject a file or folder that another user owns or can write to.
-
-    Args:
-        path: The file or folder, for the message.
-        found: Its status.
-        kind: Checks the file type in its mode, such as ``stat.S_ISREG``.
-
-    Raises:
-        WeightsRefused: It has another type, belongs to another user (root is trusted), or other users may write to it.
-    """
+    """Reject a file or folder of another kind, or that another user owns or can write to; root is trusted."""
     if not kind(found.st_mode):
         raise WeightsRefused(path, why="the path is a link, or has the wrong file type", fix=f"Remove it. {_REPUBLISH}")
     if found.st_uid not in (os.geteuid(), 0):
@@ -224,50 +181,25 @@ class WeightsStore:
     """The weights that are published at one path."""
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        self, path: Path, *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         if sys.platform == "win32":
-            raise NotSupported(
-                "published weights", reason="Windows has neither the record locks nor the file owners of POSIX"
-            )
+            reason = "Windows has neither the record locks nor the file owners of POSIX"
+            raise NotSupported("published weights", reason=reason)
         self.path = path
         self.data = path.with_name(path.name + ".d")
         self._clock = clock
         self._sleep = sleep
 
     def current(self) -> Manifest:
-        """Read the current manifest.
-
-        Raises:
-            WeightsMissing: Nothing has been published.
-            WeightsRefused: The file cannot be trusted.
-        """
         return read(self.path)
 
     def checked(self) -> tuple[Manifest, Path]:
-        """Read the current manifest and check its files.
-
-        Returns:
-            The manifest, and the folder of the files, which are unchanged since they were published.
-
-        Raises:
-            WeightsMissing: Nothing has been published.
-            WeightsRefused: A file cannot be trusted.
-        """
+        """The current manifest and the folder of its files, which are unchanged since they were published."""
         return self.apply(lambda manifest, folder: (manifest, folder))
 
     def apply(self, use: Callable[[Manifest, Path], M]) -> M:
-        """Check the current version and use it; a newer one, if this one is replaced in the meantime.
-
-        Raises:
-            WeightsMissing: Nothing has been published.
-            WeightsRefused: A file cannot be trusted.
-            Exception: What ``use`` raised.
-        """
+        """Check the current version and use it; a newer one, if this one is replaced in the meantime."""
         manifest = self.current()
         while True:
             try:
@@ -281,11 +213,7 @@ class WeightsStore:
 
     @contextmanager
     def locked(self, timeout: float) -> Iterator[None]:
-        """Exclude all other publishers, in this process and in others, for the length of a ``with`` block.
-
-        Raises:
-            PublishFailed: The data folder cannot be used, or the other publisher took too long.
-        """
+        """Exclude all other publishers, in this process and in others, for the length of a ``with`` block."""
         self._make_data()
         lock = _locks.setdefault(os.path.realpath(self.data), HostLock(lambda: self.data))
         deadline = self._clock() + timeout
@@ -299,19 +227,11 @@ class WeightsStore:
                     raise PublishFailed(self.path, why=why, fix="Publish to a file system that this user may write to.")
             if self._clock() >= deadline:
                 why = f"another process has been publishing there for {timeout:.0f} s"
-                raise PublishFailed(
-                    self.path, why=why, fix="Find out what that process waits for, or raise wait_timeout."
-                )
+                fix = "Find out what that process waits for, or raise wait_timeout."
+                raise PublishFailed(self.path, why=why, fix=fix)
 
     def write(self, form: _weights_formats.WeightsFormat, source: Any, *, key: str | None) -> tuple[Manifest, bool]:
-        """Make ``source`` current; call it within :meth:`locked`.
-
-        Returns:
-            The manifest that is now current, and whether its content is new: the same content is not written twice.
-
-        Raises:
-            PublishFailed: The disk is full, or there is no permission. The previous version is still current.
-        """
+        """Make ``source`` current, under the lock; whether its content is new: the same one is not written twice."""
         staging = self.data / "new"
         shutil.rmtree(staging, ignore_errors=True)  # left behind by a publisher that was killed
         before = self.intact()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeAlias
@@ -25,23 +25,11 @@ class WeightsFormat(Protocol):
     def kind(self) -> str: ...
 
     def write(self, source: Any, create: Create) -> Mapping[str, Any]:
-        """Write ``source`` into files.
-
-        Returns:
-            The data that :meth:`load` needs in addition to the files, as plain JSON.
-
-        Raises:
-            InvalidOption: ``source`` cannot be mapped.
-            OSError: A file could not be written.
-        """
+        """Write ``source`` into files; returns what :meth:`load` needs in addition to them, as plain JSON."""
         ...
 
     def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:
-        """Map the files and make the model from them.
-
-        Raises:
-            WeightsRefused: The model does not fit the files, or would not be mapped.
-        """
+        """Map the files and make the model from them."""
         ...
 
 
@@ -59,22 +47,13 @@ _SAFE = "a torch module, a state dict, a numpy array or a mapping of names to ar
 
 
 def format_of(source: object, *, allow_pickle: bool) -> WeightsFormat | None:
-    """Find the format that can publish ``source``; None if there is none.
-
-    Raises:
-        NotSupported: The library of the format is not installed.
-    """
+    """The format that can publish ``source``; None if there is none."""
     kind = _kind(source) or ("pickle" if allow_pickle else None)
     return None if kind is None else _import(kind)
 
 
 def format_named(kind: str, path: Path, *, allow_pickle: bool) -> WeightsFormat:
-    """Find the format that a manifest names.
-
-    Raises:
-        WeightsRefused: It is a pickle and pickles are not allowed, or the kind is unknown.
-        NotSupported: The library of the format is not installed.
-    """
+    """The format that a manifest names."""
     if kind not in _MODULES:
         fix = "Load them with the modelguard that published them."
         raise WeightsRefused(path, why=f"the kind {kind!r} is unknown", fix=fix)
@@ -122,14 +101,12 @@ def _import(kind: str) -> WeightsFormat:
 _NAMED = 3
 
 
-class Block(NamedTuple):
-    """Data of a model.
+def few(words: Sequence[str], separator: str = "; ") -> str:
+    return separator.join([*words[:_NAMED], *(["..."] if len(words) > _NAMED else ())])
 
-    Attributes:
-        name: Its name in the model.
-        start: Its address.
-        size: Bytes.
-    """
+
+class Block(NamedTuple):
+    """Data of a model, by its name there."""
 
     name: str
     start: int
@@ -137,26 +114,14 @@ class Block(NamedTuple):
 
 
 def require(blocks: Iterable[Block], files: Iterable[Path], *, fix: str, root: Path = _proc.ROOT) -> None:
-    """Reject data that is not in the mappings of files.
-
-    Without ``/proc``, as on macOS, this cannot be checked, and all data is accepted.
-
-    Args:
-        blocks: The data of a model.
-        files: The files that should contain it.
-        fix: What to do about other data, for the error.
-        root: The folder that holds ``proc``.
-
-    Raises:
-        WeightsRefused: Some of the data is elsewhere, so each process would have its own copy.
-    """
+    """Reject data that is not in the mappings of files. Without ``/proc``, as on macOS, all data is accepted."""
     files = list(files)
     found = _mappings_of(files, root)
     if found is None:
         return
     outside = [block for block in blocks if block.size and not _inside(block, found)]
     if outside:
-        names = ", ".join(block.name for block in outside[:_NAMED]) + (", ..." if len(outside) > _NAMED else "")
+        names = few([block.name for block in outside], ", ")
         size = format_bytes(sum(block.size for block in outside))
         why = f"{size} of the model are not in the mapped file, so each process would have its own copy: {names}"
         raise WeightsRefused(files[0].parent, why=why, fix=fix)
