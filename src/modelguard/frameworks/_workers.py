@@ -15,9 +15,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -31,7 +30,7 @@ from modelguard.runtime import background, fork_hooks
 from modelguard.runtime.background import start_thread
 from modelguard.serving import _batcher
 from modelguard.sharing import _prefork
-from modelguard.sharing._prefork import Immortalize, OnHazard, prepare_chosen
+from modelguard.sharing._prefork import OnHazard
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -43,29 +42,13 @@ T = TypeVar("T")
 _YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
 
-@dataclass(frozen=True, slots=True)
-class PreforkOptions:
-    """The options of :func:`~modelguard.prefork.prepare`.
+class PreforkOptions(_prefork.PrepareOptions):
+    """The options of :func:`~modelguard.prefork.prepare` by variables, which frameworks/gunicorn.py describes."""
 
-    Attributes:
-        freeze: ``MODELGUARD_FREEZE``: ``yes`` (default) or ``no``.
-        immortalize: ``MODELGUARD_IMMORTALIZE``: ``auto`` (default), ``yes`` or ``no``.
-        on_hazard: ``MODELGUARD_ON_HAZARD``: ``fix`` (default), ``refuse`` or ``warn``.
-        warm_timeout: ``MODELGUARD_WARM_TIMEOUT``: seconds, or text such as ``2m``. Default 60 s.
-    """
-
-    freeze: bool = True
-    immortalize: Immortalize = "auto"
-    on_hazard: OnHazard = "fix"
-    warm_timeout: float = 60.0
+    __slots__ = ()
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> PreforkOptions:
-        """Read the variables that are set.
-
-        Raises:
-            InvalidOption: A variable has an invalid value.
-        """
         timeout: _units.Duration = (given := environ.get("MODELGUARD_WARM_TIMEOUT", "60"))
         with suppress(ValueError):  # a number without a unit is seconds, as everywhere
             timeout = float(given)
@@ -76,18 +59,11 @@ class PreforkOptions:
             warm_timeout=_units.seconds(timeout, "MODELGUARD_WARM_TIMEOUT"),
         )
 
-    def prepare(self, chosen: Sequence[ModelGuard[Any]], *, renewed_here: bool = True) -> prefork.ForkReport:
-        """Prepare this process to be forked, also if it has no guards; ``renewed_here`` as in ``prepare_chosen``."""
-        return prepare_chosen(tuple(chosen), **asdict(self), renewed_here=renewed_here)
-
 
 def guards_to_share() -> tuple[ModelGuard[Any], ...]:
     """The guards whose models are shared: those made with ``prefork=True``, or all guards if there is none.
 
     None for an application that has batched or isolated functions, or pools, alone: their models are not the master's.
-
-    Raises:
-        InvalidOption: There is nothing of modelguard's, so the guards are probably made too late.
     """
     found = sorted(all_guards, key=lambda guard: guard.name)
     found = [guard for guard in found if guard.prefork] or found
@@ -173,11 +149,7 @@ class Workers:
     # In the parent
 
     def prepare(self) -> prefork.ForkReport:
-        """Prepare this process; from now on its children end instead of reloading.
-
-        If a policy can request new weights, a thread of this process loads and prepares them, and then all workers are
-        replaced.
-        """
+        """Prepare this process, whose children end instead of reloading: new weights are loaded here, by a thread."""
         self._guards = self._guards or guards_to_share()
         self._models = SharedModels(self._guards, self._options)
         report = self._models.prepare()

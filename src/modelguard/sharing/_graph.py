@@ -9,9 +9,11 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from modelguard import _units
+
+T = TypeVar("T")
 
 # Which objects may become immortal, by their type: the model's own data, but no code and no system handles.
 
@@ -63,22 +65,26 @@ _DEFINED = frozenset(_DEFINITIONS.split())
 _HAS_REFERENTS = 1 << 14  # Py_TPFLAGS_HAVE_GC
 
 
-class ObjectKinds(dict[type, str]):
-    """The kind of each type that was seen so far."""
+class ByType(dict[type, T]):
+    """What a function says of each type that was seen so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[type], T]) -> None:
         super().__init__()
-        self._sized: set[type] = set()  # their `__sizeof__` is written in Python, and may have any effect
+        self._say = say
 
-    def __missing__(self, cls: type) -> str:
-        kind = self[cls] = _kind_of(cls)
-        if isinstance(cls.__sizeof__, types.FunctionType):
-            self._sized.add(cls)
-        return kind
+    def __missing__(self, cls: type) -> T:
+        self[cls] = said = self._say(cls)
+        return said
+
+
+class ObjectKinds(ByType[str]):
+    def __init__(self) -> None:
+        super().__init__(_kind_of)
+        self._own_size = ByType(_has_own_size)
 
     def size_of(self, item: Any) -> int:
-        """The size of an object whose type was seen by ``sys.getsizeof``, in bytes; runs no code of the object's."""
-        return object.__sizeof__(item) if type(item) in self._sized else sys.getsizeof(item)
+        """The size of an object by ``sys.getsizeof``, in bytes; runs no code of the object's."""
+        return object.__sizeof__(item) if self._own_size[type(item)] else sys.getsizeof(item)
 
     def belongs_to_model(self, item: Any) -> bool:
         """Whether an object of the kind :data:`UNDECIDED` is the model's own."""
@@ -100,6 +106,11 @@ def _kind_of(cls: type) -> str:
         if "__code__" in base.__dict__ or "__globals__" in base.__dict__:
             return CODE
     return BRANCH if cls.__flags__ & _HAS_REFERENTS else LEAF
+
+
+def _has_own_size(cls: type) -> bool:
+    """Whether its ``__sizeof__`` is written in Python, and may have any effect."""
+    return isinstance(cls.__sizeof__, types.FunctionType)
 
 
 def is_definition(cls: type) -> bool:
@@ -146,21 +157,13 @@ _READS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The properties that determine whether an interpreter is supported.
-
-    Attributes:
-        implementation: ``sys.implementation.name``.
-        version: Major and minor.
-        pointer_bytes: 8 on every 64-bit platform.
-        free_threaded: Whether it was built without the GIL: counts are then split between threads.
-        checks: Whether it was built to check its reference counts (``Py_DEBUG``, ``Py_TRACE_REFS``, assertions). Such a
-            build rejects a string that is immortal but not interned.
-    """
+    """The properties that determine whether an interpreter is supported."""
 
     implementation: str
     version: tuple[int, int]
     pointer_bytes: int
     free_threaded: bool
+    #: Its reference counts (``Py_DEBUG``, ``Py_TRACE_REFS``, assertions): it rejects an immortal text, if not interned.
     checks: bool
 
     @classmethod
@@ -201,9 +204,6 @@ def memory() -> memoryview[int]:
     """The process's memory as 64-bit words: ``memory()[id(x) >> 3]`` is the first word of ``x``, with its count.
 
     There is one view for all objects: one view for each would take longer than everything else.
-
-    Raises:
-        ImportError, AttributeError, OSError: This Python has no ctypes, or no access to its C API.
     """
     import ctypes
 
@@ -213,12 +213,9 @@ def memory() -> memoryview[int]:
 
 
 def self_test(words: memoryview[int], immortal: int) -> str | None:
-    """Make private objects immortal, one of each kind, and check that reading them writes nothing.
+    """Make private objects immortal, one of each kind, and check that reading them writes nothing: what is wrong.
 
     It reads first, and writes only if the count is where it should be, so a different layout changes nothing.
-
-    Returns:
-        What is wrong; None if nothing is.
     """
     if not _is_counted(words):
         return "the reference count of an object is not where CPython's headers define it"
@@ -379,31 +376,23 @@ class Mortal:
 
 
 def measure(*roots: object, enough: float = float("inf"), most: float = float("inf")) -> int:
-    """Add up the sizes of all objects that belong to a model by ``sys.getsizeof``, in bytes.
+    """Add up the sizes of all objects that belong to models by ``sys.getsizeof``, in bytes, until it is enough.
 
-    Args:
-        roots: Models.
-        enough: Stop at so many bytes.
-        most: So many bytes of one object count: with the size of a page, what writing reference counts copies.
+    Of one object ``most`` bytes count: with the size of a page, what writing reference counts copies.
     """
     return _Measure(mortal=False, most=most).add(roots, enough)[1]
 
 
 def behind_code(code: Iterable[Any]) -> tuple[Mortal, ...]:
-    """What these functions, classes and caches lead to, except through the namespaces of modules.
-
-    Returns:
-        What has at least 1 MB, largest first. At most two million objects are looked at.
-    """
+    """What these functions, classes and caches lead to, except through the namespaces of modules; largest first."""
     walk = _Measure(mortal=True)
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, list[Any]] = {}
     for one in code:
         for place, start in _places(one):
-            objects, size = walk.add([start])
-            before = found.get(place, (0, 0))
-            found[place] = before[0] + objects, before[1] + size
-    mortal = [Mortal(place, objects, size) for place, (objects, size) in found.items() if size >= _REPORTED]
-    return tuple(sorted(mortal, key=lambda one: one.bytes_held, reverse=True))
+            found.setdefault(place, []).append(start)
+    mortal = [Mortal(place, *walk.add(starts)) for place, starts in found.items()]
+    reported = (one for one in mortal if one.bytes_held >= _REPORTED)
+    return tuple(sorted(reported, key=lambda one: one.bytes_held, reverse=True))
 
 
 def is_code_with_data(item: object) -> bool:
@@ -455,9 +444,7 @@ def classes() -> Iterator[type]:
 class _Measure:
     """Walks through objects without changing them; each object counts once.
 
-    Args:
-        mortal: Whether immortal objects are left out, and what functions and caches lead to belongs to it.
-        most: How many bytes of one object count.
+    If ``mortal``, immortal objects are left out, and what functions and caches lead to belongs to it.
     """
 
     def __init__(self, *, mortal: bool, most: float = float("inf")) -> None:

@@ -51,33 +51,21 @@ _LANGFUSE = "langfuse._client.resource_manager:LangfuseResourceManager._at_fork_
 
 
 class Owner(NamedTuple):
-    """One row.
-
-    Attributes:
-        name: The library, as users know it.
-        has: What of it does not survive a fork.
-        where: How it is recognised: the beginning of the name of what the thread runs, or, for connections, whose owner
-            cannot be seen, a module that is loaded.
-        remedy: What to do before the fork or in the workers.
-        stop: What ends the thread without loss, an attribute of it: the library starts it again when it needs it.
-        restarts: What starts the thread again in a forked child, as ``module:name``: a release without it does not.
-            Empty if nothing does.
-    """
-
     name: str
     has: Literal["thread", "connection"]
+    #: The beginning of the name of what the thread runs. The owner of a connection cannot be seen: a loaded module.
     where: str
     remedy: str
+    #: An attribute of the thread that ends it without loss: the library starts it again when it needs it.
     stop: str = ""
+    #: What starts the thread again in a forked child, as ``module:name``: a release without it does not.
     restarts: str = ""
 
 
 OWNERS = (
     # What its exit() does waits without a limit.
     Owner("tqdm", "thread", "tqdm._monitor.", _TQDM, stop="was_killed.set"),
-    Owner(
-        "OpenTelemetry", "thread", "opentelemetry.sdk.", "Make its provider in each worker.", restarts=_OPENTELEMETRY
-    ),
+    Owner("OpenTelemetry", "thread", "opentelemetry.sdk.", "Make its provider in each worker.", "", _OPENTELEMETRY),
     Owner("Sentry", "thread", "sentry_sdk.", "Call sentry_sdk.init() in each worker.", restarts=_SENTRY),
     Owner("PostHog", "thread", "posthog.", "Make its client in each worker.", restarts=_POSTHOG),
     Owner("Langfuse", "thread", "langfuse.", "Make its client in each worker.", restarts=_LANGFUSE),
@@ -137,8 +125,6 @@ _LOOPS = ("asyncio.base_events", "asyncio.runners")
 
 #: Descriptors 0 to 2 belong to whoever started the process: a journal gives it a socket as its output.
 _FIRST_OWN_DESCRIPTOR = 3
-
-_ENDED = "Ended. To do without: "
 
 _POOL_FIX = (
     "Children use one thread. Better: run no inference in the parent before it forks, or call "
@@ -231,20 +217,11 @@ class ThisProcess:
         if threading.current_thread().name.startswith(OUR_THREADS):  # new weights: by now the server has its own
             return []
         files = _proc.if_readable(_proc.open_files) or {}
-        ours = _numbers(fork_hooks.closed_in_child)
-        return [
-            number
-            for number, file in files.items()
-            if number >= _FIRST_OWN_DESCRIPTOR and number not in ours and file.startswith(kind)
-        ]
-
-
-def _numbers(descriptors: Iterable[fork_hooks.Descriptor]) -> set[int]:
-    found = set()
-    for one in descriptors:
-        with suppress(ValueError):  # a closed queue
-            found.add(one.fileno())
-    return found
+        found = {number for number, file in files.items() if number >= _FIRST_OWN_DESCRIPTOR and file.startswith(kind)}
+        for one in fork_hooks.closed_in_child:
+            with suppress(ValueError):  # a closed queue
+                found.discard(one.fileno())
+        return sorted(found)
 
 
 def _peer(descriptor: int) -> str | None:
@@ -323,13 +300,14 @@ def end_threads() -> tuple[Hazard, ...]:
     ended = []
     for thread in threading.enumerate():
         owner = owner_of(origin(thread))
-        stop = None if owner is None or not owner.stop else _attribute(thread, owner.stop)
-        if owner is not None and stop is not None:
-            stop()
-            thread.join(_PATIENCE)
-            if not thread.is_alive():
-                seen = f"thread {thread.name!r} was running"
-                ended.append(Hazard("python thread", owner.name, seen, f"{_ENDED}{owner.remedy}", "fixed"))
+        if owner is None or not owner.stop or (stop := _attribute(thread, owner.stop)) is None:
+            continue
+        stop()
+        thread.join(_PATIENCE)
+        if not thread.is_alive():
+            seen = f"thread {thread.name!r} was running"
+            fix = f"Ended. To do without: {owner.remedy}"
+            ended.append(Hazard("python thread", owner.name, seen, fix, "fixed"))
     return tuple(ended)
 
 
@@ -373,11 +351,7 @@ def _descriptors(process: ThisProcess) -> Iterable[Hazard]:
 
 
 def restore(found: Iterable[Hazard]) -> None:
-    """Repair what the fork broke.
-
-    Args:
-        found: The hazards that were found in the parent.
-    """
+    """Repair what the fork broke, by what was found in the parent."""
     kinds = {hazard.kind for hazard in found}
     if "thread pool" in kinds:
         _use_one_thread()
@@ -390,14 +364,12 @@ def restore(found: Iterable[Hazard]) -> None:
 
 @contextmanager
 def with_childrens_threads(found: Iterable[Hazard]) -> Iterator[bool]:
-    """In the block, torch computes on as many threads as children that :func:`restore` has repaired.
-
-    Yields:
-        Whether that is another number.
-    """
+    """In the block, torch computes on as many threads as in a repaired child; whether that is another number."""
     torch = sys.modules.get("torch")
-    before = 1 if torch is None else torch.get_num_threads()
-    if torch is None or before == 1 or all(hazard.kind != "thread pool" for hazard in found):
+    before = 1
+    if torch is not None and any(hazard.kind == "thread pool" for hazard in found):
+        before = torch.get_num_threads()
+    if torch is None or before == 1:
         yield False
         return
     torch.set_num_threads(1)
@@ -417,8 +389,6 @@ def _use_one_thread() -> None:
 
 def _reseed() -> None:
     """Give each child its own random numbers. Python's ``random`` does this by itself."""
-    for module in ("numpy.random", "torch"):
-        library = sys.modules.get(module)
-        if library is not None:
-            seed = int.from_bytes(os.urandom(4))
-            (library.manual_seed if module == "torch" else library.seed)(seed)
+    for module, seed in (("numpy.random", "seed"), ("torch", "manual_seed")):
+        if (library := sys.modules.get(module)) is not None:
+            getattr(library, seed)(int.from_bytes(os.urandom(4)))

@@ -18,12 +18,12 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.sharing import _graph
-from modelguard.sharing._graph import BRANCH, CODE, DICT, HANDLES, LEAF, UNDECIDED, Mortal, ObjectKinds
+from modelguard.sharing._graph import BRANCH, CODE, DICT, HANDLES, LEAF, UNDECIDED, ByType, Mortal, ObjectKinds
 
 # What objects write to themselves when they are first used, written before the fork.
 #
@@ -31,8 +31,6 @@ from modelguard.sharing._graph import BRANCH, CODE, DICT, HANDLES, LEAF, UNDECID
 # form of a text that native code has read, the parts of a path, the ``__dict__`` of an instance. What any use writes,
 # such as the count of exports of a ``bytearray``, cannot be written in advance.
 
-
-T = TypeVar("T")
 
 Use = Callable[[Any], Any]
 
@@ -62,18 +60,6 @@ _PLAIN = frozenset({bool, bytes, complex, float, frozenset, int, str, types.None
 _DEPTH = 4
 
 _HAS_OWN_DICT = 1 << 4  # Py_TPFLAGS_MANAGED_DICT, since 3.12: the interpreter makes the dict at its first use
-
-
-class _ByType(dict[type, T]):
-    """What a function says of each type that was seen so far."""
-
-    def __init__(self, say: Callable[[type], T]) -> None:
-        super().__init__()
-        self._say = say
-
-    def __missing__(self, cls: type) -> T:
-        self[cls] = said = self._say(cls)
-        return said
 
 
 def use_text(text: str) -> None:
@@ -275,7 +261,7 @@ def immortalize_program() -> int:
         return 0
     words, value = _graph.memory(), _graph.mark(sys.version_info[:2])
     count, kept, immortal = sys.getrefcount, _graph.KEPT, _graph.IMMORTAL
-    belongs, made, waiting = _ByType(_is_part_of_program), 0, list[Any]()
+    belongs, made, waiting = ByType(_is_part_of_program), 0, list[Any]()
 
     def mark(found: Iterable[Any]) -> None:
         nonlocal made
@@ -310,8 +296,8 @@ class _Walk:
         self.complete = True
         self.skipped: dict[str, tuple[str, set[int]]] = {}  # an example of each kind, and which there are
         self._kinds = ObjectKinds()
-        self._first_use = _ByType(_use_of)
-        self._attribute_dicts = _ByType(_getter_of_dict)
+        self._first_use = ByType(_use_of)
+        self._attribute_dicts = ByType(_getter_of_dict)
         self._branches: list[Any] = []
         self._dicts: list[dict[Any, Any]] = []
         self._words = _graph.memory()

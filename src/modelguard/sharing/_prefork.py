@@ -47,11 +47,7 @@ def loading() -> str | None:
 
 
 def wait_for_loads(timeout: float) -> str | None:
-    """Wait until no guard of this process loads or releases.
-
-    Returns:
-        The name of a guard that was still loading then; None if there was none.
-    """
+    """Wait until no guard of this process loads or releases; returns the name of one that still does then."""
     end = time.monotonic() + timeout
     while (name := loading()) is not None and time.monotonic() < end:
         time.sleep(_POLL)
@@ -98,9 +94,7 @@ def install(prepared: Prepared | None) -> None:
 def forking(mode: Literal["trial", "twice"]) -> Iterator[None]:
     """In the block, a child is no worker.
 
-    Args:
-        mode: ``"trial"``: it runs no warm-up but the one that it was forked for. ``"twice"``: it only forks the worker
-            and ends; the worker repairs itself, as it would without it.
+    It runs no warm-up but the one it was forked for; or, "twice", it only forks the worker, which repairs itself.
     """
     global _mode
     _mode = mode
@@ -272,67 +266,76 @@ def prepare(
     _units.flag(freeze, "freeze")
     _units.one_of(on_hazard, "on_hazard", get_args(OnHazard), what="choice")
     timeout = _units.seconds(warm_timeout, "warm_timeout")
-    return prepare_chosen(
-        _chosen(guards), freeze=freeze, immortalize=immortalize, on_hazard=on_hazard, warm_timeout=timeout
-    )
+    return PrepareOptions(freeze, immortalize, on_hazard, timeout).prepare(_chosen(guards))
 
 
-def prepare_chosen(
-    chosen: tuple[ModelGuard[Any], ...],
-    *,
-    freeze: bool,
-    immortalize: Immortalize,
-    on_hazard: OnHazard,
-    warm_timeout: float,
-    renewed_here: bool = True,
-) -> ForkReport:
-    """:func:`prepare` for exactly these guards, or for a process without any.
+@dataclass(frozen=True, slots=True)
+class PrepareOptions:
+    """The options of :func:`prepare`, of which servers read their own."""
 
-    Args:
-        chosen: The guards.
-        freeze: As there.
-        immortalize: As there.
-        on_hazard: As there.
-        warm_timeout: Seconds.
-        renewed_here: Whether this process loads new weights itself. One that ends with its models may make them
-            immortal whatever their policies.
-    """
-    check_immortalize(immortalize)
-    started = time.monotonic()
-    process = _hazards.ThisProcess()
-    if process.event_loop() is not None:
-        # Not the warnings: the loop's own connections and event queue would be among them.
-        raise ForkUnsafe(hazard for hazard in _hazards.find_hazards(process) if hazard.severity == "fatal")
-    for guard in chosen:
-        guard.load()
-    # A thread that loads holds locks, and an old model that is not released would be frozen.
-    if (late := wait_for_loads(warm_timeout)) is not None:
-        seen = f"a load or a release did not end within {warm_timeout:g} s"
-        raise ForkUnsafe((Hazard("python thread", f"guard {late!r}", seen, "Prepare after it has ended.", "fatal"),))
-    generations = {guard: guard.status().generation for guard in chosen}
-    before = _check_order(generations)
-    THREADS.end_idle()
-    ended = _hazards.end_threads() if on_hazard == "fix" else ()
-    kept, why_mortal = _to_make_immortal(chosen, immortalize, renewed_here=renewed_here)
-    copied = _copies(guard for guard in chosen if guard not in kept) if immortalize == "auto" else ()
-    found = (*_hazards.find_hazards(process), *copied, *ended)
-    _enforce(on_hazard, found)
-    state = Prepared(os.getpid(), {**(before or {}), **generations}, () if on_hazard == "warn" else found)
-    _compile_for_children(state)
-    with _installed(state):
-        tried, failed = _try(chosen, warm_timeout, on_hazard)
-        frozen = _freeze(again=before is not None) if freeze else 0
-        made = _immortalize(kept) if immortalize else None
-    return ForkReport(
-        guards=tuple(guard.name for guard in chosen),
-        hazards=(*failed, *found),
-        tried=tried,
-        frozen=frozen,
-        immortal=made,
-        why_mortal=why_mortal,
-        private=_memory.private(fresh=True),
-        seconds=time.monotonic() - started,
-    )
+    freeze: bool = True
+    immortalize: Immortalize = "auto"
+    on_hazard: OnHazard = "fix"
+    warm_timeout: float = 60.0
+
+    def prepare(self, chosen: Sequence[ModelGuard[Any]], *, renewed_here: bool = True) -> ForkReport:
+        """:func:`prepare` for exactly these guards, or for a process without any.
+
+        One that ends with its models, instead of loading new weights itself, may make them immortal whatever their
+        policies.
+        """
+        check_immortalize(self.immortalize)
+        started = time.monotonic()
+        process = _hazards.ThisProcess()
+        if process.event_loop() is not None:
+            # Not the warnings: the loop's own connections and event queue would be among them.
+            raise ForkUnsafe(hazard for hazard in _hazards.find_hazards(process) if hazard.severity == "fatal")
+        for guard in chosen:
+            guard.load()
+        # A thread that loads holds locks, and an old model that is not released would be frozen.
+        if (late := wait_for_loads(self.warm_timeout)) is not None:
+            seen = f"a load or a release did not end within {self.warm_timeout:g} s"
+            fix = "Prepare after it has ended."
+            raise ForkUnsafe((Hazard("python thread", f"guard {late!r}", seen, fix, "fatal"),))
+        generations = {guard: guard.status().generation for guard in chosen}
+        before = _check_order(generations)
+        THREADS.end_idle()
+        ended = _hazards.end_threads() if self.on_hazard == "fix" else ()
+        kept, why_mortal = _to_make_immortal(chosen, self.immortalize, renewed_here=renewed_here)
+        copied = _copies(guard for guard in chosen if guard not in kept) if self.immortalize == "auto" else ()
+        found = (*_hazards.find_hazards(process), *copied, *ended)
+        _enforce(self.on_hazard, found)
+        state = Prepared(os.getpid(), {**(before or {}), **generations}, () if self.on_hazard == "warn" else found)
+        _compile_for_children(state)
+        with _installed(state):
+            tried, failed = self._try(chosen)
+            frozen = _freeze(again=before is not None) if self.freeze else 0
+            made = _immortalize(kept) if self.immortalize else None
+        return ForkReport(
+            guards=tuple(guard.name for guard in chosen),
+            hazards=(*failed, *found),
+            tried=tried,
+            frozen=frozen,
+            immortal=made,
+            why_mortal=why_mortal,
+            private=_memory.private(fresh=True),
+            seconds=time.monotonic() - started,
+        )
+
+    def _try(self, chosen: Sequence[ModelGuard[Any]]) -> tuple[dict[str, float], list[Hazard]]:
+        """Run each guard's warm-up in a child: how long each took, and, if hazards only warn, which failed."""
+        tried, failed = {}, list[Hazard]()
+        for guard in chosen:
+            if guard.engine.options.warmup is None:
+                continue
+            with forking("trial"):
+                result = child_processes.run_trial(partial(_warm_up_uncounted, guard), self.warm_timeout)
+            if not result.ok:
+                bad = _failed_trial(guard, result, self.warm_timeout)
+                _enforce(self.on_hazard, (bad,))
+                failed.append(bad)
+            tried[guard.name] = result.seconds
+        return tried, failed
 
 
 def check_immortalize(value: object) -> None:
@@ -415,30 +418,6 @@ def _installed(state: Prepared) -> Iterator[None]:
         raise
 
 
-def _try(
-    chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnHazard
-) -> tuple[dict[str, float], list[Hazard]]:
-    """Run each guard's warm-up in a child.
-
-    Returns:
-        How long each took, and, if hazards only warn, which failed.
-    """
-    tried, failed = {}, []
-    for guard in chosen:
-        if guard.engine.options.warmup is None:
-            continue
-        with forking("trial"):
-            result = child_processes.run_trial(partial(_warm_up_uncounted, guard), timeout)
-        if not result.ok:
-            bad = _failed_trial(guard, result, timeout)
-            if on_hazard != "warn":
-                raise ForkUnsafe((bad,))
-            warnings.warn(str(bad), ForkHazard, stacklevel=outside())  # the line that called prepare()
-            failed.append(bad)
-        tried[guard.name] = result.seconds
-    return tried, failed
-
-
 def _warm_up_uncounted(guard: ModelGuard[Any]) -> None:
     """Warm up in a trial child: what it counts with prometheus_client would be a worker's for ever."""
     with ExitStack() as stack:
@@ -464,7 +443,7 @@ def _freeze(*, again: bool) -> int:
     return gc.get_freeze_count()
 
 
-def _immortalize(guards: tuple[ModelGuard[Any], ...]) -> ImmortalReport | None:
+def _immortalize(guards: Sequence[ModelGuard[Any]]) -> ImmortalReport | None:
     made = _immortal.immortalize(*_loaded_by(guards)) if guards else None
     if _immortal.immortalize_program():
         with suppress(NotSupported):
@@ -473,8 +452,8 @@ def _immortalize(guards: tuple[ModelGuard[Any], ...]) -> ImmortalReport | None:
 
 
 def _to_make_immortal(
-    chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize, *, renewed_here: bool
-) -> tuple[tuple[ModelGuard[Any], ...], str | None]:
+    chosen: Sequence[ModelGuard[Any]], wanted: Immortalize, *, renewed_here: bool
+) -> tuple[Sequence[ModelGuard[Any]], str | None]:
     """The guards whose models should become immortal, and why others should not."""
     if wanted != "auto":
         return (chosen, None) if wanted else ((), "not asked for")
@@ -502,12 +481,12 @@ def _copies(mortal: Iterable[ModelGuard[Any]]) -> tuple[Hazard, ...]:
     return tuple(found)
 
 
-def _loaded_by(chosen: tuple[ModelGuard[Any], ...]) -> list[Any]:
+def _loaded_by(chosen: Sequence[ModelGuard[Any]]) -> list[Any]:
     current = (guard.engine.state.current for guard in chosen)
     return [generation.model for generation in current if generation is not None]
 
 
-def _size(chosen: tuple[ModelGuard[Any], ...]) -> int:
+def _size(chosen: Sequence[ModelGuard[Any]]) -> int:
     """Bytes of the models: what their loads have added or, if that is little, their objects up to the bound.
 
     A model that was made when a module was imported, or in freed memory, adds nothing when it is loaded.

@@ -10,7 +10,8 @@ from modelguard import TTL, batched, guard, isolate, pool
 from modelguard.errors import InvalidOption
 from modelguard.frameworks import _workers
 from modelguard.frameworks._workers import PreforkOptions, log_report
-from modelguard.prefork import ForkReport, Hazard
+from modelguard.prefork import ForkReport, Hazard, prepare
+from modelguard.sharing._prefork import PrepareOptions
 
 
 def test_nothing_set_means_the_defaults_of_prepare() -> None:
@@ -84,9 +85,11 @@ def test_an_application_without_guards_shares_nothing(kind: str, monkeypatch: py
 def test_servers_prepare_as_prepare_does(option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The option is passed on as it is: what ``auto`` means is decided in one place."""
     seen: list[object] = []
-    monkeypatch.setattr(_workers, "prepare_chosen", lambda _guards, *, immortalize, **_rest: seen.append(immortalize))
-    PreforkOptions(immortalize=option).prepare([guard(dict, reload_on=TTL("1h"))])
-    assert [option] == seen
+    monkeypatch.setattr(PrepareOptions, "prepare", lambda options, _guards: seen.append(options.immortalize))
+    one = guard(dict, reload_on=TTL("1h"))
+    PreforkOptions(immortalize=option).prepare([one])
+    prepare(one, immortalize=option)
+    assert [option, option] == seen
 
 
 class Log:
