@@ -24,11 +24,7 @@ _PIP = {
 
 
 def load(module: str, feature: str) -> Any:
-    """Import a module for a feature that needs it.
-
-    Raises:
-        NotSupported: The module's library is not installed.
-    """
+    """Import a module for a feature that needs it, or say how to install its library."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -36,12 +32,7 @@ def load(module: str, feature: str) -> Any:
 
 
 def not_installed(error: ModuleNotFoundError, feature: str) -> Exception:
-    """Make the error for a library that is not installed.
-
-    Returns:
-        A :class:`~modelguard.errors.NotSupported` with the command that installs the library; ``error`` itself if
-        another module is missing.
-    """
+    """The error that says how to install a library; ``error`` itself if another module is missing."""
     library = error.name or ""
     package = library.partition(".")[0]
     if package in {"celery", "opentelemetry"}:  # the latter is a namespace package, which others may have installed

@@ -21,10 +21,6 @@ def set_module(namespace: dict[str, Any], name: str | None = None) -> None:
 
     Tracebacks, ``repr``, pickles and the documentation then name that module instead of the private one that holds
     the code. Constants and type aliases have no ``__module__`` and are not changed. Both get :func:`with_fixes`.
-
-    Args:
-        namespace: The ``globals()`` of a module, with its ``__all__``.
-        name: The module that users import from. Default: the module of ``namespace``.
     """
     for exported in namespace["__all__"]:
         value: Any = namespace[exported]
@@ -40,9 +36,7 @@ def set_module(namespace: dict[str, Any], name: str | None = None) -> None:
 def with_fixes(name: str = "", /, **objects: str) -> Callable[[F], F]:
     """Let the error for arguments that do not fit say what to write.
 
-    Args:
-        name: What is called. Default: the name of the function.
-        objects: What has options that may be given to the function by mistake, as ``swap="Swap"``.
+    ``objects`` have options that may be given to the function by mistake, as ``swap="Swap"``.
     """
 
     def decorate(function: F) -> F:

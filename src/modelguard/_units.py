@@ -55,11 +55,7 @@ _PERCENTAGE_FIX = f"{_SIZE_FIX[:-1]}, or a percentage of the memory limit such a
 
 @dataclass(frozen=True, slots=True)
 class Percentage:
-    """A percentage of the memory limit.
-
-    Attributes:
-        fraction: More than 0 and at most 1, where 1 is the whole limit.
-    """
+    """A percentage of the memory limit, where 1 is the whole of it."""
 
     fraction: float
 
@@ -68,22 +64,11 @@ class Percentage:
 
 
 def seconds(value: Duration, argument: str, *, zero: bool = False) -> float:
-    """Read a duration.
+    """Read a duration in seconds: an int or float, a ``timedelta``, or text such as ``"1h30m"`` or ``"250ms"``.
 
-    Args:
-        value: Seconds as an int or float, a ``timedelta``, or text made of numbers and the units ``d``, ``h``, ``m``,
-            ``s``, ``ms`` from large to small, such as ``"1h30m"``, ``"90s"``, ``"1.5h"``, ``"250ms"``.
-        argument: The name of the caller's argument, for the error.
-        zero: Whether zero is allowed.
-
-    Returns:
-        Seconds, at most a hundred years.
-
-    Raises:
-        InvalidOption: It is negative, not finite, zero where that is not allowed, longer than a hundred years, or
-            cannot be read.
+    Here and below, ``argument`` is the name of the caller's argument, for the :class:`InvalidOption`.
     """
-    amount = _seconds(value, argument)
+    amount = _parse_seconds(value, argument) if isinstance(value, str) else _seconds(value, argument)
     faults = {
         "must be a number": math.isnan(amount),
         "must not be negative": amount < 0,
@@ -97,27 +82,13 @@ def seconds(value: Duration, argument: str, *, zero: bool = False) -> float:
 
 
 def size(value: int | str, argument: str, *, at_least: int = 1, fix: str = _SIZE_FIX) -> int:
-    """Read a size of memory.
+    """Read a size of memory in bytes: an int, or text with a unit, in upper or lower case.
 
-    Args:
-        value: Bytes as an int, or text with a unit: ``B``, ``kB``, ``MB``, ``GB``, ``TB`` are powers of 1000, ``KiB``,
-            ``MiB``, ``GiB``, ``TiB`` powers of 1024. Upper and lower case mean the same.
-        argument: The name of the caller's argument, for the error.
-        at_least: The smallest valid size. A smaller number is one of megabytes whose unit is missing.
-        fix: What to write instead.
-
-    Returns:
-        Bytes, at least 1; a fraction of a byte is rounded.
-
-    Raises:
-        InvalidOption: It is zero, negative, not a whole number of bytes, too small, or cannot be read.
+    A number below ``at_least`` is one of megabytes whose unit is missing.
     """
-    if isinstance(value, str):
-        count = _parse_size(value, argument, fix)
-    elif isinstance(value, bool) or not isinstance(value, int):
+    count = _parse_size(value, argument, fix) if isinstance(value, str) else value
+    if isinstance(value, bool) or not isinstance(count, int):
         raise InvalidOption(argument, value, why="must be a whole number of bytes", fix=fix)
-    else:
-        count = value
     if count < 1:
         why = "must not be negative" if count < 0 else "must not be zero"
         raise InvalidOption(argument, value, why=why, fix=fix)
@@ -130,36 +101,14 @@ def size(value: int | str, argument: str, *, at_least: int = 1, fix: str = _SIZE
 
 
 def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
-    """Read a bound on the memory of models: a size, or a percentage of the memory limit such as ``"80%"``.
-
-    Args:
-        value: What :func:`size` reads, at least 1 MB; or text that is a percentage above 0 and up to 100.
-        argument: The name of the caller's argument, for the error.
-
-    Returns:
-        Bytes, or a :class:`Percentage`.
-
-    Raises:
-        InvalidOption: It is neither.
-    """
+    """Read a bound on the memory of models: a size of at least 1 MB, or a percentage of the limit such as ``"80%"``."""
     if isinstance(value, str) and value.rstrip().endswith("%"):
         return _percentage(value, argument)
     return size(value, argument, at_least=_LEAST_BOUND, fix=_percentage_fix(value))
 
 
 def whole_number(value: object, argument: str, *, at_least: int = 1, most: int = sys.maxsize, fix: str = "") -> int:
-    """Check a whole number.
-
-    Args:
-        value: An int; True and False are not numbers here.
-        argument: The name of the caller's argument, for the error.
-        at_least: The smallest valid number.
-        most: The largest one.
-        fix: What to write instead.
-
-    Raises:
-        InvalidOption: It is not a whole number, or is too small or too large.
-    """
+    """Check a whole number; True and False are not numbers here."""
     fix = fix or f"Write for example {argument}={max(at_least, 8)}."
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise InvalidOption(argument, value, why=f"must be a whole number of at least {at_least}", fix=fix)
@@ -175,12 +124,7 @@ _MOST = sys.float_info.max
 def number(
     value: object, argument: str, *, fix: str, above: float = 0.0, at_least: float | None = None, most: float = _MOST
 ) -> float:
-    """Check a number, which may have a fraction; True and False are not numbers here.
-
-    Raises:
-        InvalidOption: It is not a number, or not more than ``above``, or less than ``at_least`` where that is given, or
-            more than ``most``.
-    """
+    """Check a number, which may have a fraction; True and False are not numbers here."""
     least = math.nextafter(above, math.inf) if at_least is None else at_least
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         low = f"above {above:g}" if at_least is None else f"of at least {at_least:g}"
@@ -190,27 +134,12 @@ def number(
 
 
 def flag(value: object, argument: str) -> bool:
-    """Check that a value is True or False, and no other object.
-
-    Raises:
-        InvalidOption: It is anything else.
-    """
+    """Check that a value is True or False, and no other object."""
     return instance(value, argument, bool, "True or False", fix=f"Write {argument}=True.")
 
 
 def one_of(value: object, argument: str, known: Iterable[str], *, fix: str = "", what: str = "value") -> None:
-    """Check that a value is one of the texts in ``known``.
-
-    Args:
-        value: The value.
-        argument: The name of the caller's argument, for the error.
-        known: The texts.
-        fix: What to write instead. Default: the nearest of the texts, if there is one, and all of them.
-        what: What each of them is, for the error.
-
-    Raises:
-        InvalidOption: It is anything else.
-    """
+    """Check that a value is one of the texts in ``known``, each of which is a ``what``."""
     names = tuple(known)
     if not isinstance(value, str) or value not in names:  # the comparison of another object may raise
         near = nearest(value if isinstance(value, str) else shortened(value), names)
@@ -226,36 +155,14 @@ def nearest(text: str, names: Iterable[str]) -> str:
 
 
 def instance(value: object, argument: str, kind: type[T], what: str, *, fix: str) -> T:
-    """Check the type of a value.
-
-    Args:
-        value: The value.
-        argument: The name of the caller's argument, for the error.
-        kind: What it must be an instance of.
-        what: What that is, for the error: ``"a Breaker"``.
-        fix: What to write instead.
-
-    Raises:
-        InvalidOption: It is of another type.
-    """
+    """Check the type of a value, which is ``what``, such as ``"a Breaker"``."""
     if not isinstance(value, kind):
         raise InvalidOption(argument, value, why=f"must be {what}, not {kind_of(value)}", fix=fix)
     return value
 
 
 def function(value: object, argument: str, of: str, *, fix: str, arguments: int | None = None) -> None:
-    """Check that a value can be called.
-
-    Args:
-        value: The value.
-        argument: The name of the caller's argument, for the error.
-        of: What it is a function of, for the error: ``"one item"``.
-        fix: What to write instead.
-        arguments: How many it gets, of a plain function whose result is used at once. Default: not checked.
-
-    Raises:
-        InvalidOption: It cannot be called, or not with so many arguments, or it is a coroutine or generator function.
-    """
+    """Check that a value is a function of something; if ``arguments`` are given, one whose result is used at once."""
     if arguments is not None and callable(value) and (kind := function_kind(value)) != "function":
         why = f"must be a plain function of {of}, not a {kind} function"
         raise InvalidOption(argument, value, why=why, fix=fix)
@@ -263,11 +170,7 @@ def function(value: object, argument: str, of: str, *, fix: str, arguments: int 
 
 
 def called_as(what: str, value: object, argument: str, arguments: int | None, *, fix: str) -> None:
-    """Check that a value can be called, and with so many positional arguments if their number is given.
-
-    Raises:
-        InvalidOption: It cannot.
-    """
+    """Check that a value can be called, and with so many positional arguments if their number is given."""
     if not callable(value):
         raise InvalidOption(argument, value, why=f"must be {what}, not {kind_of(value)}", fix=fix)
     if arguments is not None and (found := misfit(value, arguments)) is not None:
@@ -295,11 +198,7 @@ def misfit(function: Callable[..., object], arguments: int) -> str | None:
 
 
 def function_kind(function: Any) -> FunctionKind:
-    """The kind of a function, a method, or an object that can be called.
-
-    Args:
-        function: Any callable. One whose calls give something else than its code says has a ``function_kind``.
-    """
+    """The kind of what can be called. What gives something else than its code says has a ``function_kind``."""
     import inspect  # here, because few need it
 
     declared = getattr(function, "function_kind", None)
@@ -316,11 +215,7 @@ def function_kind(function: Any) -> FunctionKind:
 
 
 def name(value: object) -> str:
-    """Read the name of a guard, a pool or a function, for one line of a log or a table.
-
-    Raises:
-        InvalidOption: It is not text, or is empty.
-    """
+    """Read the name of a guard, a pool or a function, for one line of a log or a table."""
     if not isinstance(value, str) or not value.strip():
         why = "must be text that is not empty"
         raise InvalidOption("name", value, why=why, fix="Give a short name, or leave it out.")
@@ -331,9 +226,6 @@ def plain(text: str) -> str:
     """Text of a class of the author's, as an enum is, without that class.
 
     Others could not pickle it, each way to write it may give another text, and its methods may do anything.
-
-    Raises:
-        TypeError: It is no text.
     """
     return str.__str__(text)
 
@@ -347,11 +239,7 @@ def text_of_own(value: object) -> str:
 
 
 def check_pool_key(key: object) -> None:
-    """Check the key of a pool. Its hash and its comparison are code of the user's.
-
-    Raises:
-        UnhashableKey: One of them has raised.
-    """
+    """Check the key of a pool. Its hash and its comparison are code of the user's."""
     try:
         try_key(key)
     except Exception as error:  # noqa: BLE001 - whatever it raises
@@ -364,11 +252,7 @@ def key_error(key: object, error: Exception) -> Exception:
 
 
 def try_key(key: object) -> None:
-    """Hash a key of a dict and compare it, as with an equal one.
-
-    Raises:
-        Exception: What its own code has raised: that of an array, whose comparison is neither true nor false.
-    """
+    """Hash a key of a dict and compare it, as with an equal one: that of an array is neither true nor false."""
     hash(key)
     bool(operator.eq(key, key))
 
@@ -399,16 +283,7 @@ _PROCESS_FIX = "Give the id of a running process as an int, as os.getpid() retur
 
 
 def process_id(value: object, argument: str, *, fix: str = _PROCESS_FIX) -> int:
-    """Check the number of a process.
-
-    Args:
-        value: An int of at least 1.
-        argument: The name of the caller's argument, for the error.
-        fix: What to write instead.
-
-    Raises:
-        InvalidOption: It is anything else.
-    """
+    """Check the number of a process."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidOption(argument, value, why="must be a process id", fix=fix)
     return value
@@ -463,11 +338,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_seconds(amount: float) -> str:
-    """Write a duration for a message, as :func:`seconds` reads it: ``"250ms"``, ``"1.5s"``, ``"1h30m"``.
-
-    Returns:
-        Text with at most two units: next to days, seconds do not matter.
-    """
+    """Write a duration for a message, in at most two units: ``"250ms"``, ``"1.5s"``, ``"1h30m"``."""
     if amount < _SECONDS["s"]:
         return f"{amount / _SECONDS['ms']:.0f}ms"
     if amount < _SECONDS["m"]:
@@ -481,9 +352,6 @@ def format_seconds(amount: float) -> str:
 
 
 def _seconds(value: object, argument: str) -> float:
-    """Convert a duration to seconds, which may still be out of range."""
-    if isinstance(value, str):
-        return _parse_seconds(value, argument)
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):

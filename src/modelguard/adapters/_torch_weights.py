@@ -112,7 +112,8 @@ def _built(build: Callable[[], Any], state: Mapping[str, Any]) -> torch.nn.Modul
     except (RuntimeError, TypeError, ValueError):
         made, is_whole = build(), True  # the constructor reads the values of its parameters, or fails anyway
     module = _module(made)
-    if is_whole and _on_meta(module) <= state.keys() | _names(module):
+    named = (name for name, _ in module.named_parameters(remove_duplicate=False))
+    if is_whole and _on_meta(module) <= {*state, *named}:
         return module
     # A tensor was computed from a parameter that had no content, or the constructor has kept one that was replaced.
     return _module(build())
@@ -160,10 +161,6 @@ _PARAMETERS = _Parameters()
 # Registered once and never removed: removing it could break another thread's loop over torch's hooks.
 _register: Any = register_module_parameter_registration_hook  # its stub expects a hook that returns nothing
 _register(_PARAMETERS.registered)
-
-
-def _names(module: torch.nn.Module) -> set[str]:
-    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
 def _registered(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

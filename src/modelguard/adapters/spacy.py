@@ -64,13 +64,10 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray
 
 
 def refuse_escaped(function: Any, result: Any) -> None:
-    """Search a result for objects that must not leave the zone.
+    """Search a result for objects that point into the zone, or would do their work later.
 
     The search covers lists, tuples, sets, deques, dicts and their views, dataclasses and namespaces: at most 10,000
     objects, 10,000 items of each, 20 levels deep; plain values are not counted.
-
-    Raises:
-        EscapedResult: An object in the result points into the zone, or would do its work later.
     """
     found = None if type(result) in _PLAIN else _find(result)
     if found is None:
@@ -150,12 +147,10 @@ class ZoneRequest(NamedTuple):
 class ZoneLock:
     """Admits one call after the other to the zone of a pipeline. It refers to the pipeline only while a call is inside.
 
-    Attributes:
-        epoch: The number of forks between the process that made this object and the current process.
+    What is inside, and was there before the last fork, has the request of the call that is admitted.
     """
 
     def __init__(self) -> None:
-        self.epoch = 0
         self._opened: tuple[Language, AbstractContextManager[Any]] | None = None
         self._line: Line[ZoneRequest, ZoneRequest] = Line(self._take, self.release)
         self._renew()
@@ -173,9 +168,6 @@ class ZoneLock:
         """Wait until the caller may open the zone.
 
         One that blocks its thread goes before the coroutines of that thread's event loop: they cannot enter meanwhile.
-
-        Raises:
-            TimeIsOver: It is.
         """
         if request.blocks:
             self._blocked.append(request.thread)
@@ -218,10 +210,8 @@ class ZoneLock:
     def join(self, part: Part, *, waits: bool) -> bool:
         """Enter together with the call that is inside, if the caller is a part of that call.
 
-        Args:
-            part: Notes it.
-            waits: Whether the caller would block its thread. If so, it may also join on the thread of the event loop
-                whose coroutine is inside: that coroutine is suspended, and could not leave before the caller is done.
+        One that would block its thread may also join on the thread of the event loop whose coroutine is inside: that
+        coroutine is suspended, and could not leave before the caller is done.
         """
         with self._lock:
             if self._admitted is None or not self._inside:
@@ -230,7 +220,7 @@ class ZoneLock:
             joins = on_its_loop or any(outer.zone is self for outer in _entered())
             if joins:
                 self._inside += 1
-                part.inside, part.request, part.epoch = True, self._admitted, self.epoch
+                part.inside, part.request = True, self._admitted
             return joins
 
     def open(self, language: Language, part: Part) -> Any:
@@ -239,17 +229,17 @@ class ZoneLock:
         self._opened = language, manager
         pool = manager.__enter__()
         self._inside = 1
-        part.inside, part.request, part.epoch = True, self._admitted, self.epoch
+        part.inside, part.request = True, self._admitted
         return pool
 
     def leave(self, part: Part) -> None:
         """Leave the zone; the last one to leave closes it. Leaving again does what an exception has interrupted."""
-        if part.epoch != self.epoch:
+        if part.request is not self._admitted:  # of a process that this one was forked from
             return
         with self._lock:
             self._inside -= part.inside
             part.inside = False
-            is_last = not self._inside and self._admitted is part.request
+            is_last = not self._inside
         if is_last:
             self._close()
         part.request = None
@@ -273,12 +263,11 @@ class ZoneLock:
     def after_fork_in_child(self) -> None:
         """Keep the zone open if the forking thread is inside; close it if another thread was."""
         self._renew()
-        self.epoch += 1
         mine = [part for part in _entered() if part.zone is self]
         if mine:
             self._inside, self._admitted = len(mine), ZoneRequest(threading.get_ident(), blocks=True)
             for part in mine:
-                part.epoch, part.request = self.epoch, self._admitted
+                part.request = self._admitted
         elif self._opened is not None:
             language, manager = self._opened
             self._opened = None
@@ -289,22 +278,13 @@ class ZoneLock:
 
 
 class Part:
-    """A call's part in a zone, as what runs inside sees it. Who outlives the call may keep it, and nothing else.
-
-    Attributes:
-        zone: The lock of the zone.
-        outer: The part that it began inside of, of any zone.
-        inside: Whether it has begun and not ended.
-        request: Of the call that has opened the zone, until this part has left it.
-        epoch: The lock's epoch in which it began.
-    """
+    """A call's part in a zone, as what runs inside sees it. Who outlives the call may keep it, and nothing else."""
 
     def __init__(self, zone: ZoneLock) -> None:
         self.zone = zone
-        self.outer: Part | None = None
+        self.outer: Part | None = None  # that it began inside of, of any zone
         self.inside = False
-        self.request: ZoneRequest | None = None
-        self.epoch = 0
+        self.request: ZoneRequest | None = None  # of the call that has opened the zone, until this part has left it
 
 
 _current: ContextVar[Part | None] = ContextVar("modelguard zone", default=None)

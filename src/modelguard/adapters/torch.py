@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
@@ -122,11 +122,8 @@ def _up_to_sizes(sizes: Sequence[int]) -> RoundUp:
         buckets = tuple(sizes)
     except TypeError:
         buckets = ()
-    if (
-        not buckets
-        or not all(_is_number(size, int) and size > 0 for size in buckets)
-        or list(buckets) != sorted(set(buckets))
-    ):
+    numbers = all(_is_number(size, int) and size > 0 for size in buckets)
+    if not buckets or not numbers or list(buckets) != sorted(set(buckets)):
         why = "must be a rising sequence of lengths"
         raise InvalidOption("sizes", sizes, why=why, fix="Give positive whole numbers, rising: (128, 256, 512).")
     last = buckets[-1]
@@ -178,9 +175,8 @@ def masked(tensor: torch.Tensor, dim: int, padded: int, mask: torch.Tensor | Non
         mask = torch.ones((*batch(tensor, dim), length), dtype=torch.long, device=tensor.device)
     elif (given := mask.size(-1) if mask.dim() else 0) != length:
         why = f"has length {given}, and the tensor has length {length}"
-        raise InvalidOption(
-            "mask", tuple(mask.shape), why=why, fix="Give a mask with the length in its last dimension."
-        )
+        fix = "Give a mask with the length in its last dimension."
+        raise InvalidOption("mask", tuple(mask.shape), why=why, fix=fix)
     return pad(mask, padded, -1, 0)
 
 
@@ -274,9 +270,13 @@ _FIX_CUT = (
 _Place: TypeAlias = tuple[str | int, ...]
 
 
+class _Unproved(Exception):
+    """Only a call without padding can tell how a result is cut."""
+
+
 @dataclass(slots=True)
 class _Cutter:
-    """Cuts results from their padded lengths to their original lengths.
+    """Cuts results from their padded lengths to their original lengths: a pair, with the original one first.
 
     A result whose size is a multiple of the padded length need not have a length: an embedding may be as wide by
     chance. So only a ratio that was seen in calls without padding counts, at two lengths: what is constant has another
@@ -292,33 +292,20 @@ class _Cutter:
 
     def may_pad(self, length: int) -> bool:
         """Whether a result for an input that is padded from this length can be cut."""
-        where = self.where
-        needed = where.values() if isinstance(where, Mapping) else () if where is None else (where,)
-        if not any(isinstance(each, int) for each in needed):
+        if not any(isinstance(each, int) for each in _each(self.where)):
             return True
         # A copy: other threads may note what their calls have shown.
         known = ((place, size // long) for place, pairs in self.seen.copy().items() for long, size in pairs)
         return any(self._proved(place, ratio, length) for place, ratio in known)
 
-    def __call__(self, result: Any, length: int, padded: int) -> Any:
-        """Cut a result to ``length``.
-
-        Raises:
-            InvalidOption: It cannot be cut as ``where`` requires.
-            _Unproved: Only a call without padding can tell.
-        """
-        cut = _Cut(self, length, padded)
+    def __call__(self, result: Any, lengths: tuple[int, int]) -> Any:
         if isinstance(self.where, Mapping):
-            return cut.entries(result, self.where)
-        return result if self.where is None else cut.along(result, self.where, ())
+            return self._entries(result, self.where, lengths)
+        return result if self.where is None else self._along(result, self.where, (), lengths)
 
-    def ratio(self, place: _Place, dim: int, size: int, length: int, padded: int) -> int:
-        """How many times as long as the input the result is.
-
-        Raises:
-            InvalidOption: It has no length there.
-            _Unproved: Only a call without padding can tell.
-        """
+    def _ratio(self, place: _Place, dim: int, size: int, lengths: tuple[int, int]) -> int:
+        """How many times as long as the input the result is."""
+        length, padded = lengths
         ratio, rest = divmod(size, padded)
         if ratio and not rest and self._proved(place, ratio, length):
             return ratio
@@ -327,9 +314,9 @@ class _Cutter:
         pairs = self.seen.get(place, frozenset())
         other = next((long for long, same in pairs if same == size and long != length), None)
         if rest or not ratio or other is not None:
-            lengths = f"length {length}" if other is None else f"lengths {other} and {length}"
+            seen = f"length {length}" if other is None else f"lengths {other} and {length}"
             why = "is not a dimension that is a whole number of times as long as the input"
-            why += f": for {lengths} the result has {size} positions there"
+            why += f": for {seen} the result has {size} positions there"
             raise InvalidOption("cut", dim, why=why, fix=_FIX_CUT)
         self.seen[place] = pairs | {(length, size)}
         return ratio
@@ -340,46 +327,34 @@ class _Cutter:
         lengths = [long for long, size in self.seen.get(place, ()) if size == ratio * long]
         return len(lengths) > 1 and length >= min(lengths) and length % math.gcd(*lengths) == 0
 
-
-class _Unproved(Exception):
-    """Nothing has shown yet how a result is cut."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Cuts one result."""
-
-    cutter: _Cutter
-    length: int
-    padded: int
-
-    def along(self, result: Any, where: _Where, place: _Place) -> Any:
+    def _along(self, result: Any, where: _Where, place: _Place, lengths: tuple[int, int]) -> Any:
         if isinstance(result, torch.Tensor):
-            return self._tensor(result, where, place)
+            return self._tensor(result, where, place, lengths)
         if isinstance(result, tuple | list):
-            return _like(result, [self.along(item, where, (*place, number)) for number, item in enumerate(result)])
+            items = [self._along(item, where, (*place, number), lengths) for number, item in enumerate(result)]
+            return _like(result, items)
         why = f"cannot be applied: the result has a {type(result).__name__}, which has no dimensions"
         fix = 'Give cut=None for a result without a length, or name what to cut: cut={"last_hidden_state": 1}.'
         raise InvalidOption("cut", where, why=why, fix=fix)
 
-    def _tensor(self, result: torch.Tensor, where: _Where, place: _Place) -> torch.Tensor:
+    def _tensor(self, result: torch.Tensor, where: _Where, place: _Place, lengths: tuple[int, int]) -> torch.Tensor:
         dim, ratio = (where, None) if isinstance(where, int) else where
         if not -result.dim() <= dim < result.dim():
             why = f"is not a dimension of a result of shape {tuple(result.shape)}"
             raise InvalidOption("cut", dim, why=why, fix="Give cut=None for a result without a length.")
         size = result.size(dim)
         if ratio is None:
-            ratio = self.cutter.ratio(place, dim, size, self.length, self.padded)
-        expected, kept = _times(ratio, self.padded), _times(ratio, self.length)
+            ratio = self._ratio(place, dim, size, lengths)
+        kept, expected = (ratio * length if isinstance(ratio, int) else ratio(length) for length in lengths)
         if size != expected or not 0 <= kept <= size:
-            why = f"does not fit: padded to {self.padded}, an input of length {self.length} gave {size} positions"
+            why = f"does not fit: padded to {lengths[1]}, an input of length {lengths[0]} gave {size} positions"
             fix = f"By it they are {expected}, cut to {kept}. Give how the result's length follows from the input's."
             raise InvalidOption("cut", where, why=why, fix=fix)
         # Contiguous, like the model's own result, and without keeping the padding in memory.
         part = result.narrow(dim, 0, kept)
         return part.contiguous() if kept == size else part.clone(memory_format=torch.contiguous_format)
 
-    def entries(self, result: Any, where: Mapping[str | int, _Where]) -> Any:
+    def _entries(self, result: Any, where: Mapping[str | int, _Where], lengths: tuple[int, int]) -> Any:
         if isinstance(result, torch.Tensor) or not hasattr(result, "__getitem__"):
             why = f"names entries, and the result is a {type(result).__name__}"
             raise InvalidOption("cut", where, why=why, fix="Give the dimension with the length: cut=-1.")
@@ -390,12 +365,12 @@ class _Cut:
             except (LookupError, TypeError):
                 why = f"names no entry of the result, a {type(result).__name__}"
                 raise InvalidOption("cut", key, why=why, fix="Give the index or name of an entry.") from None
-            entries[key] = self.along(entry, each, (key,))
+            entries[key] = self._along(entry, each, (key,), lengths)
         return _like(result, entries) if isinstance(result, tuple) else entries
 
 
-def _times(ratio: _Ratio, length: int) -> int:
-    return ratio * length if isinstance(ratio, int) else ratio(length)
+def _each(where: _Where | Mapping[str | int, _Where] | None) -> Iterable[_Where]:
+    return where.values() if isinstance(where, Mapping) else () if where is None else (where,)
 
 
 def _like(result: Any, items: list[Any]) -> Any:
@@ -437,23 +412,23 @@ class _Bucketing:
 
     def call(self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for padding in (True, False):
-            given, length, padded = self._pad(wrapped, args, kwargs, padding=padding)
+            given, lengths = self._pad(wrapped, args, kwargs, padding=padding)
             result = wrapped(*given.args, **given.kwargs)
             with suppress(_Unproved):
-                return self.cut(result, length, padded) if length else result
+                return self.cut(result, lengths) if lengths[0] else result
         raise AssertionError  # a call without padding proves or raises
 
     async def acall(self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for padding in (True, False):
-            given, length, padded = self._pad(wrapped, args, kwargs, padding=padding)
+            given, lengths = self._pad(wrapped, args, kwargs, padding=padding)
             result = await wrapped(*given.args, **given.kwargs)
             with suppress(_Unproved):
-                return self.cut(result, length, padded) if length else result
+                return self.cut(result, lengths) if lengths[0] else result
         raise AssertionError  # a call without padding proves or raises
 
     def _pad(
         self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, padding: bool
-    ) -> tuple[_Arguments, int, int]:
+    ) -> tuple[_Arguments, tuple[int, int]]:
         """The arguments of one call with its inputs, mask and lengths replaced, its length, and that of its bucket.
 
         The length is 0 if there is nothing to pad.
@@ -461,7 +436,7 @@ class _Bucketing:
         given = _Arguments(wrapped, args, kwargs)
         tensors = {name: given.get(name) for name in self.inputs if given.get(name) is not None}
         if not tensors:
-            return given, 0, 0
+            return given, (0, 0)
         length = self._length(tensors)
         padded = self.up(length) if padding and self.cut.may_pad(length) else length
         first = next(iter(tensors.values()))
@@ -471,7 +446,7 @@ class _Bucketing:
             given.put(self.mask, masked(first, self.dim, padded, given.get(self.mask)))
         if self.lengths is not None and given.get(self.lengths) is None:
             given.put(self.lengths, torch.full(batch(first, self.dim), length, device=first.device))
-        return given, length, padded
+        return given, (length, padded)
 
     def _length(self, tensors: Mapping[str, Any]) -> int:
         for name, tensor in tensors.items():
@@ -511,13 +486,12 @@ def _positional(function: Callable[..., Any]) -> list[str]:
     return [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind in kinds]
 
 
-def _check_options(dim: object, value: object, cut: object) -> None:
+def _check_options(dim: object, value: object, cut: Any) -> None:
     if not _is_number(dim, int):
         raise InvalidOption("dim", dim, why="must be the number of a dimension", fix="Give a number such as -1.")
     if not _is_number(value, int | float):
         raise InvalidOption("value", value, why="must be a number", fix="Give a number such as 0.")
-    needed = cut.values() if isinstance(cut, Mapping) else () if cut is None else (cut,)
-    if not all(map(_is_where, needed)):
+    if not all(map(_is_where, _each(cut))):
         fix = 'Give a number such as -1, with a ratio (-1, 256), several by name {"last_hidden_state": 1}, or None.'
         why = "must be the number of a dimension, alone or with how long it is, or several by name"
         raise InvalidOption("cut", cut, why=why, fix=fix)

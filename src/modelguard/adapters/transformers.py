@@ -164,17 +164,9 @@ class _Compute:
 
 
 def portions(lengths: Sequence[float], cost: float, max_tokens: float) -> list[tuple[int, int]]:
-    """Cut sorted lengths into portions with the lowest total cost of all runs.
+    """Cut lengths, longest first, into portions with the lowest total cost: indices of the first and after the last.
 
-    A run costs ``cost``, plus its number of items times the largest length among them.
-
-    Args:
-        lengths: The length of each item, longest first.
-        cost: The fixed cost of a run, in the unit of the lengths.
-        max_tokens: The limit of items times length for a run of several items.
-
-    Returns:
-        For each portion, the index of its first item and the index after its last.
+    A run costs ``cost``, plus its number of items times the largest length among them, which ``max_tokens`` limits.
     """
     least, begins = [0.0], [0]
     for end in range(1, len(lengths) + 1):

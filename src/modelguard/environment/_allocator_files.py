@@ -33,27 +33,17 @@ How = Literal["preloaded", "linked", "static"]
 #: The allocator of Python's objects of up to 512 bytes, in front of ``malloc``.
 SmallObjects = Literal["pymalloc", "mimalloc", "malloc"]
 
-#: ``"placebo"``: a preload that is set and not in force. ``"missing"``: a file to preload that does not exist.
-#: ``"private copy"``: an allocator that is loaded but does not serve ``malloc``. ``"two allocators"``: more than one
-#: is preloaded. ``"background threads"``: jemalloc's, which no forked child gets. ``"unused setting"``:
-#: ``MALLOC_CONF`` without jemalloc.
 ProblemKind = Literal["placebo", "missing", "private copy", "two allocators", "background threads", "unused setting"]
 
 _TCMALLOC = ("libtcmalloc_minimal", "libtcmalloc")
 
 
 class _Known(NamedTuple):
-    """What is known of an allocator's files.
-
-    Attributes:
-        kind: The allocator.
-        name: What a file of it is called.
-        normal: How the names of its normal builds begin: nobody should get a debugging or profiling build by accident.
-        package: The package that contains it, in Debian and Ubuntu.
-    """
+    """What is known of an allocator's files."""
 
     kind: Kind
     name: str
+    #: How the names of its normal builds begin: nobody should get a debugging or profiling build by accident.
     normal: tuple[str, ...] = ()
     package: str = ""
 

@@ -22,20 +22,12 @@ _SETTINGS = "MALLOC_CONF"
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """What ``/proc`` shows about the allocator of a process.
+    """What ``/proc`` shows about the allocator of a process."""
 
-    Attributes:
-        files: The files that are mapped into it, each with its start address.
-        environ: The variables that it was started with. Empty if the program has overwritten them with its title, or
-            has dropped the right to read its own.
-        system: The entries of ``/etc/ld.so.preload``, which are preloaded into every program.
-        root: The root folder that the process sees.
-        executable: The program's own file; empty if it cannot be read.
-    """
-
-    files: Mapping[str, int]
+    files: Mapping[str, int]  # that are mapped into it, each with its start address
+    #: What it was started with; empty if its title has overwritten it, or it has dropped the right to read its own.
     environ: Mapping[str, str]
-    system: tuple[str, ...]
+    system: tuple[str, ...]  # the entries of ``/etc/ld.so.preload``
     root: Path
     executable: str = ""
 

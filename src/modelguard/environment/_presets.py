@@ -188,8 +188,14 @@ class Preset:
         Returns:
             One outcome per knob, in the preset's order.
         """
-        process = process or ThisProcess()
-        return ApplyReport(_apply(knob, environ, process) for knob in self.knobs)
+        process, outcomes = process or ThisProcess(), []
+        for knob in self.knobs:
+            value = environ.get(knob.name)
+            state, evidence = effect_of(knob, value, process)
+            if state == "applied":
+                environ[knob.name] = value = knob.value
+            outcomes.append(Outcome(knob, state, value, evidence))
+        return ApplyReport(outcomes)
 
     def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """The variables to add to ``environ`` for a program to be started; what the user has set stays.
@@ -230,9 +236,8 @@ class Preset:
 def _require_preset(given: object) -> None:
     if not isinstance(given, Preset):
         fix = f"Write presets.get({given!r})." if given in names() else "Write for example presets.get('low-memory')."
-        raise InvalidOption(
-            "preset", given, why=f"must be a preset, because | joins two presets, not {_units.kind_of(given)}", fix=fix
-        )
+        why = f"must be a preset, because | joins two presets, not {_units.kind_of(given)}"
+        raise InvalidOption("preset", given, why=why, fix=fix)
 
 
 def names() -> tuple[str, ...]:
@@ -355,14 +360,6 @@ _PRESETS = {
         lambda _: (*_knobs.GLIBC_MEMORY, _knobs.JEMALLOC_MEMORY),
     ),
 }
-
-
-def _apply(knob: Knob, environ: MutableMapping[str, str], process: ThisProcess) -> Outcome:
-    value = environ.get(knob.name)
-    state, evidence = effect_of(knob, value, process)
-    if state == "applied":
-        environ[knob.name] = value = knob.value
-    return Outcome(knob, state, value, evidence)
 
 
 _WHEN: dict[When, str] = {

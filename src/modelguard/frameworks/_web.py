@@ -86,11 +86,7 @@ class Web:
         owner: str = "ModelGuardMiddleware",
         kinds: type[CallOptions] = Options,
     ) -> Self:
-        """Check the options that were given to ``owner``, and what was given by position instead.
-
-        Raises:
-            InvalidOption: An option is invalid, or there is no such option.
-        """
+        """Check the options that were given to ``owner``, and what was given by position instead."""
         for value in misplaced:
             why = "takes its options by keyword only"
             raise InvalidOption(owner, value, why=why, fix="Write for example deadline='2s'.")
@@ -110,9 +106,8 @@ class Web:
                 why = "must be a path that begins with '/', without a query"
                 raise InvalidOption(name, path, why=why, fix=f"Write {name}='/{name}', or None.")
         if self.livez is not None and self.livez == self.readyz:
-            raise InvalidOption(
-                "readyz", self.readyz, why="is the path of livez too", fix="Give each a path of its own."
-            )
+            fix = "Give each a path of its own."
+            raise InvalidOption("readyz", self.readyz, why="is the path of livez too", fix=fix)
         check_admin(self.admin)
         if self.timeout_header is not None and not _is_header(self.timeout_header):
             why = "must be the name of an HTTP header"
@@ -154,11 +149,11 @@ class Web:
             return json_answer(HTTPStatus.OK, {"status": "alive"})
         of_process = (*all_guards, *_batcher.batchers, *_isolated.functions)
         checked = of_process if self.guards is None else self.guards
-        missing = [guard.name for guard in checked if not guard.ready]
+        missing = [guard for guard in checked if not guard.ready]
         content: dict[str, Any] = {"status": "ready"}
         if missing:
-            content = {"status": "not ready", "waiting_for": missing}
-            _tell_of_unused(checked)
+            content = {"status": "not ready", "waiting_for": [guard.name for guard in missing]}
+            _tell_of_unused(missing)
         known = {guard.name: getattr(guard, "version", None) for guard in checked}
         if versions := {name: version for name, version in known.items() if version is not None}:
             content["versions"] = versions
@@ -179,12 +174,7 @@ class Web:
         return min(requested, _LONGEST if self.limit is None else self.limit)
 
     def caller(self, request: Any, header: Header) -> tuple[Hashable, int]:
-        """Whose a request is, and how urgent.
-
-        Raises:
-            InvalidOption: ``fair_by`` returned a key that is not hashable, or ``priority`` no priority.
-            Exception: What these functions raised.
-        """
+        """Whose a request is, and how urgent."""
         key: Hashable = None
         if callable(self.fair_by):
             key = self.fair_by(request)
@@ -209,11 +199,7 @@ class Web:
         return answer_of(error, detail=self.detail)
 
     def answer_or_raise(self, error: Exception) -> Answer:
-        """The answer to an error, in a handler that was registered for others too.
-
-        Raises:
-            Exception: The error, if it is not one for clients.
-        """
+        """The answer to an error, in a handler that was registered for others too; others are raised again."""
         answer = self.answer(error)
         if answer is None:
             raise error
@@ -235,10 +221,10 @@ def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:
     return guards
 
 
-def _tell_of_unused(checked: Iterable[Any]) -> None:
+def _tell_of_unused(missing: Iterable[Any]) -> None:
     """Log once what keeps the probe from success, and will for ever if nobody uses it."""
-    for one in checked:
-        if one.ready or one.name in _asked:
+    for one in missing:
+        if one.name in _asked:
             continue
         _asked.add(one.name)  # what was used once counts as used
         if hasattr(one, "status") and getattr(one.status(), "state", None) == "new":

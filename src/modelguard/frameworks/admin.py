@@ -85,14 +85,7 @@ class Admin:
     def command(
         self, method: str, path: str, query: str, header: Callable[[str], str | None]
     ) -> Answer | Callable[[], Answer] | None:
-        """The answer to a request for the route, or what gives it and may block; None if it is for the application.
-
-        Args:
-            method: The HTTP method.
-            path: The path.
-            query: The query string.
-            header: Returns a header; None if there is none.
-        """
+        """The answer to a request for the route, or what gives it and may block; None if it is for the application."""
         if path != self._path and not path.startswith(f"{self._path}/"):
             return None
         refusal = self._refusal(header("Authorization"))
@@ -121,10 +114,10 @@ class Admin:
         if method not in allowed:
             headers = {"allow": ", ".join(allowed)}
             return problem(HTTPStatus.METHOD_NOT_ALLOWED, f"{command} takes {allowed[0]}.", headers)
-        wanted = _read_query(query)
-        if wanted is None:
+        try:
+            name, wait = _read_query(query)
+        except ValueError:
             return problem(HTTPStatus.BAD_REQUEST, "The query may have name=GUARD and wait=true or wait=false.")
-        name, wait = wanted
         try:
             results = _listener.run(command, name, wait=wait, timeout=self._timeout)
         except InvalidOption as error:
@@ -135,11 +128,7 @@ class Admin:
 
 
 def check_admin(admin: object) -> None:
-    """Check the option ``admin`` of a middleware.
-
-    Raises:
-        InvalidOption: It is not an :class:`Admin`.
-    """
+    """Check the option ``admin`` of a middleware."""
     if not isinstance(admin, Admin | None):  # it may be the secret itself
         fix = "Write admin=Admin(os.environ['ADMIN_SECRET'])."
         raise InvalidOption("admin", _Hidden(), why="must be an Admin", fix=fix)
@@ -163,15 +152,12 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode(errors="surrogateescape")).digest()
 
 
-def _read_query(query: str) -> tuple[str | None, bool] | None:
-    """The name, and whether to wait; None if the query has anything else."""
+def _read_query(query: str) -> tuple[str | None, bool]:
+    """The name, and whether to wait; ValueError if the query has anything else, as of ``parse_qs``."""
     if len(query) > _LONGEST_QUERY:
-        return None
-    try:
-        words = parse_qs(query, keep_blank_values=True, max_num_fields=2)
-    except ValueError:
-        return None
-    names, waits = words.pop("name", [None]), words.pop("wait", ["true"])
-    if words or len(names) != 1 or waits not in (["true"], ["false"]):
-        return None
-    return names[0], waits == ["true"]
+        raise ValueError(f"it has {len(query)} characters")
+    words = parse_qs(query, keep_blank_values=True, max_num_fields=2)
+    (name,), (wait,) = words.pop("name", [None]), words.pop("wait", ["true"])
+    if words or wait not in {"true", "false"}:
+        raise ValueError(query)
+    return name, wait == "true"

@@ -12,6 +12,7 @@ aiohttp notices that a client disconnects only if the server was started with ``
 from __future__ import annotations
 
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Unpack
 
 from modelguard import _extras, _units
@@ -53,42 +54,29 @@ def install(app: Any, **options: Unpack[Options]) -> None:
     if app.frozen:
         fix = "Call install(app) where the application is made."
         raise InvalidOption("app", app, why="must not run already", fix=fix)
-    made = _extras.load("aiohttp.web", "modelguard.frameworks.aiohttp.install()").Response
-    app.middlewares.insert(0, _Middleware(made, web))
+    library = _extras.load("aiohttp.web", "modelguard.frameworks.aiohttp.install()")
+    app.middlewares.insert(0, library.middleware(partial(_serve, library.Response, web)))
     app.on_response_prepare.append(_note_begun)
 
 
-class _Middleware:
-    """A middleware of the kind that takes a request and a handler."""
-
-    __middleware_version__ = 1  # aiohttp reads it: the kind's number
-
-    def __init__(self, response: Any, web: Web) -> None:
-        self._response = response
-        self._web = web
-
-    async def __call__(self, request: Any, handler: Any) -> Any:
-        header = _headers_of(request)
-        step = await self._web.areceive(request.method, request.path, request.rel_url.raw_query_string, header)
-        if isinstance(step, Answer):
-            return self._respond(request, step)
+async def _serve(response: Any, web: Web, request: Any, handler: Any) -> Any:
+    header = _headers_of(request)
+    answer = await web.areceive(request.method, request.path, request.rel_url.raw_query_string, header)
+    if not isinstance(answer, Answer):
         outer = _begun.get()
         begun = [] if outer is None else outer  # that of the application which this one is mounted in
         token = _begun.set(begun)
         try:
-            with self._web.serving(WebRequest(step), request, header) as scope, scope:
+            with web.serving(WebRequest(answer), request, header) as scope, scope:
                 return await handler(request)
         except (ModelGuardError, ExceptionGroup) as error:
-            answer = self._web.answer(error)
+            answer = web.answer(error)
             if answer is None or begun:
                 raise
-            return self._respond(request, answer)
         finally:
             _begun.reset(token)
-
-    def _respond(self, request: Any, answer: Answer) -> Any:
-        body = answer.body_for(request.method)
-        return self._response(body=body, status=answer.status, reason=answer.reason, headers=answer.headers)
+    body = answer.body_for(request.method)
+    return response(body=body, status=answer.status, reason=answer.reason, headers=answer.headers)
 
 
 def _headers_of(request: Any) -> Header:

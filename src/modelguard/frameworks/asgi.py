@@ -54,13 +54,6 @@ class Client:
 
     The task starts with the first batched call, so it costs other requests nothing. What it receives is kept for the
     application, in order. It receives a bounded amount ahead, so a slow application still slows its client.
-
-    Args:
-        receive: The server's.
-        timeout: Seconds that its batched calls have from now, all together; None for no bound.
-
-    Attributes:
-        request: What its batched calls are made for.
     """
 
     def __init__(self, receive: Receive, timeout: float | None) -> None:
@@ -70,7 +63,7 @@ class Client:
         self.request = WebRequest(timeout, self._called)
         self._buffer: deque[Message] = deque()  # what the watcher received, for the application
         self._ahead = 0  # its size in bytes
-        self._end: Message = {}  # the disconnect
+        self.end: Message = {}  # the disconnect, once the application or the watcher has received it
         self._turn = nullcontext() if self._loop is None else asyncio.Lock()  # one receives at a time
         self._watch_wanted = False
         self._answered = False
@@ -78,12 +71,12 @@ class Client:
 
     async def receive(self) -> Message:
         """Receive the next message, for the application."""
-        if not (self._buffer or self._end):
+        if not (self._buffer or self.end):
             async with self._turn:
-                if not (self._buffer or self._end):  # else the watcher has received it
+                if not (self._buffer or self.end):  # else the watcher has received it
                     await self._take()
         if not self._buffer:
-            return self._end
+            return self.end
         message = self._buffer.popleft()
         self._ahead -= _size(message)
         if self._loop is not None and self._watch_wanted:
@@ -97,11 +90,6 @@ class Client:
         if self._watcher is not None:
             self._watcher.cancel()
 
-    @property
-    def disconnected(self) -> bool:
-        """Whether the application, or the watcher, has received the disconnect."""
-        return bool(self._end)
-
     def _called(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._start_watching)
@@ -109,14 +97,14 @@ class Client:
     def _start_watching(self) -> None:
         self._watch_wanted = True
         watching = self._watcher is not None and not self._watcher.done()
-        if not (self._answered or self._end or watching or self._ahead >= _AHEAD):
+        if not (self._answered or self.end or watching or self._ahead >= _AHEAD):
             self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         with suppress(Exception):  # the application gets the same error when it reads
-            while not self._end and self._ahead < _AHEAD:
+            while not self.end and self._ahead < _AHEAD:
                 async with self._turn:
-                    if not self._end:  # else the application has received it
+                    if not self.end:  # else the application has received it
                         await self._take()
 
     async def _take(self) -> None:
@@ -124,7 +112,7 @@ class Client:
         self._buffer.append(message)
         self._ahead += _size(message)
         if message["type"] in _DISCONNECTS:
-            self._end = message
+            self.end = message
             self.request.disconnect()
 
 
@@ -220,14 +208,7 @@ class HeldResponse:
 
 
 class WebsocketEnd:
-    """Ends a websocket with an answer: as a response if it was not accepted yet, else by closing it.
-
-    Args:
-        scope: The connection's.
-        send: The server's.
-        client: Has its answer when the application ends the connection.
-        accepted: Whether it was accepted already.
-    """
+    """Ends a websocket with an answer: as a response if it was not accepted yet, else by closing it."""
 
     def __init__(self, scope: Scope, send: Send, client: Client | None = None, *, accepted: bool = False) -> None:
         self._can_deny = _DENIAL in (scope.get("extensions") or {})
@@ -249,7 +230,7 @@ class WebsocketEnd:
     async def refuse(self, answer: Answer) -> None:
         """End the connection with this answer. Nothing is sent to a client that has disconnected."""
         self.begun = True
-        if answer.status == CLIENT_GONE or (self._client is not None and self._client.disconnected):
+        if answer.status == CLIENT_GONE or (self._client is not None and self._client.end):
             return
         if not self._accepted and self._can_deny:
             await _send_answer(self._send, _DENIAL, answer, answer.body)
@@ -281,9 +262,8 @@ def _made_at_first_connection() -> bool:
     """
     near = islice(traceback.walk_stack(sys._getframe(2)), _NEAR)  # noqa: SLF001 - the public one may return None
     scopes = (frame.f_locals.get("scope") for frame, _ in near)
-    return any(
-        isinstance(scope, Mapping) and scope.get("type") in {"lifespan", "http", "websocket"} for scope in scopes
-    )
+    kinds = {scope.get("type") for scope in scopes if isinstance(scope, Mapping)}
+    return not kinds.isdisjoint({"lifespan", "http", "websocket"})
 
 
 _APP_FIX = "Give the application itself, not its name; modelguard.frameworks.wsgi is for Flask and other WSGI ones."
@@ -377,7 +357,7 @@ class ModelGuardMiddleware:
             if answer is not None and not end.begun:
                 await end.refuse(answer)
             # else a server would log the error, and nobody is there for the rest of the response
-            elif answer is None or answer.status != CLIENT_GONE or not client.disconnected:
+            elif answer is None or answer.status != CLIENT_GONE or not client.end:
                 raise
         finally:
             client.answered()
@@ -428,8 +408,7 @@ def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callabl
 async def _stop_start(error: InvalidOption, scope: Scope, receive: Receive, send: Send) -> Never:
     """Have the server end: by the lifespan protocol a failed start is not mistaken for anything else.
 
-    Raises:
-        InvalidOption: Always, for servers and test clients that look at the application's errors.
+    The error is raised all the same, for servers and test clients that look at the application's errors.
     """
     if scope["type"] == "lifespan":
         await receive()

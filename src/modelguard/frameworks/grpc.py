@@ -150,21 +150,13 @@ class _Wrapping:
         context.abort(*self._status(context, error))
 
     def _end_stream(self, context: Any, error: Exception) -> None:
-        """Have a stream end with a status code. An asynchronous server may be writing a part: abort() would fail then.
-
-        Raises:
-            Exception: The error, if it is not one for clients.
-        """
+        """Have a stream end with a status code. An asynchronous server may be writing a part: abort() would fail."""
         code, details = self._status(context, error)
         context.set_code(code)
         context.set_details(details)
 
     def _status(self, context: Any, error: Exception) -> tuple[Any, str]:
-        """The status code for an error and its details; when to try again is in the context.
-
-        Raises:
-            Exception: The error, if it is not one for clients.
-        """
+        """The status code for an error and its details; when to try again is in the context."""
         answer = self._web.answer_or_raise(error)
         if (seconds := answer.headers.get("retry-after")) is not None:
             read = getattr(context, "trailing_metadata", tuple)  # not there in threads of an asynchronous server

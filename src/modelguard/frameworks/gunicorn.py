@@ -43,7 +43,7 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from modelguard import _units, prefork, telemetry
@@ -64,7 +64,6 @@ from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
     from modelguard.frameworks.asgi import Message, Receive, Scope, Send
-    from modelguard.lifecycle.guard import ModelGuard
 
 __all__ = ["child_exit", "control_socket_disable", "on_starting", "post_fork", "preload_app"]
 
@@ -242,18 +241,20 @@ class _Master:
     def _manage(self) -> None:
         self._read_requests()
         for guard in self._guards:
-            self._check(guard)
+            with self._logging_errors("modelguard: the policies of %r could not be evaluated", guard):
+                guard.check()
         self._renew()
         may_fork = _prefork.loading() is None if self._molds is None else self._molds.may_fork
         self.replacement.step(may_fork=may_fork)
         if may_fork and not self.replacement.surplus:
             self._manage_workers()
 
-    def _check(self, guard: ModelGuard[Any]) -> None:
+    @contextlib.contextmanager
+    def _logging_errors(self, text: str, *details: object) -> Iterator[None]:
         try:
-            guard.check()
+            yield
         except Exception:  # the master must not end
-            self._server.log.exception("modelguard: the policies of %r could not be evaluated", guard)
+            self._server.log.exception(text, *details)
 
     def _spawn(self) -> int:
         """Fork, but not while another thread loads: locks that it holds would stay locked in the worker."""
@@ -292,12 +293,9 @@ class _Master:
 
     def _prepared_anew(self) -> list[int]:
         """Prepare the weights that were loaded here; the workers that do not have them."""
-        stale = list(self._server.WORKERS)
-        try:
+        stale, report = list(self._server.WORKERS), None
+        with self._logging_errors("modelguard: the new weights cannot be shared; workers keep the old ones"):
             report = self._models.renew()
-        except Exception:  # the master must not end
-            self._server.log.exception("modelguard: the new weights cannot be shared; workers keep the old ones")
-            return []
         if report is None:
             return []
         self._log_report(report)
@@ -315,13 +313,7 @@ _NEW_FILE = 0o600
 
 
 class RollingReplacement:
-    """Replaces one worker after the other. :meth:`step` is called from the master's main loop, and never waits.
-
-    Args:
-        arbiter: The master of the workers.
-        timeout: Seconds that a new worker may take until it serves.
-        clock: Monotonic seconds, as gunicorn's workers use for their heartbeats.
-    """
+    """Replaces one worker after the other. :meth:`step` is called from the master's main loop, and never waits."""
 
     def __init__(self, arbiter: Any, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.spawning = False

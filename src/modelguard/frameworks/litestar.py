@@ -75,20 +75,12 @@ class ModelGuardPlugin:
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - as Litestar calls it
-    """Stands behind the middleware, for requests that are not probes, such as a POST.
-
-    Raises:
-        NotFoundException: Always.
-    """
+    """Stands behind the middleware, for requests that are not probes, such as a POST."""
     raise _litestar("exceptions").NotFoundException
 
 
 async def _reraise(error: Exception, scope: Scope) -> None:
-    """Let the middleware answer what Litestar has no handler for: errors on a websocket, and groups of errors.
-
-    Raises:
-        Exception: The error, if it is one for clients.
-    """
+    """Let the middleware answer what Litestar has no handler for: errors on a websocket, and groups of errors."""
     if (scope["type"] == "websocket" or isinstance(error, ExceptionGroup)) and answer_of(error, detail=False):
         raise error
 

@@ -75,13 +75,7 @@ class Store:
 class ReplacementLock:
     """The lock of one group of processes. Its holder may be replaced; its replacement releases the lock.
 
-    Args:
-        store: Contains the entries.
-        group: The group of processes.
-        me: This process.
-        timeout: Seconds until another process may take the lock from its holder. By then the holder's replacement has
-            failed, or there is none.
-        clock: A monotonic clock, in seconds.
+    After ``timeout`` another process takes it: by then the holder's replacement has failed, or there is none.
     """
 
     def __init__(
@@ -340,20 +334,20 @@ class Replica:
         return made
 
     async def _answer(self, request: Any) -> Any:
-        timeout = self._web.timeout(request.headers.get)
-        if isinstance(timeout, Answer):
-            return _response(timeout)
-        try:
-            item = json.loads(await request.body())
-        except (ValueError, RecursionError):
-            return _response(problem(HTTPStatus.BAD_REQUEST, "The body must be one item as JSON."))
-        try:
-            return await self._function.aio(item, timeout=timeout)
-        except ModelGuardError as error:
-            answer = self._web.answer(error)
-            if answer is None:
-                raise
-            return _response(answer)
+        answer = self._web.timeout(request.headers.get)
+        if not isinstance(answer, Answer):
+            timeout = answer
+            try:
+                item = json.loads(await request.body())
+            except (ValueError, RecursionError):
+                answer = problem(HTTPStatus.BAD_REQUEST, "The body must be one item as JSON.")
+            else:
+                try:
+                    return await self._function.aio(item, timeout=timeout)
+                except ModelGuardError as error:
+                    answer = self._web.answer_or_raise(error)
+        kind = importlib.import_module("starlette.responses").Response
+        return kind(answer.body, status_code=answer.status, headers=answer.headers)
 
 
 def _ray(module: str) -> Any:
@@ -362,11 +356,6 @@ def _ray(module: str) -> Any:
     except ImportError as error:
         why = f"Ray Serve cannot be imported ({error}); pip install 'modelguard-lifecycle[ray]'"
         raise NotSupported("modelguard.frameworks.ray", reason=why) from error
-
-
-def _response(answer: Answer) -> Any:
-    kind = importlib.import_module("starlette.responses").Response
-    return kind(answer.body, status_code=answer.status, headers=answer.headers)
 
 
 def _model(function: Any) -> Any:

@@ -53,19 +53,19 @@ class ModelGuardMiddleware:
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Serve one request."""
         method, path, query = environ["REQUEST_METHOD"], environ.get("PATH_INFO", ""), environ.get("QUERY_STRING", "")
-        step = self._web.receive(method, path, query, partial(_header, environ))
-        if isinstance(step, Answer):
-            return _respond(step, environ, start_response)
-        caller = self._web.caller(environ, partial(_header, environ))
-        body = _Body(WebRequest(step), start_response, caller)
-        try:
-            return body.begin(self.app, environ)
-        except BaseException as error:
-            body.close()
-            answer = self._web.answer(error) if isinstance(error, Exception) else None
-            if answer is None or body.begun:
-                raise
-            return _respond(answer, environ, start_response)
+        answer = self._web.receive(method, path, query, partial(_header, environ))
+        if not isinstance(answer, Answer):
+            caller = self._web.caller(environ, partial(_header, environ))
+            body = _Body(WebRequest(answer), start_response, caller)
+            try:
+                return body.begin(self.app, environ)
+            except BaseException as error:
+                body.close()
+                answer = self._web.answer(error) if isinstance(error, Exception) else None
+                if answer is None or body.begun:
+                    raise
+        start_response(f"{answer.status} {answer.reason}", [*answer.headers.items()])
+        return [answer.body_for(environ["REQUEST_METHOD"])]
 
 
 class _Body:
@@ -181,8 +181,3 @@ def install(app: Any, **options: Unpack[Options]) -> None:
     for kind in ANSWERED:
         if not own.keys() & {kind, ModelGuardError}:
             app.register_error_handler(kind, handle)
-
-
-def _respond(answer: Answer, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-    start_response(f"{answer.status} {answer.reason}", [*answer.headers.items()])
-    return [answer.body_for(environ["REQUEST_METHOD"])]

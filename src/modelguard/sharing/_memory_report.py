@@ -63,12 +63,7 @@ class Places:
 
 
 def places(mappings: Iterable[MemoryMapping], *, arenas: bool) -> Places:
-    """Find out where private memory is.
-
-    Args:
-        mappings: The mappings of a process with their sizes, by address.
-        arenas: The result of :func:`has_arenas`.
-    """
+    """Find out where private memory is, by the mappings of a process in the order of their addresses."""
     sums = dict.fromkeys((field.name for field in fields(Places)), 0)
     before = None
     for mapping in mappings:
@@ -84,12 +79,7 @@ def total(mappings: Iterable[MemoryMapping], *names: str) -> int:
 
 
 def has_arenas(mappings: Sequence[MemoryMapping], pythonmalloc: str) -> bool:
-    """Whether Python's own allocator serves its small objects.
-
-    Args:
-        mappings: The mappings of the process.
-        pythonmalloc: The variable ``PYTHONMALLOC`` of the process; empty if it is not set.
-    """
+    """Whether Python's own allocator serves its small objects."""
     python = interpreter_in(mappings)
     if python is None or python.name != "CPython" or python.free_threaded:
         return False
@@ -342,13 +332,6 @@ def python_trees(*, root: Path = _proc.ROOT, without: Collection[int] = ()) -> l
 
     A process counts if it executes Python or has loaded it, as uWSGI does. The top of a tree is a Python process whose
     parent is not one.
-
-    Args:
-        root: The folder that holds ``proc``.
-        without: Processes to leave out, such as the calling one.
-
-    Returns:
-        The process at the top of each tree.
     """
     processes = _proc.processes(root)
     # A process that cannot be read has ended, or belongs to another user.

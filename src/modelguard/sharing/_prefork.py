@@ -77,17 +77,6 @@ _current: Prepared | None = None  # by this process, or by the one that forked i
 _signal_mask = threading.local()  # of the thread that forks
 _mode: Literal["", "trial", "twice"] = ""
 _forker = 0  # the process that forked last; its child cannot ask for its parent, which may have ended
-_first = threading.Lock()  # taken by the first preparation, and never released
-
-
-def install(prepared: Prepared | None) -> None:
-    """Have children that are forked from now on repair themselves like this; None for not at all."""
-    global _current
-    _current = prepared
-    if _first.acquire(blocking=False):  # twice, and a fork would leave the signals blocked
-        fork_hooks.at_fork(
-            fork_hooks.Rank.REPAIR, before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork
-        )
 
 
 @contextmanager
@@ -169,6 +158,9 @@ def _repair(prepared: Prepared) -> None:
             guard.engine.warm_up()
     except BaseException as error:  # noqa: BLE001 - a fork hook cannot raise; in_child() does
         prepared.failure = error
+
+
+fork_hooks.at_fork(fork_hooks.Rank.REPAIR, before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork)
 
 
 OnHazard = Literal["fix", "refuse", "warn"]
@@ -409,12 +401,12 @@ def _compile_for_children(state: Prepared) -> None:
 @contextmanager
 def _installed(state: Prepared) -> Iterator[None]:
     """Have children repair themselves from now on, unless the block fails: then all is as it was."""
-    before = _current
-    install(state)
+    global _current
+    before, _current = _current, state
     try:
         yield
     except BaseException:
-        install(before)
+        _current = before
         raise
 
 
