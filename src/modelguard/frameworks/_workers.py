@@ -6,7 +6,6 @@ send no messages: all they need to know about each other is in a few bytes of sh
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import mmap
 import os
@@ -15,7 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -234,25 +233,19 @@ class SharedState:
 
     def try_leave(self, now: float) -> bool:
         """Whether the calling worker may leave: True for one worker at a time, until its replacement has started."""
-        with self._locked():
-            if self._left_at[0] and now - self._left_at[0] < _REPLACE_TIMEOUT:
-                return False
-            self._left_at[0] = now
-            return True
-
-    def worker_started(self) -> None:
-        with self._locked():
-            self._left_at[0] = 0.0
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
         import fcntl  # imported here, because a program that only sends tasks may run on Windows
 
         fcntl.lockf(self._file, fcntl.LOCK_EX)  # the kernel releases it if the process dies
         try:
-            yield
+            if self._left_at[0] and now - self._left_at[0] < _REPLACE_TIMEOUT:
+                return False
+            self._left_at[0] = now
+            return True
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def worker_started(self) -> None:
+        self._left_at[0] = 0.0  # one step, as if before or after that of a worker that leaves
 
 
 # The files of prometheus_client's multiprocess mode, under a server that replaces its workers.

@@ -11,7 +11,6 @@ aiohttp notices that a client disconnects only if the server was started with ``
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, Unpack
 
@@ -22,10 +21,6 @@ from modelguard.frameworks._web import Header, Options, Web
 from modelguard.serving.deadlines import WebRequest
 
 __all__ = ["install"]
-
-#: Gets an entry when the response of this context's request begins. (An entry in the request itself needs a key of a
-#: kind that older versions of aiohttp lack.)
-_begun: ContextVar[list[bool] | None] = ContextVar("modelguard response has begun", default=None)
 
 
 def install(app: Any, **options: Unpack[Options]) -> None:
@@ -55,26 +50,28 @@ def install(app: Any, **options: Unpack[Options]) -> None:
         fix = "Call install(app) where the application is made."
         raise InvalidOption("app", app, why="must not run already", fix=fix)
     library = _extras.load("aiohttp.web", "modelguard.frameworks.aiohttp.install()")
-    app.middlewares.insert(0, library.middleware(partial(_serve, library.Response, web)))
-    app.on_response_prepare.append(_note_begun)
+    begun: Any = "modelguard.begun"
+    if hasattr(library, "RequestKey"):  # from aiohttp 3.14 on
+        begun = library.RequestKey(begun, bool)
+
+    async def note_begun(request: Any, _response: Any) -> None:
+        request[begun] = True
+
+    app.middlewares.insert(0, library.middleware(partial(_serve, library.Response, web, begun)))
+    app.on_response_prepare.append(note_begun)
 
 
-async def _serve(response: Any, web: Web, request: Any, handler: Any) -> Any:
+async def _serve(response: Any, web: Web, begun: Any, request: Any, handler: Any) -> Any:
     header = _headers_of(request)
     answer = await web.areceive(request.method, request.path, request.rel_url.raw_query_string, header)
     if not isinstance(answer, Answer):
-        outer = _begun.get()
-        begun = [] if outer is None else outer  # that of the application which this one is mounted in
-        token = _begun.set(begun)
         try:
             with web.serving(WebRequest(answer), request, header) as scope, scope:
                 return await handler(request)
         except (ModelGuardError, ExceptionGroup) as error:
             answer = web.answer(error)
-            if answer is None or begun:
+            if answer is None or begun in request:
                 raise
-        finally:
-            _begun.reset(token)
     body = answer.body_for(request.method)
     return response(body=body, status=answer.status, reason=answer.reason, headers=answer.headers)
 
@@ -82,9 +79,3 @@ async def _serve(response: Any, web: Web, request: Any, handler: Any) -> Any:
 def _headers_of(request: Any) -> Header:
     """Finds a header of a request; several are joined, as a proxy would."""
     return lambda name: ", ".join(request.headers.getall(name)) if name in request.headers else None
-
-
-async def _note_begun(_request: Any, _response: Any) -> None:
-    begun = _begun.get()
-    if begun is not None:
-        begun.append(True)
