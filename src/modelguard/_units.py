@@ -9,7 +9,7 @@ import re
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast, get_args
 
 from modelguard.errors import InvalidOption, UnhashableKey, of_a_signal, shortened
 from modelguard.errors import printable as printable  # noqa: PLC0414 - offered here too
@@ -104,7 +104,10 @@ def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
     """Read a bound on the memory of models: a size of at least 1 MB, or a percentage of the limit such as ``"80%"``."""
     if isinstance(value, str) and value.rstrip().endswith("%"):
         return _percentage(value, argument)
-    return size(value, argument, at_least=_LEAST_BOUND, fix=_percentage_fix(value))
+    given, fix = cast("object", value), _PERCENTAGE_FIX
+    if isinstance(given, float) and 0 < given <= 1:  # such as 0.8
+        fix = f"Write '{Percentage(given)}' for a percentage of the memory limit."
+    return size(value, argument, at_least=_LEAST_BOUND, fix=fix)
 
 
 def whole_number(value: object, argument: str, *, at_least: int = 1, most: int = sys.maxsize, fix: str = "") -> int:
@@ -392,13 +395,6 @@ def _percentage(text: str, argument: str) -> Percentage:
         why = "must be more than 0% and at most 100%"
         raise InvalidOption(argument, text, why=why, fix=_PERCENTAGE_FIX)
     return Percentage(fraction)
-
-
-def _percentage_fix(value: object) -> str:
-    """What to write instead; a float such as 0.8 probably stands for a percentage."""
-    if isinstance(value, float) and 0 < value <= 1:
-        return f"Write '{Percentage(value)}' for a percentage of the memory limit."
-    return _PERCENTAGE_FIX
 
 
 def _why_unreadable(text: str, units: Collection[str], kind: str) -> str:

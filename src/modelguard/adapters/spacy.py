@@ -103,13 +103,11 @@ def _escapes(value: Any) -> bool:
 
 def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The items of a container that are not plain values, with their paths."""
-    if isinstance(value, dict):
-        yield from _items(f"list({path})", enumerate(value))
-        yield from _items(path, value.items())
-    elif isinstance(value, list | tuple | deque) and not hasattr(value, "_fields"):
+    if isinstance(value, list | tuple | deque) and not hasattr(value, "_fields"):
         yield from _items(path, enumerate(value))
-    elif isinstance(value, set | frozenset | KeysView | ValuesView | ItemsView):
+    elif isinstance(value, dict | set | frozenset | KeysView | ValuesView | ItemsView):
         yield from _items(f"list({path})", enumerate(value))
+        yield from _items(path, value.items() if isinstance(value, dict) else ())
     else:
         yield from ((f"{path}.{name}", getattr(value, name, None)) for name in _fields(value))
 

@@ -15,6 +15,7 @@ import shutil
 import signal
 import stat
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args
@@ -80,7 +81,9 @@ def binary(path: str) -> str:
     """The binary that is executed in the end: for a script its interpreter, which may be a script itself."""
     file = path
     for _ in range(_SCRIPTS):
-        line = _first_line(file)
+        line = b""
+        with suppress(OSError), Path(file).open("rb") as stream:  # a file may be executable without being readable
+            line = stream.readline(_LINE)
         if not line.startswith(b"#!"):
             break
         words = re.match(rb"#![ \t]*([^ \t\n]*)", line)  # a carriage return is part of the name, as in the kernel
@@ -93,14 +96,6 @@ def binary(path: str) -> str:
     return file
 
 
-def _first_line(file: str) -> bytes:
-    try:
-        with Path(file).open("rb") as stream:
-            return stream.readline(_LINE)
-    except OSError:  # a file may be executable without being readable
-        return b""
-
-
 def _is_privileged(file: str) -> bool:
     state, user = Path(file).stat(), os.getuid()
     if state.st_mode & stat.S_ISUID and state.st_uid != user:
@@ -108,14 +103,9 @@ def _is_privileged(file: str) -> bool:
     # On a file that its group may not execute, the bit means mandatory locking.
     if state.st_mode & stat.S_ISGID and state.st_mode & stat.S_IXGRP and state.st_gid != os.getgid():
         return True
-    return user != 0 and _has_capabilities(file)
-
-
-def _has_capabilities(file: str) -> bool:
-    try:
-        return bool(os.getxattr(file, "security.capability"))
-    except (OSError, AttributeError):  # the file has none, or the system does not support them
-        return False
+    with suppress(OSError, AttributeError):  # the file has no capabilities, or the system does not support them
+        return user != 0 and bool(os.getxattr(file, "security.capability"))
+    return False
 
 
 # Choose the allocator of a program that is about to be started, and the variables that select it.
@@ -145,11 +135,7 @@ _NONE_USABLE = (
 
 
 def choose_preload(
-    wanted: Allocator,
-    program: str,
-    environ: Mapping[str, str],
-    *,
-    arguments: Sequence[str] = (),
+    wanted: Allocator, program: str, environ: Mapping[str, str], *, arguments: Sequence[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
     _units.one_of(wanted, _ARGUMENT, get_args(Allocator), what="allocator")
     if wanted == "none":
@@ -231,14 +217,16 @@ class Plan:
     kind: Kind = "glibc"
 
     @property
+    def settings(self) -> list[str]:
+        return [f"{name}={value}" for name, value in self.added.items()]
+
+    @property
     def in_force(self) -> str:
-        settings = [f"{name}={value}" for name, value in self.added.items()]
         allocator = {"glibc": "the C library", "unknown": "the library that is preloaded"}.get(self.kind, self.kind)
-        return f"in force: {' '.join(settings) or 'nothing added'}; malloc is served by {allocator}"
+        return f"in force: {' '.join(self.settings) or 'nothing added'}; malloc is served by {allocator}"
 
     def __str__(self) -> str:
-        settings = (f"{name}={value}" for name, value in self.added.items())
-        return shlex.join(["env", *settings, *self.argv])
+        return shlex.join(["env", *self.settings, *self.argv])
 
 
 def plan(

@@ -435,7 +435,6 @@ class _LeavingWorker:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._leaving = False
-        self._deadline = 0.0
         self._load, worker.load_wsgi = worker.load_wsgi, self._load_app
         self._exit, worker.handle_exit_signal = worker.handle_exit_signal, self._begin
 
@@ -463,12 +462,11 @@ class _LeavingWorker:
             self._leaving = True
             settings = self._worker.cfg
             patience = min(settings.keepalive + _MARGIN, settings.graceful_timeout / 2)
-            self._deadline = self._worker.loop.time() + patience
-            self._exit_when_closed()
+            self._exit_when_closed(self._worker.loop.time() + patience)
 
-    def _exit_when_closed(self) -> None:
+    def _exit_when_closed(self, deadline: float) -> None:
         loop = self._worker.loop
-        if self._worker.nr_conns == 0 or loop.time() >= self._deadline:
+        if self._worker.nr_conns == 0 or loop.time() >= deadline:
             self._exit()
         else:
-            loop.call_later(_CLOSING_POLL, self._exit_when_closed)
+            loop.call_later(_CLOSING_POLL, self._exit_when_closed, deadline)

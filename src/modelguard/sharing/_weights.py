@@ -410,7 +410,8 @@ def publish(
     """
     store = WeightsStore(_path(path))
     timeout = _units.seconds(wait_timeout, "wait_timeout", zero=True)
-    _check_key(key)
+    if key is not None and (not isinstance(key, str) or not key):
+        raise InvalidOption("key", key, why="must be a string and not empty", fix="Give a string such as '2026-11'.")
     _units.flag(allow_pickle, "allow_pickle")
     form = _weights_formats.format_of(source, allow_pickle=allow_pickle and not _may_make(source, key))
     if form is None:
@@ -513,11 +514,6 @@ def _path(path: str | os.PathLike[str]) -> Path:
         fix = f"Give a file in it, such as {os.path.join(path, 'weights')!r}."  # noqa: PTH118 - as the caller wrote it
         raise InvalidOption("path", os.fspath(path), why="is a folder", fix=fix)
     return Path(path).absolute()
-
-
-def _check_key(key: object) -> None:
-    if key is not None and (not isinstance(key, str) or not key):
-        raise InvalidOption("key", key, why="must be a string and not empty", fix="Give a string such as '2026-11'.")
 
 
 def _published(store: WeightsStore, manifest: Manifest, *, fresh: bool) -> Published:
