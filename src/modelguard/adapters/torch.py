@@ -281,13 +281,10 @@ class _Cutter:
     A result whose size is a multiple of the padded length need not have a length: an embedding may be as wide by
     chance. So only a ratio that was seen in calls without padding counts, at two lengths: what is constant has another
     ratio at each.
-
-    Attributes:
-        where: What is cut; None for nothing.
-        seen: For each place in the results, the lengths of the input and of the result in calls without padding.
     """
 
     where: _Where | Mapping[str | int, _Where] | None
+    #: For each place in the results, the lengths of the input and of the result in calls without padding.
     seen: dict[_Place, frozenset[tuple[int, int]]] = field(default_factory=dict)
 
     def may_pad(self, length: int) -> bool:

@@ -81,13 +81,7 @@ def why_unusable(name: str, value: str) -> str | None:
 
 
 def require_usable(name: str, value: str, argument: str = "") -> None:
-    """Reject a value that a process must not start with.
-
-    Args:
-        name: The variable.
-        value: Its value.
-        argument: The name of the caller's argument, for the error. Default: the variable.
-    """
+    """Reject a value that a process must not start with."""
     if (crash := why_unusable(name, value)) is not None:
         fix = f"Remove it, or set it to 1 or more, such as {DEFAULT_ENTRIES}."
         raise InvalidOption(argument or name, value, why=crash, fix=fix)

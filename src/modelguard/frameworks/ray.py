@@ -110,13 +110,11 @@ class ReplacementLock:
             self._write(number, "")
 
     def _last(self) -> tuple[int, str]:
-        numbers = self._numbers()
-        while numbers:
+        while numbers := self._numbers():
             number = max(numbers)
-            value = self._store.get(self._key(number))
-            if value is not None:
+            if (value := self._store.get(self._key(number))) is not None:
                 return number, value
-            numbers.remove(number)  # deleted in the meantime, because there is a later one
+            # deleted in the meantime, because there is a later one
         return 0, ""
 
     def _write(self, after: int, value: str) -> bool:

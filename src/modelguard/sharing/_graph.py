@@ -236,15 +236,12 @@ def self_test(words: memoryview[int], immortal: int) -> str | None:
 def _is_counted(words: memoryview[int]) -> bool:
     """Whether the count of a mortal object is where it should be, and changes as it should."""
     probe: list[Any] = []
-    at = id(probe) >> 3
+    at, held = id(probe) >> 3, list[Any]()
     before = words[at] & _COUNT
-    one_by_one = [probe for _ in range(3)]
+    held += [probe, probe, probe]
     more = words[at] & _COUNT
-    one_by_one.clear()
-    many = [probe] * 3
-    most = words[at] & _COUNT
-    many.clear()
-    return 0 < before < IMMORTAL and (before + 3, before + 3, before) == (more, most, words[at] & _COUNT)
+    held.clear()
+    return 0 < before < IMMORTAL and (before + 3, before) == (more, words[at] & _COUNT)
 
 
 class _Plain:

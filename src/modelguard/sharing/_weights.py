@@ -517,12 +517,5 @@ def _path(path: str | os.PathLike[str]) -> Path:
 
 
 def _published(store: WeightsStore, manifest: Manifest, *, fresh: bool) -> Published:
-    return Published(
-        path=store.path,
-        version=manifest.version,
-        sha256=manifest.sha256,
-        bytes=sum(file.size for file in manifest.files.values()),
-        kind=manifest.kind,
-        key=manifest.key,
-        fresh=fresh,
-    )
+    size = sum(file.size for file in manifest.files.values())
+    return Published(store.path, manifest.version, manifest.sha256, size, manifest.kind, manifest.key, fresh)
