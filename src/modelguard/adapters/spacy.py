@@ -142,16 +142,19 @@ class ZoneRequest(NamedTuple):
     blocks: bool
 
 
-class ZoneLock:
+class ZoneLock(fork_hooks.Forkable):
     """Admits one call after the other to the zone of a pipeline. It refers to the pipeline only while a call is inside.
 
     What is inside, and was there before the last fork, has the request of the call that is admitted.
     """
 
+    fork_rank = fork_hooks.Rank.LOCKS
+
     def __init__(self) -> None:
         self._opened: tuple[Language, AbstractContextManager[Any]] | None = None
         self._line: Line[ZoneRequest, ZoneRequest] = Line(self._take, self.release)
         self._renew()
+        fork_hooks.register(self)
 
     def _renew(self) -> None:
         # Reentrant, because the garbage collector may end a coroutine inside the zone in any thread at any time.
@@ -302,14 +305,6 @@ def _entered() -> Iterator[Part]:
 def _zone_of(language: Language) -> ZoneLock:
     zone = _zones.get(language)
     return _zones.setdefault(language, ZoneLock()) if zone is None else zone
-
-
-def _after_fork_in_child() -> None:
-    for zone in list(_zones.values()):
-        zone.after_fork_in_child()
-
-
-fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_after_fork_in_child)
 
 
 L = TypeVar("L", bound=Language)

@@ -266,15 +266,14 @@ class MetricFiles:
     """Which files are free to be taken over. Lives in the process that forks; a forked worker uses its copy once."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        folder = environment.get(_FOLDER)
-        self._folder = None if folder is None else Path(folder)
-        self.ended: list[int] = []
+        self._folder = environment.get(_FOLDER)
+        self.ended: list[int] = []  # none without a folder
 
     def worker_ended(self, pid: int) -> None:
         """In the parent: a worker or mold has ended. Its live gauges are removed, its counts go to a worker to come."""
         if self._folder is None or "prometheus_client" not in sys.modules:
             return
-        importlib.import_module("prometheus_client.multiprocess").mark_process_dead(pid, str(self._folder))
+        importlib.import_module("prometheus_client.multiprocess").mark_process_dead(pid, self._folder)
         still_there = [each for each in self.ended if each != pid and any(map(Path.exists, self._files(each)))]
         self.ended = [*still_there, pid]
 
@@ -287,8 +286,6 @@ class MetricFiles:
 
         Another new worker may take the same one: only one of them can rename a file.
         """
-        if self._folder is None:
-            return
         own = self._files(os.getpid())
         for pid in self.ended:
             if any(map(Path.exists, own)):  # taken, or it counts already, or one that ended had the same process id
@@ -298,5 +295,4 @@ class MetricFiles:
                     theirs.rename(mine)
 
     def _files(self, pid: int) -> list[Path]:
-        folder = self._folder or Path()
-        return [folder / f"{kind}_{pid}.db" for kind in _SUMMED]
+        return [Path(self._folder or "") / f"{kind}_{pid}.db" for kind in _SUMMED]
