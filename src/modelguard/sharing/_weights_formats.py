@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 from modelguard import _extras, _units
 from modelguard._units import format_bytes
@@ -18,20 +17,9 @@ from modelguard.facts._proc import MemoryMapping
 Create: TypeAlias = Callable[[str], AbstractContextManager[IO[bytes]]]
 
 
-class WeightsFormat(Protocol):
-    """How the weights of one library are written and mapped."""
-
-    @property
-    def kind(self) -> str: ...
-
-    def write(self, source: Any, create: Create) -> Mapping[str, Any]:
-        """Write ``source`` into files; returns what :meth:`load` needs in addition to them, as plain JSON."""
-        ...
-
-    def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:
-        """Map the files and make the model from them."""
-        ...
-
+#: How the weights of one library are written and mapped: a module with its ``kind``, a function ``write(source,
+#: create)`` that returns as plain JSON what ``load(build, folder, details)`` needs in addition to the files.
+WeightsFormat: TypeAlias = Any
 
 # Kind -> the module that is its format, by name, so that nothing is imported here.
 _MODULES = {
@@ -46,7 +34,7 @@ _VALUES = {"torch.Tensor": "torch", "numpy.ndarray": "numpy"}
 _SAFE = "a torch module, a state dict, a numpy array or a mapping of names to arrays"
 
 
-def format_of(source: object, *, allow_pickle: bool) -> WeightsFormat | None:
+def format_of(source: object, *, allow_pickle: bool) -> WeightsFormat:
     """The format that can publish ``source``; None if there is none."""
     kind = _kind(source) or ("pickle" if allow_pickle else None)
     return None if kind is None else _import(kind)
@@ -87,11 +75,7 @@ def _find(value: object, table: Mapping[str, str]) -> str | None:
 
 
 def _import(kind: str) -> WeightsFormat:
-    try:
-        found: Any = importlib.import_module(_MODULES[kind])
-    except ModuleNotFoundError as error:
-        raise _extras.not_installed(error, f"publishing and loading weights of the kind {kind!r}") from error
-    return found  # type: ignore[no-any-return]
+    return _extras.load(_MODULES[kind], f"publishing and loading weights of the kind {kind!r}")
 
 
 # Check whether data is in a mapped file, so that all processes that map the file share the memory.
