@@ -128,11 +128,9 @@ def _fields(value: Any) -> Iterable[str]:
 
 # Exclusive access to a pipeline's memory zone: one call at a time, each in its own zone.
 #
-# Calls do not share a zone for this reason: spaCy makes a lexeme by running Python code, so two threads in one zone can
-# make the same lexeme twice. At the end of the zone it is cleared twice, and each time this uses up one empty cell of
-# spaCy's hash table without counting it. When no cell is left, the next look-up of a new word never ends, and it holds
-# the GIL: four threads with the same 400 new words in shared zones froze the whole process after four minutes (spaCy
-# 3.8.18, preshed 3.0.15). A separate zone for each call costs 17 microseconds per call.
+# Calls do not share a zone: two threads in one can make the same lexeme twice. Each time its end then uses up an empty
+# cell of spaCy's hash table without counting it. When none is left, the next look-up of a new word never ends, and it
+# holds the GIL: shared zones froze a process after four minutes (docs/design/decisions.md).
 
 
 class ZoneRequest(NamedTuple):

@@ -32,9 +32,7 @@ __all__ = ["ADAPTER", "bucketed", "pad_to_bucket"]
 RoundUp: TypeAlias = Callable[[int], int]
 
 #: Each bucket is an eighth longer than the one before: there are about six from one length to its double, and 6 % of
-#: padding on average, for short and long lengths alike. With texts of 5 to 120 tokens BERT took 4 % longer with these
-#: buckets, and three times as long with multiples of 256; with lengths from 50 to 4,000 Conv1d took the same time with
-#: either (benchmarks/torch_dynamic_shapes.py).
+#: padding on average, for short and long lengths alike (benchmarks/torch_dynamic_shapes.py).
 _GROWTH = 1.125
 #: Buckets that grow by a factor begin here, and are multiples of ``_STEP``, which suits the kernels.
 _SHORTEST, _STEP = 16, 8

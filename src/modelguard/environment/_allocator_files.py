@@ -48,10 +48,7 @@ class _Known(NamedTuple):
     package: str = ""
 
 
-#: From best to worst. A guard that reloads 200 MB of 8 kB blocks, one in 200 of which survives, held 226, 244 and
-#: 424 MB after 8 reloads, and its releases returned 205, 181 - 195 and 0 - 1 MB (jemalloc 5.3.0, tcmalloc 2.10,
-#: mimalloc 2.0.9; glibc: 216 and 199 - 200 MB). With 200 lengths of input, eight small Conv1d layers and both oneDNN
-#: caches capped, a process grew by 9, 15 and 8 MB, and by 4, 10 and 8 MB after a trim, at the same CPU time.
+#: From best to worst, by what reloads leave behind: docs/design/decisions.md has the figures.
 _KNOWN = (
     # Wheels that bundle a library put a hash into its name: libjemalloc-1a2b3c4d.so.2.
     _Known("jemalloc", r"libjemalloc(?:_pic)?(?:-[0-9a-f]+)?\.so[.\d]*", ("libjemalloc",), "libjemalloc2"),
