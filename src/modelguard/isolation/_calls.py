@@ -1,347 +1,61 @@
-"""One call from its arguments to its answer: wait for a load and in line, send, wait, give the worker back.
-
-Whoever has a worker has a thread; whoever waits for one needs none. So no thread that waits can hold up the steps of a
-stream, or the calls of another key.
-"""
+"""An isolated function, and each of its calls from the arguments to the answer."""
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import functools
 import inspect
 import math
-import operator
 import os
 import threading
 import time
 import weakref
-from asyncio import CancelledError
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from modelguard import _units
+from modelguard._units import FunctionKind
 from modelguard.errors import (
     DeadlineExceeded,
     GuardClosed,
-    NoPreviousModel,
     NotSupported,
     Overloaded,
     QueueFull,
-    Reloading,
     TransferRefused,
     WorkerCrashed,
+    WouldDeadlock,
     text_of,
     told,
 )
-from modelguard.isolation import _channel
-from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unreadable, with_remote_traceback
-from modelguard.isolation._isolation_options import IsolationOptions
-from modelguard.isolation._mold_workers import RETRY_AFTER, Waiter
+from modelguard.isolation import _channel, _processes, _supervisor, status
+from modelguard.isolation._channel import AnswerKind, StreamStep, Unreadable, with_remote_traceback
+from modelguard.isolation._isolation_options import (
+    IsolationOptions,
+    PoolSource,
+    Source,
+)
+from modelguard.isolation._mold_owner import MoldGuard
+from modelguard.isolation._scopes import CallTimes, Claim, Followed, PoolScope, ProcessScope, Taken, WorkerScope
 from modelguard.isolation._supervisor import supervisor
-from modelguard.lifecycle import runtime
-from modelguard.runtime import waiting
+from modelguard.isolation.status import IsolationStatus
+from modelguard.lifecycle.handle import LoadingHandle
+from modelguard.runtime import call_context, waiting
 from modelguard.runtime.background import SHARED
-from modelguard.runtime.waiting import Steps, Timeout, Wait, Work
-from modelguard.telemetry import Reason, WorkerEndCause, logger
+from modelguard.serving import deadlines
+from modelguard.telemetry import Reason, logger
 
+if TYPE_CHECKING:
+    from modelguard.isolation._host_scope import HostScope
 
-class CallTimes(NamedTuple):
-    """The times of one call, on the monotonic clock."""
-
-    arrived: float
-    until: float = math.inf
-
-
-class Taken(Protocol):
-    """A worker that a call has. One of its methods ends that."""
-
-    @property
-    def channel(self) -> Channel: ...
-
-    @property
-    def pid(self) -> int:
-        """Its process id; 0 while it is not known."""
-        ...
-
-    def release(self, *, worn: tuple[Reason, ...]) -> None:
-        """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
-        ...
-
-    def put_back(self) -> None:
-        """Give the worker back without a call."""
-        ...
-
-    def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        """Record that the worker has ended in its call, or end it; returns how it ended, for people."""
-        ...
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Claim:
-    """A call that asks for a worker.
-
-    Attributes:
-        limits: The call's times.
-        key: Which of a pool's models it needs.
-        client: Whose call it is: clients take turns.
-        tell: Hears whether it waits for a load or in line, whenever that changes.
-        blocks: Whether it has a thread that waits with it.
-        admitted: Whether there was room for it, so that none refuses it where it goes on to wait.
-        loading: Whether it waits for a load.
-    """
-
-    limits: CallTimes
-    key: object = None
-    client: Hashable = None
-    tell: Callable[[bool], object] | None = None
-    blocks: bool = False
-    admitted: bool = False
-    loading: bool = False
-
-
-class Withdrawn(Exception):
-    """Nobody needs the worker any more."""
-
-
-T = TypeVar("T")
-
-
-class Followed(Generic[T]):
-    """Steps that are gone through without a thread: whoever ends one of the waits goes on. They end once.
-
-    Args:
-        steps: The steps.
-        then: Called with what they return, or with their error. With the former from any thread and under any lock, so
-            it must not block. Kept until then and no longer: the call's future refers to this.
-        waits: The list for those that wait now.
-
-    Attributes:
-        until: When the present wait ends, on the monotonic clock.
-    """
-
-    __slots__ = ("_open", "_steps", "_then", "_waits", "_withdrawn", "until")
-
-    def __init__(self, steps: Steps[T], then: Callable[[T | None, BaseException | None], object], waits: Waits) -> None:
-        self._steps: Steps[T] | None = steps
-        self._then: Callable[[T | None, BaseException | None], object] | None = then
-        self._waits = waits
-        self._withdrawn = False
-        # Who takes the entry out goes on with the steps: one operation, so no lock is needed.
-        self._open: list[Steps[T]] = []
-        self.until = math.inf
-
-    def begin(self) -> Exception | None:
-        """Go to the first wait; returns the error if there is one before."""
-        assert self._steps is not None  # noqa: S101 - it begins once
-        return self._go_on(partial(next, self._steps))
-
-    def withdraw(self) -> None:
-        """End it, wherever it waits, or is about to wait."""
-        self._withdrawn = True
-        if (steps := self._take()) is not None:
-            steps.close()
-            self._end(None, Withdrawn())
-
-    def refuse(self, error: Exception) -> None:
-        if (steps := self._take()) is not None:
-            self._go_on(partial(steps.throw, error))
-
-    def expire(self, now: float) -> None:
-        if now >= self.until and (steps := self._take()) is not None:
-            self._go_on(partial(steps.send, None), aside)
-
-    def _take(self) -> Steps[T] | None:
-        try:
-            steps = self._open.pop()
-        except IndexError:
-            return None
-        self._waits.remove(self)
-        return steps
-
-    def _go_on(
-        self, resume: Callable[[], Any], tell: Callable[[Callable[[], object]], object] = operator.call
-    ) -> Exception | None:
-        try:
-            step = resume()
-        except StopIteration as stop:
-            self._end(stop.value, None)
-        except Exception as error:  # noqa: BLE001 - it is the call's
-            tell(partial(self._end, None, error))
-            return error
-        else:
-            self._wait(step)
-        return None
-
-    def _wait(self, step: Any) -> None:
-        left = step.limit.left()
-        self.until = math.inf if left is None else time.monotonic() + left
-        assert self._steps is not None  # noqa: S101 - it has not ended
-        self._waits.add(self)
-        self._open.append(self._steps)
-        step.future.add_done_callback(self._woken)
-        if self._withdrawn:  # meanwhile
-            self.withdraw()
-        else:
-            self.expire(time.monotonic())
-
-    def _woken(self, future: Future[Any]) -> None:
-        steps = self._take()
-        if steps is None:
-            return
-        resume = partial(steps.send, None)
-        if isinstance(future, Waiter) and future.is_granted:  # its worker waits
-            self._go_on(resume)
-            return
-        go_on = partial(self._go_on, resume, aside)
-        try:  # what may take a while, or runs callbacks of users
-            supervisor().call(go_on)
-        except RuntimeError:  # the system gives no thread
-            go_on()
-
-    def _end(self, result: T | None, error: BaseException | None) -> None:
-        then, self._then, self._steps = self._then, None, None
-        assert then is not None  # noqa: S101 - it ends once
-        then(result, error)
-
-
-class Waits:
-    """The calls of one function that wait without a thread: ends those whose time is over. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Followed[Any], None] = {}
-        self._due = math.inf
-
-    def __iter__(self) -> Iterator[Followed[Any]]:
-        return iter(tuple(self._waiting))
-
-    def add(self, one: Followed[Any]) -> None:
-        self._waiting[one] = None
-        self._look_at(one.until)
-
-    def remove(self, one: Followed[Any]) -> None:
-        self._waiting.pop(one, None)
-
-    def _look_at(self, due: float) -> None:
-        if due < self._due:
-            self._due = due
-            try:
-                supervisor().later(due - time.monotonic(), self._look)
-            except RuntimeError:  # the system gives no thread; the next one that waits tries again
-                self._due = math.inf
-
-    def _look(self) -> None:
-        now, self._due = time.monotonic(), math.inf
-        for one in self:
-            one.expire(now)
-        self._look_at(min((one.until for one in self), default=math.inf))
-
-
-def aside(work: Callable[[], object]) -> None:
-    """Run what may block, or runs code of users, in a thread of its own; in this one if the system gives none."""
-    try:
-        SHARED.start(work, "modelguard-isolated-call")
-    except RuntimeError:
-        work()
-
-
-class WorkerScope:
-    """Where the workers of a function come from: this process's molds, those of a pool's keys, or a broker.
-
-    For its handle it is a source of models, too: see :mod:`modelguard.lifecycle.handle`.
-    """
-
-    #: Why there is no mold to go back to.
-    keeps_none: ClassVar[str]
-
-    def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
-        self.name = options.name
-        self.runtime = runtime.default()
-        self.timeout = math.inf if options.timeout is None else options.timeout
-        self.wait_timeout = wait_timeout
-        self.waits = Waits()
-        self._waiting: dict[Claim, None] = {}
-        self._most_loading = options.bounds.queue + options.workers
-
-    def rollback(self) -> None:
-        raise NoPreviousModel(self.name, why=self.keeps_none)
-
-    # Calls
-
-    def take(self, limits: CallTimes, key: Any = None) -> Taken:
-        """Take a worker; start what is missing. Blocks.
-
-        Raises:
-            GuardClosed, LoadFailed, Reloading, QueueFull, CircuitOpen, DeadlineExceeded: There is none.
-        """
-        return waiting.block(self.until_taken(Claim(limits, key, blocks=True)))
-
-    def until_taken(self, claim: Claim) -> Steps[Taken]:
-        """:meth:`take`, written once for who blocks and who does not."""
-        raise NotImplementedError
-
-    @property
-    def queued(self) -> int:
-        """Calls that wait."""
-        return len(self._waiting)
-
-    def _admit(self, claim: Claim) -> None:
-        """Check whether one more may wait for a load. How many may wait for a worker, the mold's workers know."""
-        if len(self._waiting) >= self._most_loading and not claim.admitted:
-            queued = sum(one.loading for one in tuple(self._waiting))
-            if queued >= self._most_loading:
-                raise QueueFull(self.name, queued=queued, retry_after=RETRY_AFTER)
-        claim.admitted = True
-
-    def _await(
-        self,
-        claim: Claim,
-        awaited: Any,
-        seconds: float,
-        late: Callable[[], Exception],
-        *,
-        loading: bool = False,
-        step: Callable[[Any, Timeout], Any] = Wait,
-    ) -> Steps[None]:
-        """Wait for a future, say, at most so many seconds, or until the caller's own deadline."""
-        started = time.monotonic()
-        until = min(started + seconds, claim.limits.until)
-        wait = step(awaited, Timeout(None if until == math.inf else max(0.0, until - started)))
-        with self._counted(claim, loading=loading):
-            yield wait
-        if not wait.future.done():
-            raise late() if until < claim.limits.until else self._too_late(claim)
-
-    @contextmanager
-    def _counted(self, claim: Claim, *, loading: bool) -> Iterator[None]:
-        if claim.loading is not loading:
-            claim.loading = loading
-            if claim.tell is not None:
-                claim.tell(loading)
-        self._waiting[claim] = None
-        try:
-            yield
-        finally:
-            self._waiting.pop(claim, None)
-
-    def _too_late(self, claim: Claim) -> DeadlineExceeded:
-        why = "no worker was free within the deadline"
-        return DeadlineExceeded(self.name, waited=time.monotonic() - claim.limits.arrived, why=why)
-
-    def _reloading(self, since: float) -> Reloading:
-        return Reloading(self.name, waited=time.monotonic() - since)
-
-    def _refuse_waiting(self) -> None:
-        """Refuse what waits without a thread. The others are served, or get their error, as their molds end."""
-        for one in self.waits:
-            one.refuse(GuardClosed(self.name))
-
-    # As a source of models
-
-    def _aside(self, verb: str, work: Callable[[], object]) -> Steps[None]:
-        yield Work(work, f"modelguard-{verb}-{self.name}", self.runtime.start_thread)
+# One call from its arguments to its answer: take a worker, send, wait, give the worker back.
+#
+# Whoever has a worker has a thread; whoever waits for one needs none. So no thread that waits can hold up the steps of
+# a stream, or the calls of another key.
 
 
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
@@ -352,10 +66,10 @@ _RESENDS = 8
 _LEAST = 0.01
 
 #: What comes after the last item of a stream.
-NO_ITEM = object()
+_NO_ITEM = object()
 
 #: The name of threads that close streams.
-CLOSE = "modelguard-isolated-close"
+_CLOSE = "modelguard-isolated-close"
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -369,7 +83,7 @@ _ERROR, _ITEM = int(AnswerKind.ERROR), int(AnswerKind.ITEM)
 _SIGNALS = (
     StopIteration,
     GeneratorExit,
-    CancelledError,
+    asyncio.CancelledError,
     concurrent.futures.CancelledError,
     SystemExit,
     KeyboardInterrupt,
@@ -386,6 +100,8 @@ class _NeverRead(Exception):
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Call:
+    """A call; of one that was submitted, its future too, and what makes its result of the worker's first answer."""
+
     arguments: Arguments
     limits: CallTimes
     key: Any
@@ -394,6 +110,8 @@ class _Call:
     content: _channel.Content | None = None
     resends: int = _RESENDS
     begun: bool = False
+    future: Any = None
+    finish: Any = None
     awaited: bool = False
 
 
@@ -411,11 +129,7 @@ class _Thread(threading.local):
     next: Callable[[], object] | None = None
 
 
-#: What becomes of the first answer of a worker: the call's result.
-Finish = Callable[[_Call, Taken, int, Any], Any]
-
-
-class Items:
+class _Items:
     """A stream that has begun. Who drops it closes it.
 
     Until then its worker and its lease are not the garbage collector's, which takes a cycle of references apart in any
@@ -429,7 +143,7 @@ class Items:
         weakref.finalize(self, _close_dropped, generator).atexit = False
 
     def next(self) -> Any:
-        return next(self._generator, NO_ITEM)
+        return next(self._generator, _NO_ITEM)
 
     def close(self) -> None:
         _close(self._generator)
@@ -443,7 +157,7 @@ def _close(stream: Generator[Any, None, None]) -> None:
 def _close_dropped(stream: Generator[Any, None, None]) -> None:
     # In another thread, and not started here: the collector may have come in the middle of such a start.
     if inspect.getgeneratorstate(stream) != inspect.GEN_CLOSED:
-        supervisor().call(partial(SHARED.start, partial(_close, stream), CLOSE))
+        supervisor().call(partial(SHARED.start, partial(_close, stream), _CLOSE))
 
 
 class Caller:
@@ -472,9 +186,9 @@ class Caller:
         """Begin a call. No thread waits with it for a worker; one computes it then."""
         return self._submit(arguments, limits, self._result, awaited=awaited)
 
-    def open(self, arguments: Arguments, limits: CallTimes) -> Future[Items]:
+    def open(self, arguments: Arguments, limits: CallTimes) -> Future[_Items]:
         """Begin a stream as :meth:`submit` begins a call. Its items are computed by the threads that ask for them."""
-        return self._submit(arguments, limits, lambda *begun: Items(self._opened(*begun)), awaited=True)
+        return self._submit(arguments, limits, lambda *begun: _Items(self._opened(*begun)), awaited=True)
 
     # The steps
 
@@ -583,37 +297,34 @@ class Caller:
 
     # Without a thread that waits
 
-    def _submit(self, arguments: Arguments, limits: CallTimes, finish: Finish, *, awaited: bool) -> Future[Any]:
+    def _submit(self, arguments: Arguments, limits: CallTimes, finish: Any, *, awaited: bool) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             call = self._new_call(arguments, limits)
         except Exception as error:  # noqa: BLE001 - of the key function
             future.set_exception(error)
             return future
-        call.awaited = awaited
-        followed = self._follow(call, future, finish)
+        call.future, call.finish, call.awaited = future, finish, awaited
+        followed = self._follow(call)
         refusal = followed.begin()
         if isinstance(refusal, (QueueFull, GuardClosed)):
             try:
                 raise refusal
             finally:
-                del refusal, future  # they refer to the error, and it to this frame
+                del refusal, future, call  # they refer to the error, and it to this frame
         future.add_done_callback(partial(_withdraw, followed))
         return future
 
-    def _follow(self, call: _Call, future: Future[Any], finish: Finish) -> Followed[Taken]:
+    def _follow(self, call: _Call) -> Followed[Taken]:
         steps = self._scope.until_taken(Claim(call.limits, call.key))
-        return Followed(steps, partial(self._claimed, call, future, finish), self._scope.waits)
+        return Followed(steps, partial(self._claimed, call), self._scope.waits)
 
-    def _claimed(
-        self, call: _Call, future: Future[Any], finish: Finish, taken: Taken | None, failure: BaseException | None
-    ) -> None:
+    def _claimed(self, call: _Call, taken: Taken | None, failure: BaseException | None) -> None:
         """It has its worker, and a thread from now on; or its error."""
         if taken is None:
-            assert failure is not None  # noqa: S101 - for the checkers
-            _fail(call, future, failure)
+            _fail(call, failure)
             return
-        job = partial(self._compute, call, future, finish, taken)
+        job = partial(self._compute, call, taken)
         if self._thread.is_free and self._thread.next is None:
             self._thread.next = job
             return
@@ -621,7 +332,7 @@ class Caller:
             SHARED.start(partial(self._run, [job]), "modelguard-isolated-call")
         except RuntimeError as error:
             refusal = Overloaded(f"{self._name}(): cannot start a thread: {error}")
-            for work in (taken.put_back, partial(_fail, call, future, refusal)):
+            for work in (taken.put_back, partial(_fail, call, refusal)):
                 supervisor().call(work)
 
     def _run(self, jobs: list[Callable[[], object]]) -> None:
@@ -636,8 +347,8 @@ class Caller:
                 jobs.append(self._thread.next)
                 self._thread.next = None
 
-    def _compute(self, call: _Call, future: Future[Any], finish: Finish, taken: Taken) -> None:
-        if not call.begun and not future.set_running_or_notify_cancel():
+    def _compute(self, call: _Call, taken: Taken) -> None:
+        if not call.begun and not call.future.set_running_or_notify_cancel():
             taken.put_back()
             return
         call.begun = True
@@ -645,19 +356,20 @@ class Caller:
         answer = None
         try:
             answer = self._attempt(call, taken)
-            result = None if answer is None else finish(call, taken, *answer)
+            result = None if answer is None else call.finish(call, taken, *answer)
         except BaseException as error:  # noqa: BLE001 - it is the caller's
+            future, call.future = call.future, None  # the error refers to frames that have the call
             future.set_exception(error)
-            del call, future, taken, answer  # the error refers to this frame
+            del call, future, taken, answer  # and to this one
             return
         finally:
             self._thread.serves = None
         del taken
         if answer is None:
-            self._follow(call, future, finish).begin()
+            self._follow(call).begin()
         else:
             call.arguments, call.content = ((), {}), None  # callbacks of the future may take their time
-            future.set_result(result)
+            call.future.set_result(result)
 
     # Messages
 
@@ -705,9 +417,9 @@ class Caller:
         return value
 
 
-def _fail(call: _Call, future: Future[Any], error: BaseException) -> None:
-    if call.begun or future.set_running_or_notify_cancel():  # whoever waits for several futures hears of a withdrawal
-        future.set_exception(error)
+def _fail(call: _Call, error: BaseException | None) -> None:
+    if call.begun or call.future.set_running_or_notify_cancel():  # who waits for several futures hears of a withdrawal
+        call.future.set_exception(error)
 
 
 def _withdraw(followed: Followed[Taken], future: Future[Any]) -> None:
@@ -724,3 +436,286 @@ def _culprit(arguments: Arguments) -> str:
         except Exception:  # noqa: BLE001 - pickling runs any code
             return f"{name}, of type {_units.type_name(type(value))}"
     return "they"
+
+
+# How web frameworks see an isolated function: with the hints and the kind of the function that was written.
+
+
+def mark(isolated: Any, *, coroutine: bool) -> None:
+    """Have frameworks read the function's own hints, and await it if it is a coroutine function.
+
+    Litestar reads the hints of an instance's ``__call__`` if that is a method, so the instance gets one that is not.
+    Calls look it up in the class.
+    """
+    isolated.__call__ = _call_of(weakref.ref(isolated), coroutine=coroutine)
+    if not coroutine:
+        return
+    mark_function: Callable[[Any], object] | None = getattr(inspect, "markcoroutinefunction", None)
+    if mark_function is not None:  # from Python 3.12 on
+        mark_function(isolated)
+    else:
+        isolated._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]  # noqa: SLF001 - the mark
+
+
+def _call_of(reference: weakref.ref[Any], *, coroutine: bool) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        isolated = reference()
+        return type(isolated).__call__(isolated, *args, **kwargs)
+
+    async def acall(*args: Any, **kwargs: Any) -> Any:
+        return await call(*args, **kwargs)
+
+    return acall if coroutine else call
+
+
+# ``Isolated``: a function whose model lives in worker processes, forked from a mold.
+
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)  # pyright knows a coroutine function by a type of its own
+T = TypeVar("T")
+
+
+class Isolated(LoadingHandle, Generic[P, R_co]):
+    """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
+
+    ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future. A
+    coroutine function is awaited as before, and generators are streamed. Nothing is started before the first call or
+    :meth:`load`. It is a context manager, for ``with`` and ``async with``: it loads on entry and closes on exit, on the
+    last one if there are several at once.
+
+    It is a handle as a guard is; what that does with a model, it does with the mold and its workers. With
+    ``scope="host"`` they are those of all processes: ``reload``, ``unload`` and ``pause`` are for all of them, any of
+    which can resume, and ``close`` leaves; the last one ends them. Over a pool they are those of all keys: ``load``
+    loads nothing, and ``reload`` has nothing to wait for.
+    """
+
+    _made_by = "isolate(workers=2)(function)"
+    _status = "modelguard.isolation.status:IsolationStatus"
+    _what = "isolated function"
+
+    def __init__(self, options: IsolationOptions, function: Callable[P, R_co], source: Source | PoolSource) -> None:
+        functools.update_wrapper(self, function)
+        super().__init__(options.name, ())
+        self._options = options
+        self._source = source
+        self._finalizer: Any = None
+        _supervisor.note_path()
+        self._start()
+        mark(self, coroutine=options.kind == "coroutine")
+        status.functions.add(self)
+
+    def _start(self, *, paused: bool = False) -> None:
+        self._scope = _scope_of(self._options, self._source, paused=paused)
+        self._sources = (self._scope,)
+        # A mold imports a module that loads or reloads it, and would import that in the next mold.
+        self._loadable = self._sources if _processes.role == "owner" else ()
+        key_of = self._source.pooled.key_of if isinstance(self._source, PoolSource) else None
+        self._reload_waits = key_of is None
+        self._caller = Caller(self._options, self._scope, key_of)
+        # Without anybody who could call it, as after a module was reloaded, its processes have no purpose.
+        self._finalizer = weakref.finalize(self, self._scope.end_at_once)
+
+    # Calls
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Compute the function in a worker. Blocks, unless it is a coroutine function.
+
+        Raises:
+            DeadlineExceeded: ``timeout`` has passed; the worker was killed. Or no worker became free within it.
+            WorkerCrashed: The worker ended during the call.
+            TransferRefused: The arguments or the result cannot be sent between processes.
+            QueueFull, CircuitOpen: Refused at once; ``retry_after`` says when to try again.
+            LoadFailed, Reloading: There is no mold.
+            WouldDeadlock: On a running event loop (use :meth:`aio`), or while a mold imports the module.
+            GuardClosed: After :meth:`close`.
+            RemoteError: The function raised what cannot be pickled, or what would end an iteration or a task of the
+                caller instead of reaching it, such as ``StopIteration``.
+            Exception: What the function raised. Its ``__cause__`` has the traceback in the worker.
+        """
+        result: Any
+        kind = self._options.kind
+        if _processes.role != "owner":
+            result = self._call_inside((args, kwargs))
+        elif kind == "function":
+            on_loop = asyncio._get_running_loop() is not None  # noqa: SLF001 - the public one raises where there is none
+            if on_loop and not call_context.required():  # else a batch of one blocks the loop anyway, for its await
+                why = "the call would block the running event loop"
+                raise WouldDeadlock(self.name, why=why, fix="Write: await f.aio(...).")
+            result = self._caller.call((args, kwargs), _limits())
+        elif kind == "coroutine":
+            result = self._await((args, kwargs))
+        elif kind == "generator":
+            result = self._caller.stream((args, kwargs), _limits())
+        else:
+            result = self._stream((args, kwargs))
+        return result  # type: ignore[no-any-return]
+
+    @overload
+    async def aio(self: Isolated[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    async def aio(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    async def aio(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Compute one call without blocking the event loop. Arguments and errors are those of a call.
+
+        Cancelling the task answers it at once, and takes the call out of the queue; one that a worker has begun runs to
+        its end there. A call that waits holds no thread.
+        """
+        return await self._await((args, kwargs))
+
+    @overload
+    def submit(self: Isolated[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+    @overload
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[R_co]: ...
+    def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Begin one call and return at once. Arguments and errors are those of a call.
+
+        Cancelling the future takes the call out of the queue; one that a worker has begun runs to its end.
+        """
+        return self._submit((args, kwargs), awaited=False)
+
+    def _submit(self, arguments: Arguments, *, awaited: bool) -> Future[Any]:
+        if _processes.role != "owner":
+            self._check_inside()
+            reason = "a worker runs one call at a time. Call the function itself, or await its aio()"
+            raise NotSupported(f"{self.name}.submit() in its own worker", reason=reason)
+        self._refuse_streams()
+        return self._caller.submit(arguments, _limits(), awaited=awaited)
+
+    async def _await(self, arguments: Arguments) -> Any:
+        if _processes.role != "owner":
+            self._refuse_streams()
+            result = self._call_inside(arguments)
+            return await result if self._options.kind == "coroutine" else result
+        waiting.require_loop("awaiting an isolated function")
+        return await waiting.result(self._submit(arguments, awaited=True))
+
+    async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
+        waiting.require_loop("awaiting an isolated function")
+        opening = step = self._caller.open(arguments, _limits())
+        thread = f"modelguard-isolated-{self.name}"
+        try:
+            items = await waiting.result(opening)
+            while True:
+                step = waiting.start(items.next, thread, SHARED.start)
+                item = await waiting.result(step)
+                if item is _NO_ITEM:
+                    return
+                yield item
+        except BaseException as error:
+            closed = _close_after(step, opening)
+            # Cancelled, or on a loop that is gone: the step that a worker has begun runs to its end.
+            if isinstance(error, (Exception, GeneratorExit)) and waiting.on_any_loop():
+                await waiting.result(closed)
+            raise
+
+    def _refuse_streams(self) -> None:
+        if "generator" in self._options.kind:
+            raise TypeError(f"{self.name}() is a generator function: iterate over a call of it")
+
+    def _call_inside(self, arguments: Arguments) -> Any:
+        """In a worker: a function may call itself, and runs on the model that is already there."""
+        self._check_inside()
+        args, kwargs = arguments
+        return _processes.here(*args, **kwargs)
+
+    def _check_inside(self) -> None:
+        """Check that this is a worker of this function."""
+        if _processes.role == "importing":
+            why = "it is called while a mold imports the module"
+            fix = "Put the calls of a script under: if __name__ == '__main__':"
+            raise WouldDeadlock(self.name, why=why, fix=fix)
+        if _processes.target is not self.isolated_function:
+            reason = "a worker has only the model of its own function, and starts no workers of others"
+            raise NotSupported(f"{self.name}() inside an isolated function", reason=reason)
+
+    # Its state
+
+    @property
+    def function_kind(self) -> FunctionKind:
+        """What a call gives: ``"function"``, ``"coroutine"``, ``"generator"`` or ``"async generator"``."""
+        return self._options.kind
+
+    @property
+    def isolated_function(self) -> Callable[P, R_co]:
+        """What runs in the workers: the function below ``@isolate``."""
+        return self._source.function
+
+    def source_for(self, key: Any) -> Source:
+        """In a mold: what its workers run, and the guard that lends the model, or the pool's model of ``key``."""
+        return self._source.for_key(key)
+
+    @property
+    def version(self) -> str | None:
+        """The version of the model in the current mold, as its loader gave it; None if it gave none."""
+        return self._scope.version
+
+    def status(self) -> IsolationStatus:
+        """Its state, its processes and its counts."""
+        return self._scope.status()
+
+    def __repr__(self) -> str:
+        return f"<Isolated {self.name!r}>"
+
+    # Its molds, beside what every handle has
+
+    def rollback(self) -> None:
+        """Go back to the mold that the current one has replaced, as :meth:`ModelGuard.rollback` does, at once.
+
+        Needs a guard with ``keep_previous=True``: the previous mold and its workers stay alive, and take their memory.
+
+        Raises:
+            NoPreviousModel: None is kept, as of a pool or a host, or its processes have ended.
+            GuardClosed: After :meth:`close`.
+        """
+        self._scope.rollback()
+
+    def refuse_calls(self) -> None:
+        """This process exits, and ends its molds: raise ``GuardClosed`` from now on. Waits for nothing."""
+        self._scope.refuse_calls()
+
+    # Processes and copies
+
+    def renew_in_child(self) -> None:
+        """In a forked child of this process: start again, since the parent's workers answer the parent."""
+        self._finalizer.detach()
+        self._scope.abandon()
+        closed = self._scope.closed
+        self._start(paused=self._scope.paused)
+        if closed:
+            self.refuse_calls()
+
+    # By reference, as functions are pickled and copied.
+    def __reduce__(self) -> str:
+        return str(self.__qualname__)  # type: ignore[attr-defined]
+
+
+def _close_after(step: Future[Any], opening: Future[_Items]) -> Future[None]:
+    """Close a stream in a thread, after the step that still runs; the future tells when it is closed."""
+    closed: Future[None] = waiting.promise()
+
+    def close() -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            opening.result().close()
+
+    step.add_done_callback(lambda _: waiting.start(close, _CLOSE, SHARED.start, closed))
+    return closed
+
+
+def _scope_of(
+    options: IsolationOptions, source: Source | PoolSource, *, paused: bool
+) -> ProcessScope | PoolScope | HostScope:
+    if isinstance(source, PoolSource):
+        return PoolScope(options, source, paused=paused)
+    guard_options = source.guard.engine.options
+    if options.scope is None:
+        return ProcessScope(options, MoldGuard(options, guard_options, paused=paused))
+    from modelguard.isolation._host_scope import HostScope
+
+    return HostScope(options, guard_options, paused=paused)
+
+
+def _limits() -> CallTimes:
+    now = time.monotonic()
+    left = None if deadlines.current_scope.get() is None else deadlines.left()  # most calls have none
+    return CallTimes(now, math.inf if left is None else now + left)

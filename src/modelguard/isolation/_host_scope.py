@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 from modelguard import telemetry
 from modelguard.errors import GuardClosed, LoadFailed, ModelGuardError, NotSupported, Reloading
 from modelguard.isolation import _host, _processes, _supervisor, status
-from modelguard.isolation._calls import Claim, Taken, WorkerScope
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import ANSWER_SOON, Election, Joined, Request
 from modelguard.isolation._isolation_options import IsolationOptions
+from modelguard.isolation._scopes import Claim, Taken, WorkerScope
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._engine import has_turn

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pkgutil import resolve_name
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple, get_args
 
 from modelguard import _public, _units
 from modelguard._units import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, shortened
-from modelguard.facts._proc import MODEL_LIBRARIES
-from modelguard.isolation import _processes
 from modelguard.lifecycle import runtime
-from modelguard.lifecycle._engine import engines
 from modelguard.lifecycle._guard_options import GuardOptions, check_policy
 from modelguard.lifecycle._lease import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard, hide
@@ -27,7 +21,6 @@ from modelguard.lifecycle.policies import Changed, Policy, subset
 from modelguard.lifecycle.pool import PooledFunction
 from modelguard.lifecycle.replicas import ModelReplicas
 from modelguard.serving.breaker import Breaker
-from modelguard.telemetry import logger
 
 __all__ = ["Bounds", "Host"]
 
@@ -41,16 +34,6 @@ Reference = tuple[str, str]
 
 #: A parameter's name, the number of its kind, and whether it has a default.
 Parameter = tuple[str, int, bool]
-
-_IMPORT_FIX = "Move it to the top level of a module that can be imported, and isolate it there."
-
-#: What the annotation of a stub's result says of the function's kind, where ``def`` does not.
-_STREAMS: Mapping[str, FunctionKind] = {
-    "Iterator": "generator",
-    "Generator": "generator",
-    "AsyncIterator": "async generator",
-    "AsyncGenerator": "async generator",
-}
 
 
 class Stub(NamedTuple):
@@ -93,122 +76,18 @@ def reference(function: Any) -> Reference:
     return function.__module__, function.__qualname__
 
 
-def check_importable(function: Any, *, stub: bool = False) -> None:
-    """Check that another interpreter can find the function. Nobody looks for a stub, which may stand anywhere."""
-    why, fix = "", _IMPORT_FIX
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    in_class = name is not None and "." in name and "<" not in name and not isinstance(function, staticmethod)
-    other = isinstance(function, type) or hasattr(function, "lease")  # as guards and pools have
-    if other or not (callable(function) or isinstance(function, classmethod)):
-        why = f"must be a function, not {_units.kind_of(function)}"
-        fix = "Write @isolate() above the guard's decorator, and that above def predict(model, text): ..."
-    elif isinstance(function, classmethod) or in_class:
-        why = "is a method, and a change of its object or class in a worker would be lost"
-        fix = "Isolate a function, and call it in the method; or a static method, with @staticmethod next to the def."
-    elif stub:
-        pass
-    elif module is None or name is None:
-        why = "has no module and name by which a worker process could import it"
-    elif "<lambda>" in name:
-        why = "is a lambda, which a worker process cannot import by name"
-    elif "<locals>" in name:
-        why = "is defined inside another function, where a worker process cannot import it"
-    elif module == "__main__" and not _has_main_file():
-        why = "is in no file (a notebook, python -c, standard input), so a worker process cannot import it"
-        fix = "Write it to a file, in a notebook with %%writefile predict.py, and import it from there."
-    elif module == "__main__" and _runs_as_package():
-        why = "is defined in the __main__.py of an archive, a folder or a package, which a worker process cannot import"
-        fix = "Move it to another module beside that, and import it in __main__.py."
-    if why:
-        raise InvalidOption("function", function, why=why, fix=fix)
-
-
-def _has_main_file() -> bool:
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    return getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))  # noqa: PTH110
-
-
-def _runs_as_package() -> bool:
-    """Whether the main module is a ``__main__.py``, which :mod:`multiprocessing` leaves alone: to import it runs it."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name.rpartition(".")[2] == "__main__"
-
-
-# In the owner
-
-
-def stub_of(function: Any, target: Any, recycle_on: Any) -> tuple[Reference, Stub]:
-    """What stands for the function that ``target`` names, and where that is."""
-    module, _, name = target.partition(":") if isinstance(target, str) else ("", "", "")
-    why, fix = "", ""
-    if not all(part.isidentifier() for part in (*module.split("."), name)):
-        why, fix = "must name a function of a module", "Write for example target='pipeline:entities'."
-    elif module in {function.__module__, "__main__"}:
-        why = "is in a module that this process imports"
-        fix = "Move it to a module of its own, which nothing here imports."
-    elif _is_missing(module):
-        why, fix = f"cannot be imported: there is no module {module}", "Correct the name, or sys.path."
-    elif not _is_empty(function):
-        why = f"is what runs, and {place_of(function)} has a body of its own, which never would"
-        fix = "Let the body be ... or raise NotImplementedError."
-    if why:
-        raise InvalidOption("target", target, why=why, fix=fix)
-    kind: FunctionKind = "coroutine" if inspect.iscoroutinefunction(function) else _kind_by_result(function)
-    shown = str(inspect.signature(function))
-    return (module, name), Stub(place_of(function), kind, shown, parameters_of(function), recycle_on)
-
-
-def _kind_by_result(function: Any) -> FunctionKind:
-    result = getattr(function, "__annotations__", {}).get("return")
-    text = result if isinstance(result, str) else getattr(result, "__name__", "")
-    return _STREAMS.get(text.partition("[")[0].rpartition(".")[2].strip(), "function")
-
-
-def _is_missing(module: str) -> bool:
-    """Whether there is certainly no such module. Imports nothing, its packages neither."""
-    path: Iterable[str] | None = None
-    if module in sys.modules:
-        return False
-    for name in accumulate(module.split("."), "{}.{}".format):
-        try:
-            specs = (finder.find_spec(name, path) for finder in sys.meta_path)  # type: ignore[arg-type]
-            spec = next((one for one in specs if one is not None), None)
-        except Exception:  # noqa: BLE001 - of a finder that needs the package imported; the mold will tell
-            return False
-        if spec is None:
-            return True
-        path = spec.submodule_search_locations
-        if path is None:
-            return name != module
-    return False
-
-
-def _is_empty(function: Any) -> bool:
-    """Whether the body of a function is ``...``, or what type checkers take for it, under a docstring or none."""
-    code, text = getattr(function, "__code__", None), getattr(function, "__doc__", None)
-    for body in ("...", "raise NotImplementedError", "raise NotImplementedError()"):
-        made: dict[str, Any] = {}
-        kind = "async def" if inspect.iscoroutinefunction(function) else "def"
-        exec(f"{kind} f():\n {text!r}\n {body}" if text else f"{kind} f():\n {body}", made)  # noqa: S102 - our own text
-        twin = made["f"].__code__
-        if code is not None and (code.co_code, code.co_consts) == (twin.co_code, twin.co_consts):
-            return bool(code.co_names == twin.co_names)
-    return False
-
-
-def find(where: Reference, is_isolated: Callable[[Any], bool]) -> Any:
+def find(where: Reference) -> Any:
     """Import a function, and find the isolated one below other decorators."""
     module, name = where
     importlib.import_module(module)
-    found = _below(resolve_name(f"{module}:{name}"), is_isolated)
+    found = _isolated_below(resolve_name(f"{module}:{name}"))
     if found is None:
         why = "is not isolated where a worker process imports it"
         raise InvalidOption("function", f"{module}.{name}", why=why, fix="Decorate it where it is defined.")
     return found
 
 
-def find_target(where: Reference, stub: Stub, is_isolated: Callable[[Any], bool]) -> Any:
+def find_target(where: Reference, stub: Stub) -> Any:
     """Import what a stub stands for; the isolated function below other decorators, if there is one."""
     module, name = where
     target, fix = ":".join(where), "Correct the name."
@@ -230,11 +109,11 @@ def find_target(where: Reference, stub: Stub, is_isolated: Callable[[Any], bool]
         if stub.fits(parameters[1:]):
             fix = f"Decorate it with the guard of its model in {module}: so far nothing gives it its first argument."
         raise InvalidOption("target", target, why=why, fix=fix)
-    return _below(found, is_isolated) or found
+    return _isolated_below(found) or found
 
 
-def _below(found: Any, is_isolated: Callable[[Any], bool]) -> Any:
-    while found is not None and not is_isolated(found):
+def _isolated_below(found: Any) -> Any:
+    while found is not None and not hasattr(found, "isolated_function"):
         found = getattr(found, "__wrapped__", None)
     return found
 
@@ -293,9 +172,7 @@ class Host:
         return value if isinstance(value, Host) else cls() if value == "host" else None
 
 
-_START_FIX = "Write 'spawn', or 'fork', which is right for most models."
 _SCOPE_FIX = "Write 'process', or 'host', which lets all processes of this host share one mold."
-_BOUNDS_FIX = "Write bounds=Bounds(queue=1000)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,61 +188,6 @@ class IsolationOptions:
     breaker: Breaker
     bounds: Bounds
     scope: Host | None
-
-
-def parse(function: Callable[..., Any], target: tuple[Reference, Stub] | None, **given: Any) -> IsolationOptions:
-    where, stub = (reference(function), None) if target is None else target
-    name, timeout, start = given["name"], given["timeout"], given["start"]
-    breaker, bounds, scope = given["breaker"], given["bounds"], Host.parse(given["scope"])
-    _units.one_of(start, "start", get_args(StartMethod), fix=_START_FIX)
-    if scope is not None and isinstance(owner_of(function), PooledFunction):
-        why = "cannot hold the molds of a pool's keys, which its budget ends"
-        raise InvalidOption("scope", "host", why=why, fix="Leave it out, or give each model a guard of its own.")
-    kind = _units.function_kind(inspect.unwrap(function)) if stub is None else stub.kind
-    if _units.flag(given["retry"], "retry") and "generator" in kind:
-        raise InvalidOption(
-            "retry", given["retry"], why="cannot send a stream again", fix="Leave it out for a generator."
-        )
-    return IsolationOptions(
-        function=where,
-        stub=stub,
-        kind=kind,
-        name=".".join(reference(function)) if name is None else _units.name(name),
-        workers=_units.whole_number(given["workers"], "workers"),
-        timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
-        start=start,
-        retry=given["retry"],
-        breaker=Breaker() if breaker is None else _checked_breaker(breaker),
-        bounds=Bounds() if bounds is None else _units.instance(bounds, "bounds", Bounds, "Bounds", fix=_BOUNDS_FIX),
-        scope=scope,
-    )
-
-
-def _checked_breaker(breaker: Any) -> Breaker:
-    given = _units.instance(breaker, "breaker", Breaker, "a Breaker", fix="Write Breaker(failures=5).")
-    for option in ("ignore", "reload"):
-        if value := getattr(given, option):
-            why = "does nothing here: workers that crash or exceed timeout count, and no errors of the function"
-            raise InvalidOption(option, value, why=why, fix="Leave it out.")
-    return given
-
-
-def check_function(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
-    """Check that a function can be isolated."""
-    check_importable(function)
-    check_source(function, owner_of(function), recycle_on, start)
-
-
-def check_stub(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
-    """Check that a function can stand for another one."""
-    check_importable(function, stub=True)
-    if owner_of(function) is not None:
-        why = "stands for another one by target=, and takes no model"
-        raise InvalidOption("function", function, why=why, fix="Decorate the function that target= names.")
-    check_source(function, None, recycle_on, start)
-    if (part := part_of_own_code(recycle_on)) is not None:
-        why = "is of this program's own code, which the module of target= does not know"
-        raise InvalidOption("recycle_on", part, why=why, fix="Give the function in that module a guard with it.")
 
 
 def part_of_own_code(policy: Policy | None) -> Policy | None:
@@ -410,10 +232,6 @@ def check_source(function: Any, owner: object, recycle_on: Policy | None, start:
 
 
 # Where an isolated function gets its model: from its guard, from a pool, or from none.
-
-
-#: The modules of which it was logged what their molds import for nothing.
-_told: set[str] = set()
 
 
 class Source(NamedTuple):
@@ -473,7 +291,7 @@ def source_of(function: Any, name: str, recycle_on: Policy | None) -> Source | P
 
 def source_of_stub(where: Reference, stub: Stub, name: str, start: StartMethod) -> Source:
     """In a mold: import what a stub stands for, and find its guard, which decorates it or which it uses."""
-    found = find_target(where, stub, lambda one: hasattr(one, "isolated_function"))
+    found = find_target(where, stub)
     function = getattr(found, "isolated_function", found)
     kind, why, fix = _units.function_kind(found), "", ""
     owners: list[Any] = [owner_of(function)] if owner_of(function) is not None else _guards_in(function)
@@ -506,43 +324,15 @@ def _guards_in(function: Any) -> list[Any]:
             found[id(owner)] = owner
         elif isinstance(one, FunctionType) and one.__module__ == function.__module__ and id(one) not in known:
             known.add(id(one))
-            waiting += [one.__globals__[name] for name in _names_in(one.__code__) if name in one.__globals__]
+            waiting += [one.__globals__[name] for name in names_in(one.__code__) if name in one.__globals__]
     return list(found.values())
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
-
-
-def warn_of_other_loaders(function: Any) -> None:
-    """Log once for a module which libraries a mold of this function imports for the loaders of other guards alone."""
-    owner, module = owner_of(function), function.__module__
-    own = owner.engine.options.load if isinstance(owner, ModelGuard) else None
-    needed = _libraries_in(own) | _libraries_in(inspect.unwrap(function))
-    loads = [(engine.name, engine.options.load) for engine in engines]
-    for name, load in loads if _processes.role == "owner" else ():
-        extra = _libraries_in(load) - needed if getattr(load, "__module__", None) == module else ()
-        if extra and module not in _told:
-            _told.add(module)
-            logger.warning(
-                "%s: its mold imports all of %s, and so %s, which only the loader of guard %r needs; move that guard "
-                "to a module of its own, or name the function there: @isolate(target='module:function')",
-                function.__qualname__,
-                module,
-                ", ".join(sorted(extra)),
-                name,
-            )
-
-
-def _libraries_in(function: Any) -> set[str]:
-    """The model libraries that a function names and its module has imported."""
-    code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    values = [names.get(name) for name in _names_in(code)] if isinstance(code, CodeType) else []
-    origins = (one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", None) for one in values)
-    return {str(origin).partition(".")[0] for origin in origins} & MODEL_LIBRARIES
+            yield from names_in(constant)
 
 
 def _with_model(function: Any) -> Any:

@@ -129,7 +129,7 @@ class _Mold:
             self.kind: FunctionKind = self._stub.kind
             source = source_of_stub(where, self._stub, self.options.name, self.options.start)
             return source.function, source
-        isolated = _isolation_options.find(where, lambda found: hasattr(found, "isolated_function"))
+        isolated = _isolation_options.find(where)
         self.kind = isolated.function_kind
         return isolated.isolated_function, isolated.source_for(instructions.key)
 

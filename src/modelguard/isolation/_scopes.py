@@ -3,33 +3,340 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import fields, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard import _units
-from modelguard.errors import GuardClosed, ModelGuardError, Overloaded
-from modelguard.isolation._calls import CallTimes, Claim, Taken, WorkerScope
+from modelguard.errors import (
+    DeadlineExceeded,
+    GuardClosed,
+    ModelGuardError,
+    NoPreviousModel,
+    Overloaded,
+    QueueFull,
+    Reloading,
+)
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
 from modelguard.isolation._mold_owner import Mold, MoldGuard
-from modelguard.isolation._mold_workers import Presence, Waiter, Worker
+from modelguard.isolation._mold_workers import RETRY_AFTER, Presence, Waiter, Worker
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
+from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine, raise_outcome
 from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_models import afresh
-from modelguard.lifecycle.runtime import Runtime
 from modelguard.lifecycle.status import Postponed, State
+from modelguard.runtime import waiting
+from modelguard.runtime.background import SHARED
 from modelguard.runtime.fork_hooks import WeakRegistry
-from modelguard.runtime.waiting import Steps, Timeout
+from modelguard.runtime.waiting import Steps, Timeout, Wait, Work
 from modelguard.telemetry import Reason, WorkerEndCause
+
+
+class CallTimes(NamedTuple):
+    """The times of one call, on the monotonic clock."""
+
+    arrived: float
+    until: float = math.inf
+
+
+class Taken(Protocol):
+    """A worker that a call has. One of its methods ends that."""
+
+    @property
+    def channel(self) -> Channel: ...
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 while it is not known."""
+        ...
+
+    def release(self, *, worn: tuple[Reason, ...]) -> None:
+        """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
+        ...
+
+    def put_back(self) -> None:
+        """Give the worker back without a call."""
+        ...
+
+    def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
+        """Record that the worker has ended in its call, or end it; returns how it ended, for people."""
+        ...
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Claim:
+    """A call that asks for a worker.
+
+    Attributes:
+        limits: The call's times.
+        key: Which of a pool's models it needs.
+        client: Whose call it is: clients take turns.
+        tell: Hears whether it waits for a load or in line, whenever that changes.
+        blocks: Whether it has a thread that waits with it.
+        admitted: Whether there was room for it, so that none refuses it where it goes on to wait.
+        loading: Whether it waits for a load.
+    """
+
+    limits: CallTimes
+    key: object = None
+    client: Hashable = None
+    tell: Callable[[bool], object] | None = None
+    blocks: bool = False
+    admitted: bool = False
+    loading: bool = False
+
+
+class Withdrawn(Exception):
+    """Nobody needs the worker any more."""
+
+
+T = TypeVar("T")
+
+
+class Followed(Generic[T]):
+    """Steps that are gone through without a thread: whoever ends one of the waits goes on. They end once.
+
+    Args:
+        steps: The steps.
+        then: Called with what they return, or with their error. With the former from any thread and under any lock, so
+            it must not block. Kept until then and no longer: the call's future refers to this.
+        waits: The list for those that wait now.
+
+    Attributes:
+        until: When the present wait ends, on the monotonic clock.
+    """
+
+    __slots__ = ("_open", "_steps", "_then", "_waits", "_withdrawn", "until")
+
+    def __init__(self, steps: Steps[T], then: Callable[[T | None, BaseException | None], object], waits: Waits) -> None:
+        self._steps: Steps[T] | None = steps
+        self._then: Callable[[T | None, BaseException | None], object] | None = then
+        self._waits = waits
+        self._withdrawn = False
+        # Who takes the entry out goes on with the steps: one operation, so no lock is needed.
+        self._open: list[Steps[T]] = []
+        self.until = math.inf
+
+    def begin(self) -> Exception | None:
+        """Go to the first wait; returns the error if there is one before."""
+        assert self._steps is not None  # noqa: S101 - it begins once
+        return self._go_on(partial(next, self._steps))
+
+    def withdraw(self) -> None:
+        """End it, wherever it waits, or is about to wait."""
+        self._withdrawn = True
+        if (steps := self._take()) is not None:
+            steps.close()
+            self._end(None, Withdrawn())
+
+    def refuse(self, error: Exception) -> None:
+        if (steps := self._take()) is not None:
+            self._go_on(partial(steps.throw, error))
+
+    def expire(self, now: float) -> None:
+        if now >= self.until and (steps := self._take()) is not None:
+            self._go_on(partial(steps.send, None), aside)
+
+    def _take(self) -> Steps[T] | None:
+        try:
+            steps = self._open.pop()
+        except IndexError:
+            return None
+        self._waits.remove(self)
+        return steps
+
+    def _go_on(
+        self, resume: Callable[[], Any], tell: Callable[[Callable[[], object]], object] = operator.call
+    ) -> Exception | None:
+        try:
+            step = resume()
+        except StopIteration as stop:
+            self._end(stop.value, None)
+        except Exception as error:  # noqa: BLE001 - it is the call's
+            tell(partial(self._end, None, error))
+            return error
+        else:
+            self._wait(step)
+        return None
+
+    def _wait(self, step: Any) -> None:
+        left = step.limit.left()
+        self.until = math.inf if left is None else time.monotonic() + left
+        assert self._steps is not None  # noqa: S101 - it has not ended
+        self._waits.add(self)
+        self._open.append(self._steps)
+        step.future.add_done_callback(self._woken)
+        if self._withdrawn:  # meanwhile
+            self.withdraw()
+        else:
+            self.expire(time.monotonic())
+
+    def _woken(self, future: Future[Any]) -> None:
+        steps = self._take()
+        if steps is None:
+            return
+        resume = partial(steps.send, None)
+        if isinstance(future, Waiter) and future.is_granted:  # its worker waits
+            self._go_on(resume)
+            return
+        go_on = partial(self._go_on, resume, aside)
+        try:  # what may take a while, or runs callbacks of users
+            supervisor().call(go_on)
+        except RuntimeError:  # the system gives no thread
+            go_on()
+
+    def _end(self, result: T | None, error: BaseException | None) -> None:
+        then, self._then, self._steps = self._then, None, None
+        assert then is not None  # noqa: S101 - it ends once
+        then(result, error)
+
+
+class Waits:
+    """The calls of one function that wait without a thread: ends those whose time is over. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Followed[Any], None] = {}
+        self._due = math.inf
+
+    def __iter__(self) -> Iterator[Followed[Any]]:
+        return iter(tuple(self._waiting))
+
+    def add(self, one: Followed[Any]) -> None:
+        self._waiting[one] = None
+        self._look_at(one.until)
+
+    def remove(self, one: Followed[Any]) -> None:
+        self._waiting.pop(one, None)
+
+    def _look_at(self, due: float) -> None:
+        if due < self._due:
+            self._due = due
+            try:
+                supervisor().later(due - time.monotonic(), self._look)
+            except RuntimeError:  # the system gives no thread; the next one that waits tries again
+                self._due = math.inf
+
+    def _look(self) -> None:
+        now, self._due = time.monotonic(), math.inf
+        for one in self:
+            one.expire(now)
+        self._look_at(min((one.until for one in self), default=math.inf))
+
+
+def aside(work: Callable[[], object]) -> None:
+    """Run what may block, or runs code of users, in a thread of its own; in this one if the system gives none."""
+    try:
+        SHARED.start(work, "modelguard-isolated-call")
+    except RuntimeError:
+        work()
+
+
+class WorkerScope:
+    """Where the workers of a function come from: this process's molds, those of a pool's keys, or a broker.
+
+    For its handle it is a source of models, too: see :mod:`modelguard.lifecycle.handle`.
+    """
+
+    #: Why there is no mold to go back to.
+    keeps_none: ClassVar[str]
+
+    def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
+        self.name = options.name
+        self.runtime = runtime.default()
+        self.timeout = math.inf if options.timeout is None else options.timeout
+        self.wait_timeout = wait_timeout
+        self.waits = Waits()
+        self._waiting: dict[Claim, None] = {}
+        self._most_loading = options.bounds.queue + options.workers
+
+    def rollback(self) -> None:
+        raise NoPreviousModel(self.name, why=self.keeps_none)
+
+    # Calls
+
+    def take(self, limits: CallTimes, key: Any = None) -> Taken:
+        """Take a worker; start what is missing. Blocks.
+
+        Raises:
+            GuardClosed, LoadFailed, Reloading, QueueFull, CircuitOpen, DeadlineExceeded: There is none.
+        """
+        return waiting.block(self.until_taken(Claim(limits, key, blocks=True)))
+
+    def until_taken(self, claim: Claim) -> Steps[Taken]:
+        """:meth:`take`, written once for who blocks and who does not."""
+        raise NotImplementedError
+
+    @property
+    def queued(self) -> int:
+        """Calls that wait."""
+        return len(self._waiting)
+
+    def _admit(self, claim: Claim) -> None:
+        """Check whether one more may wait for a load. How many may wait for a worker, the mold's workers know."""
+        if len(self._waiting) >= self._most_loading and not claim.admitted:
+            queued = sum(one.loading for one in tuple(self._waiting))
+            if queued >= self._most_loading:
+                raise QueueFull(self.name, queued=queued, retry_after=RETRY_AFTER)
+        claim.admitted = True
+
+    def _await(
+        self,
+        claim: Claim,
+        awaited: Any,
+        seconds: float,
+        late: Callable[[], Exception],
+        *,
+        loading: bool = False,
+        step: Callable[[Any, Timeout], Any] = Wait,
+    ) -> Steps[None]:
+        """Wait for a future, say, at most so many seconds, or until the caller's own deadline."""
+        started = time.monotonic()
+        until = min(started + seconds, claim.limits.until)
+        wait = step(awaited, Timeout(None if until == math.inf else max(0.0, until - started)))
+        with self._counted(claim, loading=loading):
+            yield wait
+        if not wait.future.done():
+            raise late() if until < claim.limits.until else self._too_late(claim)
+
+    @contextmanager
+    def _counted(self, claim: Claim, *, loading: bool) -> Iterator[None]:
+        if claim.loading is not loading:
+            claim.loading = loading
+            if claim.tell is not None:
+                claim.tell(loading)
+        self._waiting[claim] = None
+        try:
+            yield
+        finally:
+            self._waiting.pop(claim, None)
+
+    def _too_late(self, claim: Claim) -> DeadlineExceeded:
+        why = "no worker was free within the deadline"
+        return DeadlineExceeded(self.name, waited=time.monotonic() - claim.limits.arrived, why=why)
+
+    def _reloading(self, since: float) -> Reloading:
+        return Reloading(self.name, waited=time.monotonic() - since)
+
+    def _refuse_waiting(self) -> None:
+        """Refuse what waits without a thread. The others are served, or get their error, as their molds end."""
+        for one in self.waits:
+            one.refuse(GuardClosed(self.name))
+
+    # As a source of models
+
+    def _aside(self, verb: str, work: Callable[[], object]) -> Steps[None]:
+        yield Work(work, f"modelguard-{verb}-{self.name}", self.runtime.start_thread)
 
 
 class TakenWorker:
@@ -306,7 +613,7 @@ class PoolScope(MoldScope):
         self._pool.paused = paused
         self.reopen = self._pool.reopen
 
-    def _engine_of(self, key: Any, _world: Runtime) -> Engine[Mold]:
+    def _engine_of(self, key: Any, _world: runtime.Runtime) -> Engine[Mold]:
         options = replace(self._options, name=_units.KeyedName(self.name, key))
         molds = MoldGuard(options, self._source.options_for(key), key=key, retries=False)
         self._guards.add(molds)

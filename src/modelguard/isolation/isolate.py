@@ -2,330 +2,47 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import inspect
-import math
-import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, Never, ParamSpec, Protocol, TypeVar, overload
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+from types import CodeType, ModuleType
+from typing import Any, Never, ParamSpec, Protocol, TypeVar, get_args
 
 from modelguard import _public, _units
 from modelguard._units import FunctionKind
-from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
-from modelguard.isolation import _isolation_options, _processes, _supervisor, status
-from modelguard.isolation._calls import CLOSE, NO_ITEM, Arguments, Caller, CallTimes, Items
+from modelguard.errors import InvalidOption
+from modelguard.facts._proc import MODEL_LIBRARIES
+from modelguard.isolation import _processes
+from modelguard.isolation._calls import Isolated
 from modelguard.isolation._isolation_options import (
     Bounds,
     Host,
     IsolationOptions,
-    PoolSource,
+    Reference,
     ScopeName,
-    Source,
     StartMethod,
+    Stub,
+    check_source,
+    names_in,
+    parameters_of,
+    part_of_own_code,
+    place_of,
+    reference,
+    source_of,
 )
-from modelguard.isolation._mold_owner import MoldGuard
-from modelguard.isolation._scopes import PoolScope, ProcessScope
-from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle.handle import LoadingHandle
+from modelguard.lifecycle._engine import engines
+from modelguard.lifecycle._wrappers import owner_of
+from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
-from modelguard.runtime import call_context, waiting
-from modelguard.runtime.background import SHARED
-from modelguard.serving import deadlines
+from modelguard.lifecycle.pool import PooledFunction
 from modelguard.serving.breaker import Breaker
-
-if TYPE_CHECKING:
-    from modelguard.isolation._host_scope import HostScope
+from modelguard.telemetry import logger
 
 __all__ = ["Isolated", "isolate"]
 
-
-# How web frameworks see an isolated function: with the hints and the kind of the function that was written.
-
-
-def mark(isolated: Any, *, coroutine: bool) -> None:
-    """Have frameworks read the function's own hints, and await it if it is a coroutine function.
-
-    Litestar reads the hints of an instance's ``__call__`` if that is a method, so the instance gets one that is not.
-    Calls look it up in the class.
-    """
-    isolated.__call__ = _call_of(weakref.ref(isolated), coroutine=coroutine)
-    if not coroutine:
-        return
-    mark_function: Callable[[Any], object] | None = getattr(inspect, "markcoroutinefunction", None)
-    if mark_function is not None:  # from Python 3.12 on
-        mark_function(isolated)
-    else:
-        isolated._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]  # noqa: SLF001 - the mark
-
-
-def _call_of(reference: weakref.ref[Any], *, coroutine: bool) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        isolated = reference()
-        return type(isolated).__call__(isolated, *args, **kwargs)
-
-    async def acall(*args: Any, **kwargs: Any) -> Any:
-        return await call(*args, **kwargs)
-
-    return acall if coroutine else call
-
-
-# ``Isolated``: a function whose model lives in worker processes, forked from a mold.
-
-
 P = ParamSpec("P")
-R_co = TypeVar("R_co", covariant=True)  # pyright knows a coroutine function by a type of its own
-T = TypeVar("T")
-
-
-class Isolated(LoadingHandle, Generic[P, R_co]):
-    """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
-
-    ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future. A
-    coroutine function is awaited as before, and generators are streamed. Nothing is started before the first call or
-    :meth:`load`. It is a context manager, for ``with`` and ``async with``: it loads on entry and closes on exit, on the
-    last one if there are several at once.
-
-    It is a handle as a guard is; what that does with a model, it does with the mold and its workers. With
-    ``scope="host"`` they are those of all processes: ``reload``, ``unload`` and ``pause`` are for all of them, any of
-    which can resume, and ``close`` leaves; the last one ends them. Over a pool they are those of all keys: ``load``
-    loads nothing, and ``reload`` has nothing to wait for.
-    """
-
-    _made_by = "isolate(workers=2)(function)"
-    _status = "modelguard.isolation.status:IsolationStatus"
-    _what = "isolated function"
-
-    def __init__(self, options: IsolationOptions, function: Callable[P, R_co], source: Source | PoolSource) -> None:
-        functools.update_wrapper(self, function)
-        super().__init__(options.name, ())
-        self._options = options
-        self._source = source
-        self._finalizer: Any = None
-        _supervisor.note_path()
-        self._start()
-        mark(self, coroutine=options.kind == "coroutine")
-        status.functions.add(self)
-
-    def _start(self, *, paused: bool = False) -> None:
-        self._scope = _scope_of(self._options, self._source, paused=paused)
-        self._sources = (self._scope,)
-        # A mold imports a module that loads or reloads it, and would import that in the next mold.
-        self._loadable = self._sources if _processes.role == "owner" else ()
-        source = self._source
-        self._reload_waits = not isinstance(source, PoolSource)
-        key_of = source.pooled.key_of if isinstance(source, PoolSource) else None
-        self._caller = Caller(self._options, self._scope, key_of)
-        # Without anybody who could call it, as after a module was reloaded, its processes have no purpose.
-        self._finalizer = weakref.finalize(self, self._scope.end_at_once)
-
-    # Calls
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """Compute the function in a worker. Blocks, unless it is a coroutine function.
-
-        Raises:
-            DeadlineExceeded: ``timeout`` has passed; the worker was killed. Or no worker became free within it.
-            WorkerCrashed: The worker ended during the call.
-            TransferRefused: The arguments or the result cannot be sent between processes.
-            QueueFull, CircuitOpen: Refused at once; ``retry_after`` says when to try again.
-            LoadFailed, Reloading: There is no mold.
-            WouldDeadlock: On a running event loop (use :meth:`aio`), or while a mold imports the module.
-            GuardClosed: After :meth:`close`.
-            RemoteError: The function raised what cannot be pickled, or what would end an iteration or a task of the
-                caller instead of reaching it, such as ``StopIteration``.
-            Exception: What the function raised. Its ``__cause__`` has the traceback in the worker.
-        """
-        result: Any
-        kind = self._options.kind
-        if _processes.role != "owner":
-            result = self._call_inside((args, kwargs))
-        elif kind == "function":
-            on_loop = asyncio._get_running_loop() is not None  # noqa: SLF001 - the public one raises where there is none
-            if on_loop and not call_context.required():  # else a batch of one blocks the loop anyway, for its await
-                why = "the call would block the running event loop"
-                raise WouldDeadlock(self.name, why=why, fix="Write: await f.aio(...).")
-            result = self._caller.call((args, kwargs), _limits())
-        elif kind == "coroutine":
-            result = self._await((args, kwargs))
-        elif kind == "generator":
-            result = self._caller.stream((args, kwargs), _limits())
-        else:
-            result = self._stream((args, kwargs))
-        return result  # type: ignore[no-any-return]
-
-    @overload
-    async def aio(self: Isolated[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-    @overload
-    async def aio(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
-    async def aio(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Compute one call without blocking the event loop. Arguments and errors are those of a call.
-
-        Cancelling the task answers it at once, and takes the call out of the queue; one that a worker has begun runs to
-        its end there. A call that waits holds no thread.
-        """
-        return await self._await((args, kwargs))
-
-    @overload
-    def submit(self: Isolated[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
-    @overload
-    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[R_co]: ...
-    def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Begin one call and return at once. Arguments and errors are those of a call.
-
-        Cancelling the future takes the call out of the queue; one that a worker has begun runs to its end.
-        """
-        return self._submit((args, kwargs), awaited=False)
-
-    def _submit(self, arguments: Arguments, *, awaited: bool) -> Future[Any]:
-        if _processes.role != "owner":
-            self._check_inside()
-            reason = "a worker runs one call at a time. Call the function itself, or await its aio()"
-            raise NotSupported(f"{self.name}.submit() in its own worker", reason=reason)
-        self._refuse_streams()
-        return self._caller.submit(arguments, _limits(), awaited=awaited)
-
-    async def _await(self, arguments: Arguments) -> Any:
-        if _processes.role != "owner":
-            self._refuse_streams()
-            result = self._call_inside(arguments)
-            return await result if self._options.kind == "coroutine" else result
-        waiting.require_loop("awaiting an isolated function")
-        return await waiting.result(self._submit(arguments, awaited=True))
-
-    async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
-        waiting.require_loop("awaiting an isolated function")
-        opening = step = self._caller.open(arguments, _limits())
-        thread = f"modelguard-isolated-{self.name}"
-        try:
-            items = await waiting.result(opening)
-            while True:
-                step = waiting.start(items.next, thread, SHARED.start)
-                item = await waiting.result(step)
-                if item is NO_ITEM:
-                    return
-                yield item
-        except BaseException as error:
-            closed = _close_after(step, opening)
-            # Cancelled, or on a loop that is gone: the step that a worker has begun runs to its end.
-            if isinstance(error, (Exception, GeneratorExit)) and waiting.on_any_loop():
-                await waiting.result(closed)
-            raise
-
-    def _refuse_streams(self) -> None:
-        if "generator" in self._options.kind:
-            raise TypeError(f"{self.name}() is a generator function: iterate over a call of it")
-
-    def _call_inside(self, arguments: Arguments) -> Any:
-        """In a worker: a function may call itself, and runs on the model that is already there."""
-        self._check_inside()
-        args, kwargs = arguments
-        return _processes.here(*args, **kwargs)
-
-    def _check_inside(self) -> None:
-        """Check that this is a worker of this function."""
-        if _processes.role == "importing":
-            why = "it is called while a mold imports the module"
-            fix = "Put the calls of a script under: if __name__ == '__main__':"
-            raise WouldDeadlock(self.name, why=why, fix=fix)
-        if _processes.target is not self.isolated_function:
-            reason = "a worker has only the model of its own function, and starts no workers of others"
-            raise NotSupported(f"{self.name}() inside an isolated function", reason=reason)
-
-    # Its state
-
-    @property
-    def function_kind(self) -> FunctionKind:
-        """What a call gives: ``"function"``, ``"coroutine"``, ``"generator"`` or ``"async generator"``."""
-        return self._options.kind
-
-    @property
-    def isolated_function(self) -> Callable[P, R_co]:
-        """What runs in the workers: the function below ``@isolate``."""
-        return self._source.function
-
-    def source_for(self, key: Any) -> Source:
-        """In a mold: what its workers run, and the guard that lends the model, or the pool's model of ``key``."""
-        return self._source.for_key(key)
-
-    @property
-    def version(self) -> str | None:
-        """The version of the model in the current mold, as its loader gave it; None if it gave none."""
-        return self._scope.version
-
-    def status(self) -> IsolationStatus:
-        """Its state, its processes and its counts."""
-        return self._scope.status()
-
-    def __repr__(self) -> str:
-        return f"<Isolated {self.name!r}>"
-
-    # Its molds, beside what every handle has
-
-    def rollback(self) -> None:
-        """Go back to the mold that the current one has replaced, as :meth:`ModelGuard.rollback` does, at once.
-
-        Needs a guard with ``keep_previous=True``: the previous mold and its workers stay alive, and take their memory.
-
-        Raises:
-            NoPreviousModel: None is kept, as of a pool or a host, or its processes have ended.
-            GuardClosed: After :meth:`close`.
-        """
-        self._scope.rollback()
-
-    def refuse_calls(self) -> None:
-        """This process exits, and ends its molds: raise ``GuardClosed`` from now on. Waits for nothing."""
-        self._scope.refuse_calls()
-
-    # Processes and copies
-
-    def renew_in_child(self) -> None:
-        """In a forked child of this process: start again, since the parent's workers answer the parent."""
-        self._finalizer.detach()
-        self._scope.abandon()
-        closed = self._scope.closed
-        self._start(paused=self._scope.paused)
-        if closed:
-            self.refuse_calls()
-
-    # By reference, as functions are pickled and copied.
-    def __reduce__(self) -> str:
-        return str(self.__qualname__)  # type: ignore[attr-defined]
-
-
-def _close_after(step: Future[Any], opening: Future[Items]) -> Future[None]:
-    """Close a stream in a thread, after the step that still runs; the future tells when it is closed."""
-    closed: Future[None] = waiting.promise()
-
-    def close() -> None:
-        if not opening.cancelled() and opening.exception() is None:
-            opening.result().close()
-
-    step.add_done_callback(lambda _: waiting.start(close, CLOSE, SHARED.start, closed))
-    return closed
-
-
-def _scope_of(
-    options: IsolationOptions, source: Source | PoolSource, *, paused: bool
-) -> ProcessScope | PoolScope | HostScope:
-    if isinstance(source, PoolSource):
-        return PoolScope(options, source, paused=paused)
-    guard_options = source.guard.engine.options
-    if options.scope is None:
-        return ProcessScope(options, MoldGuard(options, guard_options, paused=paused))
-    from modelguard.isolation._host_scope import HostScope
-
-    return HostScope(options, guard_options, paused=paused)
-
-
-def _limits() -> CallTimes:
-    now = time.monotonic()
-    left = None if deadlines.current_scope.get() is None else deadlines.left()  # most calls have none
-    return CallTimes(now, math.inf if left is None else now + left)
-
-
 R = TypeVar("R")
 
 
@@ -405,14 +122,10 @@ def isolate(
 
     def decorate(function: Callable[P, R], /) -> Isolated[P, R]:
         _processes.check_supported()
-        if target is None:
-            _isolation_options.check_function(function, recycle_on, start)
-            _isolation_options.warn_of_other_loaders(function)
-        else:
-            _isolation_options.check_stub(function, recycle_on, start)
-        options = _isolation_options.parse(
+        options = parse(
             function,
-            None if target is None else _isolation_options.stub_of(function, target, recycle_on),
+            target,
+            recycle_on,
             workers=workers,
             timeout=timeout,
             start=start,
@@ -422,10 +135,210 @@ def isolate(
             scope=scope,
             name=name,
         )
-        source = _isolation_options.source_of(function, options.name, recycle_on)
+        source = source_of(function, options.name, recycle_on)
         return Isolated(options, function, source)
 
     return decorate
+
+
+# What is checked where a function is isolated.
+
+
+_IMPORT_FIX = "Move it to the top level of a module that can be imported, and isolate it there."
+
+_START_FIX = "Write 'spawn', or 'fork', which is right for most models."
+
+_BOUNDS_FIX = "Write bounds=Bounds(queue=1000)."
+
+#: What the annotation of a stub's result says of the function's kind, where ``def`` does not.
+_STREAMS: Mapping[str, FunctionKind] = {
+    "Iterator": "generator",
+    "Generator": "generator",
+    "AsyncIterator": "async generator",
+    "AsyncGenerator": "async generator",
+}
+
+#: The modules of which it was logged what their molds import for nothing.
+_told: set[str] = set()
+
+
+def parse(function: Callable[..., Any], target: str | None, recycle_on: Any, **given: Any) -> IsolationOptions:
+    """Check that a function can be isolated, or can stand for the one that ``target`` names, and how."""
+    name, timeout, start = given["name"], given["timeout"], given["start"]
+    check_importable(function, stub=target is not None)
+    where, stub, owner = reference(function), None, owner_of(function)
+    if target is not None and owner is not None:
+        why = "stands for another one by target=, and takes no model"
+        raise InvalidOption("function", function, why=why, fix="Decorate the function that target= names.")
+    check_source(function, owner, recycle_on, start)
+    if target is None:
+        warn_of_other_loaders(function)
+    else:
+        where, stub = stub_of(function, target, recycle_on)
+    breaker, bounds, scope = given["breaker"], given["bounds"], Host.parse(given["scope"])
+    _units.one_of(start, "start", get_args(StartMethod), fix=_START_FIX)
+    if scope is not None and isinstance(owner, PooledFunction):
+        why = "cannot hold the molds of a pool's keys, which its budget ends"
+        raise InvalidOption("scope", "host", why=why, fix="Leave it out, or give each model a guard of its own.")
+    kind = _units.function_kind(inspect.unwrap(function)) if stub is None else stub.kind
+    if _units.flag(given["retry"], "retry") and "generator" in kind:
+        raise InvalidOption(
+            "retry", given["retry"], why="cannot send a stream again", fix="Leave it out for a generator."
+        )
+    return IsolationOptions(
+        function=where,
+        stub=stub,
+        kind=kind,
+        name=".".join(reference(function)) if name is None else _units.name(name),
+        workers=_units.whole_number(given["workers"], "workers"),
+        timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
+        start=start,
+        retry=given["retry"],
+        breaker=Breaker() if breaker is None else _checked_breaker(breaker),
+        bounds=Bounds() if bounds is None else _units.instance(bounds, "bounds", Bounds, "Bounds", fix=_BOUNDS_FIX),
+        scope=scope,
+    )
+
+
+def _checked_breaker(breaker: Any) -> Breaker:
+    given = _units.instance(breaker, "breaker", Breaker, "a Breaker", fix="Write Breaker(failures=5).")
+    for option in ("ignore", "reload"):
+        if value := getattr(given, option):
+            why = "does nothing here: workers that crash or exceed timeout count, and no errors of the function"
+            raise InvalidOption(option, value, why=why, fix="Leave it out.")
+    return given
+
+
+def check_importable(function: Any, *, stub: bool = False) -> None:
+    """Check that another interpreter can find the function. Nobody looks for a stub, which may stand anywhere."""
+    why, fix = "", _IMPORT_FIX
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    in_class = name is not None and "." in name and "<" not in name and not isinstance(function, staticmethod)
+    other = isinstance(function, type) or hasattr(function, "lease")  # as guards and pools have
+    if other or not (callable(function) or isinstance(function, classmethod)):
+        why = f"must be a function, not {_units.kind_of(function)}"
+        fix = "Write @isolate() above the guard's decorator, and that above def predict(model, text): ..."
+    elif isinstance(function, classmethod) or in_class:
+        why = "is a method, and a change of its object or class in a worker would be lost"
+        fix = "Isolate a function, and call it in the method; or a static method, with @staticmethod next to the def."
+    elif stub:
+        pass
+    elif module is None or name is None:
+        why = "has no module and name by which a worker process could import it"
+    elif "<lambda>" in name:
+        why = "is a lambda, which a worker process cannot import by name"
+    elif "<locals>" in name:
+        why = "is defined inside another function, where a worker process cannot import it"
+    elif module == "__main__" and not _has_main_file():
+        why = "is in no file (a notebook, python -c, standard input), so a worker process cannot import it"
+        fix = "Write it to a file, in a notebook with %%writefile predict.py, and import it from there."
+    elif module == "__main__" and _runs_as_package():
+        why = "is defined in the __main__.py of an archive, a folder or a package, which a worker process cannot import"
+        fix = "Move it to another module beside that, and import it in __main__.py."
+    if why:
+        raise InvalidOption("function", function, why=why, fix=fix)
+
+
+def _has_main_file() -> bool:
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))  # noqa: PTH110
+
+
+def _runs_as_package() -> bool:
+    """Whether the main module is a ``__main__.py``, which :mod:`multiprocessing` leaves alone: to import it runs it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name.rpartition(".")[2] == "__main__"
+
+
+def stub_of(function: Any, target: Any, recycle_on: Any) -> tuple[Reference, Stub]:
+    """What stands for the function that ``target`` names, and where that is."""
+    if (part := part_of_own_code(recycle_on)) is not None:
+        why = "is of this program's own code, which the module of target= does not know"
+        raise InvalidOption("recycle_on", part, why=why, fix="Give the function in that module a guard with it.")
+    module, _, name = target.partition(":") if isinstance(target, str) else ("", "", "")
+    why, fix = "", ""
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        why, fix = "must name a function of a module", "Write for example target='pipeline:entities'."
+    elif module in {function.__module__, "__main__"}:
+        why = "is in a module that this process imports"
+        fix = "Move it to a module of its own, which nothing here imports."
+    elif _is_missing(module):
+        why, fix = f"cannot be imported: there is no module {module}", "Correct the name, or sys.path."
+    elif not _is_empty(function):
+        why = f"is what runs, and {place_of(function)} has a body of its own, which never would"
+        fix = "Let the body be ... or raise NotImplementedError."
+    if why:
+        raise InvalidOption("target", target, why=why, fix=fix)
+    kind: FunctionKind = "coroutine" if inspect.iscoroutinefunction(function) else _kind_by_result(function)
+    shown = str(inspect.signature(function))
+    return (module, name), Stub(place_of(function), kind, shown, parameters_of(function), recycle_on)
+
+
+def _kind_by_result(function: Any) -> FunctionKind:
+    result = getattr(function, "__annotations__", {}).get("return")
+    text = result if isinstance(result, str) else getattr(result, "__name__", "")
+    return _STREAMS.get(text.partition("[")[0].rpartition(".")[2].strip(), "function")
+
+
+def _is_missing(module: str) -> bool:
+    """Whether there is certainly no such module. Imports nothing, its packages neither."""
+    path: Iterable[str] | None = None
+    if module in sys.modules:
+        return False
+    for name in accumulate(module.split("."), "{}.{}".format):
+        try:
+            specs = (finder.find_spec(name, path) for finder in sys.meta_path)  # type: ignore[arg-type]
+            spec = next((one for one in specs if one is not None), None)
+        except Exception:  # noqa: BLE001 - of a finder that needs the package imported; the mold will tell
+            return False
+        if spec is None:
+            return True
+        path = spec.submodule_search_locations
+        if path is None:
+            return name != module
+    return False
+
+
+def _is_empty(function: Any) -> bool:
+    """Whether the body of a function is ``...``, or what type checkers take for it, under a docstring or none."""
+    code, text = getattr(function, "__code__", None), getattr(function, "__doc__", None)
+    for body in ("...", "raise NotImplementedError", "raise NotImplementedError()"):
+        made: dict[str, Any] = {}
+        kind = "async def" if inspect.iscoroutinefunction(function) else "def"
+        exec(f"{kind} f():\n {text!r}\n {body}" if text else f"{kind} f():\n {body}", made)  # noqa: S102 - our own text
+        twin = made["f"].__code__
+        if code is not None and (code.co_code, code.co_consts) == (twin.co_code, twin.co_consts):
+            return bool(code.co_names == twin.co_names)
+    return False
+
+
+def warn_of_other_loaders(function: Any) -> None:
+    """Log once for a module which libraries a mold of this function imports for the loaders of other guards alone."""
+    owner, module = owner_of(function), function.__module__
+    own = owner.engine.options.load if isinstance(owner, ModelGuard) else None
+    needed = _libraries_in(own) | _libraries_in(inspect.unwrap(function))
+    loads = [(engine.name, engine.options.load) for engine in engines]
+    for name, load in loads if _processes.role == "owner" else ():
+        extra = _libraries_in(load) - needed if getattr(load, "__module__", None) == module else ()
+        if extra and module not in _told:
+            _told.add(module)
+            logger.warning(
+                "%s: its mold imports all of %s, and so %s, which only the loader of guard %r needs; move that guard "
+                "to a module of its own, or name the function there: @isolate(target='module:function')",
+                function.__qualname__,
+                module,
+                ", ".join(sorted(extra)),
+                name,
+            )
+
+
+def _libraries_in(function: Any) -> set[str]:
+    """The model libraries that a function names and its module has imported."""
+    code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    values = [names.get(name) for name in names_in(code)] if isinstance(code, CodeType) else []
+    origins = (one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", None) for one in values)
+    return {str(origin).partition(".")[0] for origin in origins} & MODEL_LIBRARIES
 
 
 _public.set_module(globals(), "modelguard")

@@ -17,9 +17,8 @@ import pytest
 
 from modelguard import Bounds
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull, Reloading
-from modelguard.isolation._calls import CallTimes, Claim, Followed, Withdrawn, WorkerScope
 from modelguard.isolation._mold_workers import Waiter
-from modelguard.isolation._scopes import MoldScope
+from modelguard.isolation._scopes import CallTimes, Claim, Followed, MoldScope, Withdrawn, WorkerScope
 from modelguard.runtime.waiting import Steps, Wait, promise
 
 PATIENCE = 10.0

@@ -17,8 +17,9 @@ from modelguard.errors import LoadFailed, NotSupported
 from modelguard.isolation import _supervisor
 from modelguard.isolation._channel import RemoteTraceback
 from modelguard.isolation._host import NAME, Folder, check_peer, for_broker, identity_of, packed, prefix_of, unpacked
-from modelguard.isolation._isolation_options import IsolationOptions, parse
+from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import Waiter, WaitingLine
+from modelguard.isolation.isolate import parse
 
 
 class TestWaitingLine:
@@ -112,7 +113,7 @@ def options(**changes: object) -> IsolationOptions:
         "scope": "host",
         "name": None,
     }
-    return parse(function, None, **{**chosen, **changes})  # type: ignore[arg-type]
+    return parse(function, None, None, **{**chosen, **changes})  # type: ignore[arg-type]
 
 
 class TestIdentity:

@@ -12,10 +12,10 @@ import pytest
 from modelguard import Isolated, guard, isolate
 from modelguard.errors import GuardClosed
 from modelguard.isolation import _host_scope
-from modelguard.isolation._calls import CallTimes, Claim
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._host import Folder, Joined
 from modelguard.isolation._host_scope import ANSWER, Connection
+from modelguard.isolation._scopes import CallTimes, Claim
 
 
 @guard(dict, reload_on=None, name="model")

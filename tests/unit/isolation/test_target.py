@@ -15,7 +15,8 @@ from modelguard import TTL, Changed, Uses, guard, isolate
 from modelguard.errors import InvalidOption
 from modelguard.isolation import status
 from modelguard.isolation._host import identity_of
-from modelguard.isolation._isolation_options import parameters_of, stub_of
+from modelguard.isolation._isolation_options import parameters_of
+from modelguard.isolation.isolate import stub_of
 
 
 def empty(text: str) -> list[str]: ...
