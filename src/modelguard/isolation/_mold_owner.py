@@ -258,7 +258,7 @@ class Mold(MoldOrders):
         try:
             ours, theirs = pair()
         except OSError as error:  # no descriptor is left
-            self.workers.not_started(worker, str(error))
+            self.workers.lost(worker, str(error))
             return
         # A call waits for the first worker, so that one keeps its priority.
         is_first = not any(map(self.workers.is_starting, self._running.values()))
@@ -321,11 +321,8 @@ class Mold(MoldOrders):
             return
         del self._running[number]
         self._supervisor.forget(worker.channel.fileno())  # it is closed next, and may be watched still
-        if what == "exit":
-            self.workers.exited(worker, _processes.describe_exit(*details))
-        else:
-            worker.channel.close()
-            self.workers.not_started(worker, *details)
+        how = _processes.describe_exit(*details) if what == "exit" else str(*details)
+        self.workers.exited(worker, how)
 
     def _gone(self, program: Launched) -> None:
         how = f"its mold ended: {self._collect(program, 0.5 if self._ending else 0.1)}"
@@ -436,7 +433,7 @@ class SpawnedWorkers(Mold):
                 end.close()
             if not isinstance(error, OSError):
                 self._fail(error)
-            self.workers.not_started(worker, str(error))
+            self.workers.lost(worker, str(error))
             return
         self._add_worker(worker, ours)
         worker.pid = program.process.pid

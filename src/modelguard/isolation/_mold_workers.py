@@ -11,6 +11,7 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Literal, Protocol, get_args
 
@@ -212,8 +213,7 @@ class Workers:
         self._is_paused = is_paused
         # Reentrant: the garbage collector may close a dropped generator at any point, also under this lock.
         self._lock = threading.RLock()
-        self._members: dict[int, Worker] = {}
-        self._idle: list[Worker] = []
+        self._members: OrderedDict[int, Worker] = OrderedDict()  # the last one has ended its call last
         self._last = 0
         self._keeps_spare = False
         self._circuit = Circuit(breaker)
@@ -254,8 +254,9 @@ class Workers:
             if not self.gone and len(self._waiters) >= self._max_queue and not waiter.admitted:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=RETRY_AFTER)
             self._waiters.append(waiter)
+        if self.presence == "ended":
             self.call_back()
-            return None
+        return None
 
     def send_on(self) -> None:
         """New calls get another mold: have those that wait ask for it."""
@@ -302,22 +303,20 @@ class Workers:
     def end_worker(self, worker: Worker, cause: WorkerEndCause, *, blame: bool = True) -> str:
         """Record that a worker has ended in its call, or end it; returns how it ended, for people.
 
-        Args:
-            worker: The worker.
-            cause: Of its end.
-            blame: Whether this counts as a failure; a worker that was ended because its caller is gone does not.
+        Without ``blame`` it counts as no failure, as of one that was ended because its caller is gone.
         """
         if cause != "crashed":
             worker.kill()
         how = worker.how_it_ended() if cause == "crashed" else cause
-        self._remove(worker, cause, how, blame=blame and cause != "cancelled")
+        with self._change() as now:
+            self._take_out(worker, cause, how, now, blame=blame and cause != "cancelled")
         worker.channel.close()
         return how
 
     # Reports of the mold
 
     def ready(self, worker: Worker) -> None:
-        with self._lock:
+        with self._change() as now:
             if self.gone or worker.number not in self._members:
                 self._members.pop(worker.number, None)
                 worker.channel.close()
@@ -325,40 +324,33 @@ class Workers:
             self._failed_starts = 0
             self.presence = "present"
             self._make_idle(worker)
-            self._note(telemetry.WorkerStarted, worker, seconds=time.monotonic() - worker.born)
-            self._settle(time.monotonic())
-            self._hand_over()
-        self._emit_all()
-
-    def not_started(self, worker: Worker, how: str) -> None:
-        worker.has_exited(how)
-        self._remove(worker, "crashed", how, blame=True)
-        self._warn_of_lost_start(how)
+            self._note(telemetry.WorkerStarted, worker, seconds=now - worker.born)
 
     def exited(self, worker: Worker, how: str) -> None:
         """A worker's process has ended. If it runs a call, its caller finds out by itself."""
         worker.channel.hang_up()  # a program that the model has started may hold the other end open
-        worker.has_exited(how)
-        with self._lock:  # one look: no call may take it in between
-            if worker.number not in self._members or worker.state not in {"starting", "idle"}:
-                return
-            cause: WorkerEndCause = "closed" if self._closed else "crashed"
-            was_starting = worker.state == "starting"
-            self._take_out(worker, cause, how, blame=True)
+        if self.lost(worker, how):
             worker.channel.close()
-        self._emit_all()
-        if was_starting:
-            self._warn_of_lost_start(how)
+
+    def lost(self, worker: Worker, how: str) -> bool:
+        """The same where there may be no channel; false if it runs a call."""
+        worker.has_exited(how)
+        with self._change() as now:  # one look: no call may take it in between
+            if worker.number not in self._members or worker.state not in {"starting", "idle"}:
+                return False
+            self._take_out(worker, "closed" if self._closed else "crashed", how, now, blame=True)
+        if worker.state == "starting" and not self.gone:
+            logger.warning("%s: a new worker has ended before it could take a call: %s", self._name, how)
+        return True
 
     def mold_ended(self, how: str) -> None:
-        with self._lock:
+        with self._change():
             self.gone = True
             workers = list(self._members.values())
             self._end(workers)
         self.send_on()
         for worker in workers:
             worker.has_exited(how)
-        self._emit_all()
 
     def end_until_next_call(self) -> list[int] | None:
         """End all workers until the next call; their numbers. None, and nothing ends, if one has something to do."""
@@ -375,30 +367,21 @@ class Workers:
 
     def call_back(self) -> None:
         """Start the workers that have ended until the next call."""
-        with self._lock:
-            if self.presence != "ended":
-                return
-            now = time.monotonic()
-            self.presence = "returning"
-            self._settle(now)
-            if self._start_at > now:
-                self._mold.settle_later(self._start_at - now)
+        with self._change():
+            if self.presence == "ended":
+                self.presence = "returning"
 
     def close(self) -> None:
         """Start no more workers, and end those that are idle; the others end after their calls."""
-        with self._lock:
+        with self._change():
             self.gone = self._closed = True
             self._end(list(self._members.values()))
-        self._emit_all()
 
     def settle(self) -> None:
         """Do what has become due; also what a pause has held back until now."""
-        with self._lock:
+        with self._change():
             if not self._is_paused():
                 self._postponed.clear()
-            self._settle(time.monotonic())
-            self._hand_over()
-        self._emit_all()
 
     def detach(self) -> None:
         """The mold has been ended: refer to it no more."""
@@ -438,7 +421,7 @@ class Workers:
 
     def listed(self) -> list[tuple[Worker, WorkerState, bool, int]]:
         with self._lock:
-            return [(one, one.state, one.worn, one.calls) for one in self._members.values()]
+            return [(one, one.state, one.worn, one.calls) for _, one in sorted(self._members.items())]
 
     # Under the lock: who gets a worker
 
@@ -449,22 +432,21 @@ class Workers:
             holder: Has it from the moment on in which it is taken. Between two calls of functions no signal handler
                 runs, whose exception would leave a worker taken that nobody has.
         """
-        if not self._idle or (len(self._members) > self._size and self._count_busy() >= self._size):
+        members = self._members.values()
+        if len(members) > self._size and sum(worker.state in _BUSY for worker in members) >= self._size:
             return None
-        worker = self._idle[-1]
-        if holder is not None:
-            holder.worker, holder.held = worker, True
-        worker.state = "busy"
-        del self._idle[-1]
-        self._circuit.admitted(worker)
-        return worker
-
-    def _count_busy(self) -> int:
-        return sum(worker.state in _BUSY for worker in self._members.values())
+        for worker in reversed(members):
+            if worker.state == "idle":
+                if holder is not None:
+                    holder.worker, holder.held = worker, True
+                worker.state = "busy"
+                self._circuit.admitted(worker)
+                return worker
+        return None
 
     def _make_idle(self, worker: Worker) -> None:
+        self._members.move_to_end(worker.number)
         worker.state = "idle"
-        self._idle.append(worker)
 
     def _hand_over(self) -> None:
         while self._waiters:
@@ -486,6 +468,16 @@ class Workers:
             self._events.append(telemetry.CircuitClosed(guard=self._name))
 
     # Under the lock: which are started and ended
+
+    @contextmanager
+    def _change(self) -> Iterator[float]:
+        """Take the lock to change something; then see to what follows from it."""
+        with self._lock:
+            now = time.monotonic()
+            yield now
+            self._settle(now)
+            self._hand_over()
+        self._emit_all()
 
     def _up(self) -> list[Worker]:
         return [worker for worker in self._members.values() if worker.state in {"idle", "busy"}]
@@ -512,7 +504,10 @@ class Workers:
         # Never more than one above the size, so a worn worker's last call may delay the start of the next spare one.
         staying = len(workers) - len(to_replace)
         missing = min(wanted - staying, self._size + 1 - len(workers))
-        if missing <= 0 or now < self._start_at:
+        if missing <= 0:
+            return
+        if now < self._start_at:
+            self._mold.settle_later(self._start_at - now)
             return
         if to_replace:
             missing = 0 if any(worker.state == "starting" for worker in workers) else 1
@@ -532,7 +527,6 @@ class Workers:
             if worker.state == "busy":
                 worker.state = "retiring"
             elif worker.state == "idle":
-                self._idle.remove(worker)
                 del self._members[worker.number]
                 self._dismiss(worker)
 
@@ -544,31 +538,19 @@ class Workers:
         worker.channel.close()
         self._count(worker, cause, "")
 
-    def _take_out(self, worker: Worker, cause: WorkerEndCause, how: str, *, blame: bool) -> None:
-        """Forget a worker that has ended, and start others: now, or after the backoff."""
-        now = time.monotonic()
-        if self._members.pop(worker.number, None) is not None:
-            if worker.state != "starting":  # else its start was not reported either
-                self._count(worker, cause, how)
-            self._note_loss(worker)
-            if blame:
-                self._note_failure(worker, now, how)
-            else:
-                self._circuit.forget(worker)
-        self._settle(now)
-        self._hand_over()
-        if self._start_at > now:
-            self._mold.settle_later(self._start_at - now)
-
-    def _note_loss(self, worker: Worker) -> None:
+    def _take_out(self, worker: Worker, cause: WorkerEndCause, how: str, now: float, *, blame: bool) -> None:
+        """Forget a worker that has ended. Others are started: now, or after the backoff."""
+        if self._members.pop(worker.number, None) is None:
+            return
         self._keeps_spare = True
-        if worker in self._idle:
-            self._idle.remove(worker)
         if worker.state == "starting":
             self._failed_starts += 1
             self.presence = "present"
-
-    def _note_failure(self, worker: Worker, now: float, how: str) -> None:
+        else:  # else its start was not reported either
+            self._count(worker, cause, how)
+        if not blame:
+            self._circuit.forget(worker)
+            return
         self._failures += 1
         if self._failures > 1:
             self._start_at = now + self._backoff.seconds(self._failures - 1, random.random())  # noqa: S311 - jitter
@@ -598,15 +580,6 @@ class Workers:
         self._events.append(kind(guard=self._name, generation=self._generation, worker=worker.pid, **details))
 
     # Outside of it
-
-    def _warn_of_lost_start(self, how: str) -> None:
-        if not self.gone:
-            logger.warning("%s: a new worker has ended before it could take a call: %s", self._name, how)
-
-    def _remove(self, worker: Worker, cause: WorkerEndCause, how: str, *, blame: bool) -> None:
-        with self._lock:
-            self._take_out(worker, cause, how, blame=blame)
-        self._emit_all()
 
     def _emit_all(self) -> None:
         """Answer who waits, and emit what has happened: what that brings about never runs while the lock is held."""

@@ -139,7 +139,7 @@ class WorkersMachine(RuleBasedStateMachine):
             mold.workers.ready(worker)
         elif pick % 2:
             worker.channel.close()
-            mold.workers.not_started(worker, "no memory")
+            mold.workers.lost(worker, "no memory")
         else:
             mold.workers.exited(worker, "SIGKILL")
 
