@@ -193,7 +193,7 @@ class ClientConnection:
 
     def _lost(self, cause: WorkerEndCause, blame: bool) -> None:  # noqa: FBT001 - as they come
         taken = self._take_back()
-        self.answer("ended", *("unknown", 0) if taken is None else (taken.end_worker(cause, blame=blame), taken.pid))
+        self.answer("ended", "unknown" if taken is None else taken.end_worker(cause, blame=blame))
 
     def _take_back(self) -> TakenWorker | None:
         with self._ending_call:  # two threads may find at once that the call is over

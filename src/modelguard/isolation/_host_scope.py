@@ -233,7 +233,7 @@ ANSWER = 1.0
 _AGAIN = 0.05
 
 
-class GrantedWorker:
+class GrantedWorker(Taken):
     __slots__ = ("__weakref__", "_connection", "_scope", "channel", "pid")
 
     def __init__(self, scope: HostScope, connection: Connection, pid: int) -> None:
@@ -251,18 +251,14 @@ class GrantedWorker:
                 connection.say("release", worn, counts)
                 connection.give_back()
 
-    def put_back(self) -> None:
-        self.release(worn=(), counts=False)
-
     def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         connection = self._end()
         if connection is None:
             return "unknown"
         try:
-            _, how, pid = connection.ask("end", cause, blame, limit=2 * ANSWER)
+            _, how = connection.ask("end", cause, blame, limit=2 * ANSWER)
         except (BrokerGone, BlockingIOError):
             return "its broker has ended, or has taken the worker back"
-        self.pid = self.pid or pid
         return str(how)
 
     def _end(self) -> Connection | None:

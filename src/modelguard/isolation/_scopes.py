@@ -8,11 +8,11 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from modelguard import _units
 from modelguard.errors import (
@@ -50,28 +50,24 @@ class CallTimes(NamedTuple):
     until: float = math.inf
 
 
-class Taken(Protocol):
+class Taken:
     """A worker that a call has. One of its methods ends that."""
 
-    @property
-    def channel(self) -> Channel: ...
+    __slots__ = ()
+    channel: Channel
+    pid: int
 
-    @property
-    def pid(self) -> int:
-        """Its process id; 0 while it is not known."""
-        ...
-
-    def release(self, *, worn: tuple[Reason, ...]) -> None:
+    def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
         """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
-        ...
+        raise NotImplementedError
 
     def put_back(self) -> None:
         """Give the worker back without a call."""
-        ...
+        self.release(worn=(), counts=False)
 
     def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         """Record that the worker has ended in its call, or end it; returns how it ended, for people."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -95,10 +91,6 @@ class Claim:
     blocks: bool = False
     admitted: bool = False
     loading: bool = False
-
-
-class Withdrawn(Exception):
-    """Nobody needs the worker any more."""
 
 
 T = TypeVar("T")
@@ -138,7 +130,7 @@ class Followed(Generic[T]):
         self._withdrawn = True
         if (steps := self._take()) is not None:
             steps.close()
-            self._end(None, Withdrawn())
+            self._end(None, CancelledError())
 
     def refuse(self, error: Exception) -> None:
         if (steps := self._take()) is not None:
@@ -278,6 +270,10 @@ class WorkerScope:
         raise NotImplementedError
 
     @property
+    def closed(self) -> bool:
+        raise NotImplementedError
+
+    @property
     def queued(self) -> int:
         """Calls that wait."""
         return len(self._waiting)
@@ -339,7 +335,7 @@ class WorkerScope:
         yield Work(work, f"modelguard-{verb}-{self.name}", self.runtime.start_thread)
 
 
-class TakenWorker:
+class TakenWorker(Taken):
     """A worker for the call that has a loan on its mold, while it is held."""
 
     __slots__ = ("_loan", "_process", "held", "worker")
@@ -353,14 +349,14 @@ class TakenWorker:
     def __del__(self) -> None:
         # An exception of a signal handler has come between two steps of its call. In a forked child it is the parent's.
         if getattr(self, "held", False) and os.getpid() == self._process:
-            supervisor().call(partial(_end_worker, self._loan, self.worker))
+            supervisor().call(partial(self.end_worker, "cancelled"))
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> Channel:  # type: ignore[override] # that of the worker that it gets
         return self.worker.channel
 
     @property
-    def pid(self) -> int:
+    def pid(self) -> int:  # type: ignore[override] # as above
         return self.worker.pid
 
     @property
@@ -370,9 +366,6 @@ class TakenWorker:
     def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
         self._loan.model.workers.release(self.worker, worn=worn, counts=counts)
         self._end()
-
-    def put_back(self) -> None:
-        self.release(worn=(), counts=False)
 
     def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         how = self._loan.model.workers.end_worker(self.worker, cause, blame=blame)
@@ -384,11 +377,6 @@ class TakenWorker:
         self._loan.end(failed=False)
 
 
-def _end_worker(loan: Lease[Mold], worker: Worker) -> None:
-    loan.model.workers.end_worker(worker, "cancelled")
-    loan.end(failed=False)
-
-
 class MoldScope(WorkerScope):
     # Where the molds come from
 
@@ -398,10 +386,6 @@ class MoldScope(WorkerScope):
 
     def _until_lent(self, claim: Claim) -> Steps[Lease[Mold]]:
         """Take a lease on the mold, which is loaded if need be."""
-        raise NotImplementedError
-
-    @property
-    def closed(self) -> bool:
         raise NotImplementedError
 
     # Calls

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from modelguard import Bounds
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull, Reloading
 from modelguard.isolation._mold_workers import Waiter
-from modelguard.isolation._scopes import CallTimes, Claim, Followed, MoldScope, Withdrawn, WorkerScope
+from modelguard.isolation._scopes import CallTimes, Claim, Followed, MoldScope, WorkerScope
 from modelguard.runtime.waiting import Steps, Wait, promise
 
 PATIENCE = 10.0
@@ -132,7 +132,12 @@ class TestEnds:
         assert (1, 1, 1) == (scope.queued, len(scope.line), scope.leases)
         one.withdraw()
         one.withdraw()
-        assert (0, 0, 0, [Withdrawn]) == (scope.queued, len(scope.line), scope.leases, [type(how) for how in ended])
+        assert (0, 0, 0, [CancelledError]) == (
+            scope.queued,
+            len(scope.line),
+            scope.leases,
+            [type(how) for how in ended],
+        )
 
     def test_one_that_has_ended_takes_no_place(self, scope: Scope) -> None:
         """A call that was cancelled while it moved from one line to the next one is in neither."""
@@ -144,7 +149,7 @@ class TestEnds:
         scope.load.set_result(None)
         assert moves.wait(PATIENCE)
         until(lambda: ended)
-        assert (0, [], 0, [Withdrawn]) == (scope.queued, scope.line, scope.leases, [type(how) for how in ended])
+        assert (0, [], 0, [CancelledError]) == (scope.queued, scope.line, scope.leases, [type(how) for how in ended])
 
     @staticmethod
     def held_up(steps: Any, moves: threading.Event, one: Followed[Any]) -> Any:
@@ -242,7 +247,7 @@ class TestWaiting:
         assert [QueueFull] == [type(how) for how in ended]
         loading[0].withdraw()
         followed(scope, ended)
-        assert [QueueFull, Withdrawn] == [type(how) for how in ended]
+        assert [QueueFull, CancelledError] == [type(how) for how in ended]
         admitted = Claim(UNBOUNDED, admitted=True)  # once is enough
         WorkerScope._admit(scope, admitted)
 
