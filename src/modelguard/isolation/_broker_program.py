@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from modelguard import telemetry
 from modelguard.errors import told
 from modelguard.isolation import _host, _supervisor
-from modelguard.isolation._channel import AT_ONCE, Channel, Unreadable
+from modelguard.isolation._channel import AT_ONCE, Channel, Unchanged, Unreadable
 from modelguard.isolation._host import Answer, BrokerOrders, Request
 from modelguard.isolation._mold_owner import MoldGuard, end_all
 from modelguard.isolation._scopes import CallTimes, Claim, Followed, ProcessScope, Taken, TakenWorker
@@ -111,6 +111,9 @@ class ClientConnection:
             return False
         return True
 
+    def _fail(self, error: BaseException) -> None:
+        self.answer("failed", Unchanged(error, with_cause=True))
+
     def end(self) -> None:
         """The client has closed the connection, or has ended. The worker of its call ends too: it may still compute."""
         was_closed, self._closed = self._closed, True
@@ -167,7 +170,7 @@ class ClientConnection:
         """The call has its worker, or an error. From any thread."""
         if taken is None:
             assert error is not None  # noqa: S101 - for the checkers
-            self._broker.supervisor.call(functools.partial(self.answer, "failed", *_host.packed(error)))
+            self._broker.supervisor.call(functools.partial(self._fail, error))
             return
         assert isinstance(taken, TakenWorker)  # noqa: S101 - for the checkers
         self._taken, self.granted_at = taken, time.monotonic()
@@ -219,7 +222,7 @@ class ClientConnection:
         try:
             result = work()
         except Exception as error:  # noqa: BLE001 - it is the client's
-            self.answer("failed", *_host.packed(error))
+            self._fail(error)
         else:
             self.answer("done", result)
 

@@ -459,7 +459,7 @@ def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseExc
         name: The isolated function's name.
         plain: Whether only what Python and modelguard have will do, since the rest would need its modules.
     """
-    for sent in (_Unchanged(error), error):  # arguments may fail where the error itself does not
+    for sent in (Unchanged(error), error):  # arguments may fail where the error itself does not
         with suppress(BaseException):  # pickling runs any code
             content = dumps(sent)
             if type(loads_plain(*content) if plain else unpickle(*content)) is type(error):
@@ -467,16 +467,25 @@ def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseExc
     return described(error, name, text_of(error))
 
 
-class _Unchanged(Exception):
-    """Becomes an error by pickling. Without it, an ``__init__`` that makes a text would make one of that text."""
+class Unchanged(Exception):
+    """Becomes an error by pickling. Without it, an ``__init__`` that makes a text would make one of that text.
+
+    Pickles drop the cause, and so does this unless it is told to send it too.
+    """
+
+    def __init__(self, error: BaseException, *, with_cause: bool = False) -> None:
+        self._error = error
+        cause = error.__cause__ if with_cause else None
+        self._cause = cause and Unchanged(cause, with_cause=True)
 
     def __reduce__(self) -> Any:
-        (error,) = self.args
-        return _with_args, (error, error.args)
+        return _unchanged, (self._error, self._error.args, self._cause)
 
 
-def _with_args(error: BaseException, args: tuple[Any, ...]) -> BaseException:
+def _unchanged(error: BaseException, args: tuple[Any, ...], cause: BaseException | None) -> BaseException:
     error.args = args
+    if cause is not None:
+        error.__cause__ = cause
     return error
 
 

@@ -52,7 +52,7 @@ Request = Literal["join", "call", "take", "release", "end", "load", "reload", "u
 #: * ``welcome`` (its pid) and ``unwelcome`` (path) to ``join``: that file is not as it was for the process that has
 #:   started it, or for its mold.
 #: * ``loading`` (), ``waiting`` (), ``granted`` (worker's pid; with its socket) to ``take``.
-#: * ``ended`` (how) to ``end``, ``done`` (value) to the others, ``failed`` (error, cause, text) to all of them.
+#: * ``ended`` (how) to ``end``, ``done`` (value) to the others, ``failed`` (error) to all of them.
 Answer = Literal["welcome", "unwelcome", "loading", "waiting", "granted", "ended", "done", "failed"]
 
 #: How a message on a client's socket for reports starts: with what follows.
@@ -72,20 +72,6 @@ class BrokerOrders:
     source: GuardOptions[Any]
     origin: Origin
     paused: bool
-
-
-def packed(error: BaseException) -> tuple[BaseException, BaseException | None, str | None]:
-    """An error with its cause, and the traceback of that in another process: pickles drop both."""
-    cause = error.__cause__
-    trace = cause.__cause__ if cause is not None else None
-    return error, cause, str(trace.args[0]) if isinstance(trace, RemoteTraceback) else None
-
-
-def unpacked(error: BaseException, cause: BaseException | None, text: str | None) -> BaseException:
-    if cause is not None and text is not None:
-        cause.__cause__ = RemoteTraceback(text)
-    error.__cause__ = cause
-    return error
 
 
 #: Characters of the digest in a name.

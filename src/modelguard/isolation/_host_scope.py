@@ -147,10 +147,10 @@ class Membership:
             self._close_idle()
 
     def ask(self, what: Request, *details: Any, limit: float | None = None) -> Any:
-        kind, *answer = self.connection().ask(what, *details, limit=limit)
+        kind, answer = self.connection().ask(what, *details, limit=limit)
         if kind == "failed":
-            raise _host.unpacked(*answer)
-        return answer[0]
+            raise answer
+        return answer
 
     # The end
 
@@ -370,7 +370,7 @@ class HostScope(WorkerScope):
             raise
         if kind != "granted":
             connection.give_back()
-            raise _host.unpacked(*details)
+            raise details[0]
         taken = GrantedWorker(self, connection, *details)
         if self.closed:  # it may leave without this call, which counts only from now on
             taken.put_back()

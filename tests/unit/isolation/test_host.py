@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from modelguard import TTL, Backoff, Bounds, Breaker, Host, Loading, guard, isolate
 from modelguard.errors import LoadFailed, NotSupported
 from modelguard.isolation import _supervisor
-from modelguard.isolation._channel import RemoteTraceback
-from modelguard.isolation._host import NAME, Folder, check_peer, for_broker, identity_of, packed, prefix_of, unpacked
+from modelguard.isolation._channel import RemoteTraceback, Unchanged, dumps, unpickle
+from modelguard.isolation._host import NAME, Folder, check_peer, for_broker, identity_of, prefix_of
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import Waiter, WaitingLine
 from modelguard.isolation.isolate import parse
@@ -207,7 +207,7 @@ def test_an_error_keeps_its_cause_over_the_wire() -> None:
     error = LoadFailed("guard", "OSError: no weights")
     error.__cause__ = OSError("no weights")
     error.__cause__.__cause__ = RemoteTraceback("line 5")
-    again = unpacked(*packed(error))
+    again = unpickle(*dumps(Unchanged(error, with_cause=True)))
     assert isinstance(again.__cause__, OSError)
     assert "line 5" in str(again.__cause__.__cause__)
 
