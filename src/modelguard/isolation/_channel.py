@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any
@@ -74,35 +74,27 @@ def unpickle(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
 
 
 def loads_plain(body: bytes, buffers: Sequence[Any]) -> Any:
-    """:func:`loads` for what a process can rebuild that has no modules but Python's and modelguard's."""
-    return _Plain(io.BytesIO(body), buffers=buffers).load()
+    """:func:`unpickle` for what a process can rebuild that has no modules but Python's and modelguard's."""
+    return _Restricted(io.BytesIO(body), buffers=buffers).load()
 
 
 def loads_here(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
-    """:func:`loads` for a process that is to import no libraries because of what it receives."""
-    return _Here(io.BytesIO(body), buffers=buffers).load()
+    """:func:`unpickle` for a process that is to import no libraries because of what it receives."""
+    restricted = _Restricted(io.BytesIO(body), buffers=buffers)
+    restricted.imported, restricted.fix = sys.modules, ", which is not imported here: return plain values"
+    return restricted.load()
 
 
-class _Plain(pickle.Unpickler):
+class _Restricted(pickle.Unpickler):
+    imported: Container[str] = ()
+    fix = ""
+
     def find_class(self, module: str, name: str) -> Any:
-        needed = _needed(module)
-        if needed.partition(".")[0] not in {"modelguard", *sys.stdlib_module_names}:
-            raise pickle.UnpicklingError(f"needs {needed}")
+        needed = "torch" if (module, name) == (__name__, _rebuild_tensor.__name__) else module
+        plain = needed.partition(".")[0] in {"modelguard", *sys.stdlib_module_names}
+        if not plain and needed not in self.imported:
+            raise pickle.UnpicklingError(f"needs {needed}{self.fix}")
         return super().find_class(module, name)
-
-
-class _Here(_Plain):
-    def find_class(self, module: str, name: str) -> Any:
-        if _needed(module) in sys.modules:
-            return pickle.Unpickler.find_class(self, module, name)
-        try:
-            return super().find_class(module, name)
-        except pickle.UnpicklingError as error:
-            raise pickle.UnpicklingError(f"{error}, which is not imported here: return plain values") from None
-
-
-def _needed(module: str) -> str:
-    return "torch" if module == __name__ else module  # this one rebuilds tensors
 
 
 def size(content: Content) -> int:

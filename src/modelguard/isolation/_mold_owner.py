@@ -291,22 +291,15 @@ class Mold(MoldOrders):
             _, self.code, self.version = details
             self.workers.settle()
         elif what == "found":
-            self._go_by(*details)
-        elif what == "failed":
-            self._not_loaded(*details)
-        else:
+            if not self._found and not self._loaded.done():  # of spawned workers, the first of a load speaks for all
+                self._found = True
+                self.owner.follow(self, *details)
+        elif what != "failed":
             self._heed_worker(control, what, *details)
-
-    def _not_loaded(self, error: BaseException, text: str) -> None:
-        if self._loaded.done():  # a replacement; the others serve on, and after two in a row a new generation is made
-            logger.warning("%s: a new worker could not load: %s", self.instructions.options.name, text)
+        elif self._loaded.done():  # a replacement; the others serve on, and after two in a row a new generation is made
+            logger.warning("%s: a new worker could not load: %s", self.instructions.options.name, details[1])
         else:
-            self._fail(failed_load(error, text))
-
-    def _go_by(self, options: GuardOptions[Any], files: Mapping[Path, Any]) -> None:
-        if not self._found and not self._loaded.done():  # of spawned workers, the first of a load speaks for all
-            self._found = True
-            self.owner.follow(self, options, files)
+            self._fail(failed_load(*details))
 
     def end_late_load(self) -> None:
         if not self._loaded.done():
@@ -685,7 +678,7 @@ class MoldGuard:
         pids = self._pids()  # first: a mold may be released meanwhile
         if not pids:  # as at the exit, where no thread starts any more
             return 0
-        reading = start(partial(_shares_beside_calls, pids), "modelguard-reads", THREADS.start_once)
+        reading = start(partial(_shares, pids, beside_calls=True), "modelguard-reads", THREADS.start_once)
         held = _shares(pids) if isinstance(reading.exception(), RuntimeError) else reading.result()
         self._read = pids, time.monotonic(), held
         return held
@@ -735,14 +728,14 @@ def _model_of(generation: Generation[Mold] | None) -> Mold | None:
     return getattr(generation, "model", None)
 
 
-def _shares(pids: list[int]) -> int:
+def _shares(pids: list[int], *, beside_calls: bool = False) -> int:
+    """What processes hold. Beside calls in a thread that ends with it, since not everybody may take its priority back.
+
+    No signal handler runs in between there.
+    """
+    if beside_calls:
+        _processes.lower_priority(_processes.priority())
     return sum(map(_share, pids))
-
-
-def _shares_beside_calls(pids: list[int]) -> int:
-    """In a thread that ends with it: not everybody may come back, and no signal handler runs in between."""
-    _processes.lower_priority(_processes.priority())
-    return _shares(pids)
 
 
 def _share(pid: int) -> int:
