@@ -39,6 +39,7 @@ Parameter = tuple[str, int, bool]
 class Stub(NamedTuple):
     """A function that stands for one of a module that this process does not import."""
 
+    target: Reference
     place: str
     kind: FunctionKind
     shown: str
@@ -87,10 +88,10 @@ def find(where: Reference) -> Any:
     return found
 
 
-def find_target(where: Reference, stub: Stub) -> Any:
+def find_target(stub: Stub) -> Any:
     """Import what a stub stands for; the isolated function below other decorators, if there is one."""
-    module, name = where
-    target, fix = ":".join(where), "Correct the name."
+    module, name = stub.target
+    target, fix = ":".join(stub.target), "Correct the name."
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -289,9 +290,9 @@ def source_of(function: Any, name: str, recycle_on: Policy | None) -> Source | P
     return Source(counting(_with_model(function)), counting)
 
 
-def source_of_stub(where: Reference, stub: Stub, name: str, start: StartMethod) -> Source:
+def source_of_stub(stub: Stub, name: str, start: StartMethod) -> Source:
     """In a mold: import what a stub stands for, and find its guard, which decorates it or which it uses."""
-    found = find_target(where, stub)
+    found = find_target(stub)
     function = getattr(found, "isolated_function", found)
     kind, why, fix = _units.function_kind(found), "", ""
     owners: list[Any] = [owner_of(function)] if owner_of(function) is not None else _guards_in(function)
@@ -306,7 +307,7 @@ def source_of_stub(where: Reference, stub: Stub, name: str, start: StartMethod) 
         why = f"uses the guards {guards}, and a mold has one model; {stub.place} stands for it"
         fix = "Decorate it with the guard whose model it is to have."
     if why:
-        raise InvalidOption("target", ":".join(where), why=why, fix=fix)
+        raise InvalidOption("target", ":".join(stub.target), why=why, fix=fix)
     owner = owners[0] if owners else None
     check_source(function, owner, stub.recycle_on, start)
     if isinstance(owner, ModelGuard):

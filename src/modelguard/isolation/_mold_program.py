@@ -124,12 +124,11 @@ class _Mold:
             self.guard.load()
 
     def _find(self, instructions: Instructions) -> tuple[object, Source]:
-        where = instructions.options.function
         if self._stub is not None:
             self.kind: FunctionKind = self._stub.kind
-            source = source_of_stub(where, self._stub, self.options.name, self.options.start)
+            source = source_of_stub(self._stub, self.options.name, self.options.start)
             return source.function, source
-        isolated = _isolation_options.find(where)
+        isolated = _isolation_options.find(self.options.function)
         self.kind = isolated.function_kind
         return isolated.isolated_function, isolated.source_for(instructions.key)
 

@@ -20,7 +20,6 @@ from modelguard.isolation._isolation_options import (
     Bounds,
     Host,
     IsolationOptions,
-    Reference,
     ScopeName,
     StartMethod,
     Stub,
@@ -122,21 +121,39 @@ def isolate(
 
     def decorate(function: Callable[P, R], /) -> Isolated[P, R]:
         _processes.check_supported()
-        options = parse(
-            function,
-            target,
-            recycle_on,
-            workers=workers,
-            timeout=timeout,
+        check_importable(function, stub=target is not None)
+        own, stub = reference(function), None
+        owner, host = owner_of(function), Host.parse(scope)
+        if target is not None and owner is not None:
+            why = "stands for another one by target=, and takes no model"
+            raise InvalidOption("function", function, why=why, fix="Decorate the function that target= names.")
+        check_source(function, owner, recycle_on, start)
+        if target is None:
+            warn_of_other_loaders(function)
+        else:
+            stub = stub_of(function, target, recycle_on)
+        _units.one_of(start, "start", get_args(StartMethod), fix=_START_FIX)
+        if host is not None and isinstance(owner, PooledFunction):
+            why = "cannot hold the molds of a pool's keys, which its budget ends"
+            raise InvalidOption("scope", "host", why=why, fix="Leave it out, or give each model a guard of its own.")
+        kind = _units.function_kind(inspect.unwrap(function)) if stub is None else stub.kind
+        if _units.flag(retry, "retry") and "generator" in kind:
+            fix = "Leave it out for a generator."
+            raise InvalidOption("retry", retry, why="cannot send a stream again", fix=fix)
+        options = IsolationOptions(
+            function=own if stub is None else stub.target,
+            stub=stub,
+            kind=kind,
+            name=".".join(own) if name is None else _units.name(name),
+            workers=_units.whole_number(workers, "workers"),
+            timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
             start=start,
             retry=retry,
-            breaker=breaker,
-            bounds=bounds,
-            scope=scope,
-            name=name,
+            breaker=Breaker() if breaker is None else _checked_breaker(breaker),
+            bounds=Bounds() if bounds is None else _units.instance(bounds, "bounds", Bounds, "Bounds", fix=_BOUNDS_FIX),
+            scope=host,
         )
-        source = source_of(function, options.name, recycle_on)
-        return Isolated(options, function, source)
+        return Isolated(options, function, source_of(function, options.name, recycle_on))
 
     return decorate
 
@@ -160,44 +177,6 @@ _STREAMS: Mapping[str, FunctionKind] = {
 
 #: The modules of which it was logged what their molds import for nothing.
 _told: set[str] = set()
-
-
-def parse(function: Callable[..., Any], target: str | None, recycle_on: Any, **given: Any) -> IsolationOptions:
-    """Check that a function can be isolated, or can stand for the one that ``target`` names, and how."""
-    name, timeout, start = given["name"], given["timeout"], given["start"]
-    check_importable(function, stub=target is not None)
-    where, stub, owner = reference(function), None, owner_of(function)
-    if target is not None and owner is not None:
-        why = "stands for another one by target=, and takes no model"
-        raise InvalidOption("function", function, why=why, fix="Decorate the function that target= names.")
-    check_source(function, owner, recycle_on, start)
-    if target is None:
-        warn_of_other_loaders(function)
-    else:
-        where, stub = stub_of(function, target, recycle_on)
-    breaker, bounds, scope = given["breaker"], given["bounds"], Host.parse(given["scope"])
-    _units.one_of(start, "start", get_args(StartMethod), fix=_START_FIX)
-    if scope is not None and isinstance(owner, PooledFunction):
-        why = "cannot hold the molds of a pool's keys, which its budget ends"
-        raise InvalidOption("scope", "host", why=why, fix="Leave it out, or give each model a guard of its own.")
-    kind = _units.function_kind(inspect.unwrap(function)) if stub is None else stub.kind
-    if _units.flag(given["retry"], "retry") and "generator" in kind:
-        raise InvalidOption(
-            "retry", given["retry"], why="cannot send a stream again", fix="Leave it out for a generator."
-        )
-    return IsolationOptions(
-        function=where,
-        stub=stub,
-        kind=kind,
-        name=".".join(reference(function)) if name is None else _units.name(name),
-        workers=_units.whole_number(given["workers"], "workers"),
-        timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
-        start=start,
-        retry=given["retry"],
-        breaker=Breaker() if breaker is None else _checked_breaker(breaker),
-        bounds=Bounds() if bounds is None else _units.instance(bounds, "bounds", Bounds, "Bounds", fix=_BOUNDS_FIX),
-        scope=scope,
-    )
 
 
 def _checked_breaker(breaker: Any) -> Breaker:
@@ -251,8 +230,8 @@ def _runs_as_package() -> bool:
     return spec is not None and spec.name.rpartition(".")[2] == "__main__"
 
 
-def stub_of(function: Any, target: Any, recycle_on: Any) -> tuple[Reference, Stub]:
-    """What stands for the function that ``target`` names, and where that is."""
+def stub_of(function: Any, target: Any, recycle_on: Any) -> Stub:
+    """What stands for the function that ``target`` names."""
     if (part := part_of_own_code(recycle_on)) is not None:
         why = "is of this program's own code, which the module of target= does not know"
         raise InvalidOption("recycle_on", part, why=why, fix="Give the function in that module a guard with it.")
@@ -272,7 +251,7 @@ def stub_of(function: Any, target: Any, recycle_on: Any) -> tuple[Reference, Stu
         raise InvalidOption("target", target, why=why, fix=fix)
     kind: FunctionKind = "coroutine" if inspect.iscoroutinefunction(function) else _kind_by_result(function)
     shown = str(inspect.signature(function))
-    return (module, name), Stub(place_of(function), kind, shown, parameters_of(function), recycle_on)
+    return Stub((module, name), place_of(function), kind, shown, parameters_of(function), recycle_on)
 
 
 def _kind_by_result(function: Any) -> FunctionKind:

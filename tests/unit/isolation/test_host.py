@@ -19,7 +19,6 @@ from modelguard.isolation._channel import RemoteTraceback, Unchanged, dumps, unp
 from modelguard.isolation._host import NAME, Folder, check_peer, for_broker, identity_of, prefix_of
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import Waiter, WaitingLine
-from modelguard.isolation.isolate import parse
 
 
 class TestWaitingLine:
@@ -103,17 +102,8 @@ def function(text: str) -> str:
 
 def options(**changes: object) -> IsolationOptions:
     """Make options."""
-    chosen = {
-        "workers": 2,
-        "timeout": 5.0,
-        "start": "fork",
-        "bounds": Bounds(queue=8, transfer=1000),
-        "retry": False,
-        "breaker": None,
-        "scope": "host",
-        "name": None,
-    }
-    return parse(function, None, None, **{**chosen, **changes})  # type: ignore[arg-type]
+    chosen = {"timeout": 5.0, "bounds": Bounds(queue=8, transfer=1000), "scope": "host"}
+    return isolate(**{**chosen, **changes})(function)._options  # type: ignore[arg-type]
 
 
 class TestIdentity:

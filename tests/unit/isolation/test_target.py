@@ -121,7 +121,7 @@ def test_what_is_no_stub_is_refused(function: Any, options: dict[str, Any], why:
 
 def test_a_stub_fits_what_takes_each_of_its_calls() -> None:
     """Names, order, kinds and defaults count; what the function takes beyond that must have a default."""
-    _, stub = stub_of(shape, "json:loads", None)
+    stub = stub_of(shape, "json:loads", None)
     fitting: list[Any] = [shape, lambda a, b=2, *, c: 0, lambda a, b=2, *, c=3, d=4: 0, lambda a, b=2, *, c, **d: 0]
     others: list[Any] = [
         lambda a, b, *, c: 0,
