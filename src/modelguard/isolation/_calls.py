@@ -116,16 +116,10 @@ class _Call:
 
 
 class _Thread(threading.local):
-    """What a thread that computes calls does.
+    """What a thread that computes calls does: who gets the worker of its awaited call next gets the thread too."""
 
-    Attributes:
-        serves: The worker of the awaited call that it computes; a call that user code makes in it has another one.
-        is_free: Whether the call that gets a worker in this moment gets this thread.
-        next: That call.
-    """
-
-    serves: Taken | None = None
-    is_free = False
+    serves: Taken | None = None  # a call that user code makes in it has another one
+    is_free = False  # for the call that gets a worker in this moment
     next: Callable[[], object] | None = None
 
 
@@ -506,13 +500,21 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
         status.functions.add(self)
 
     def _start(self, *, paused: bool = False) -> None:
-        self._scope = _scope_of(self._options, self._source, paused=paused)
+        options, source, key_of = self._options, self._source, None
+        self._scope: ProcessScope | PoolScope | HostScope
+        if isinstance(source, PoolSource):
+            self._scope, key_of = PoolScope(options, source, paused=paused), source.pooled.key_of
+        elif options.scope is None:
+            self._scope = ProcessScope(options, MoldGuard(options, source.guard.engine.options, paused=paused))
+        else:
+            from modelguard.isolation._host_scope import HostScope
+
+            self._scope = HostScope(options, source.guard.engine.options, paused=paused)
         self._sources = (self._scope,)
         # A mold imports a module that loads or reloads it, and would import that in the next mold.
         self._loadable = self._sources if _processes.role == "owner" else ()
-        key_of = self._source.pooled.key_of if isinstance(self._source, PoolSource) else None
         self._reload_waits = key_of is None
-        self._caller = Caller(self._options, self._scope, key_of)
+        self._caller = Caller(options, self._scope, key_of)
         # Without anybody who could call it, as after a module was reloaded, its processes have no purpose.
         self._finalizer = weakref.finalize(self, self._scope.end_at_once)
 
@@ -700,19 +702,6 @@ def _close_after(step: Future[Any], opening: Future[_Items]) -> Future[None]:
 
     step.add_done_callback(lambda _: waiting.start(close, _CLOSE, SHARED.start, closed))
     return closed
-
-
-def _scope_of(
-    options: IsolationOptions, source: Source | PoolSource, *, paused: bool
-) -> ProcessScope | PoolScope | HostScope:
-    if isinstance(source, PoolSource):
-        return PoolScope(options, source, paused=paused)
-    guard_options = source.guard.engine.options
-    if options.scope is None:
-        return ProcessScope(options, MoldGuard(options, guard_options, paused=paused))
-    from modelguard.isolation._host_scope import HostScope
-
-    return HostScope(options, guard_options, paused=paused)
 
 
 def _limits() -> CallTimes:

@@ -494,14 +494,9 @@ class HostScope(WorkerScope):
     def _look(self) -> Membership | None:
         if (membership := self._known) is not None:
             return membership
-        if self._ended.is_set() or not self._joining.acquire(blocking=False):
-            return None
-        try:
-            return self._find(elect=False)
-        except (RuntimeError, OSError):  # also where no thread or no descriptor is left
-            return None  # a call says why
-        finally:
-            self._joining.release()
+        with waiting.turn(self._joining) as mine, suppress(RuntimeError, OSError):  # a call says why
+            return self._find(elect=False) if mine and not self.closed else None
+        return None
 
     @property
     def closed(self) -> bool:
@@ -581,14 +576,9 @@ class HostScope(WorkerScope):
         limit = Timeout(drain_timeout)
         while self.running and limit.left() != 0:
             time.sleep(_AGAIN)
-        if self.running:
-            self._report_abandoned(drain_timeout)
-            with suppress(RuntimeError):  # the system gives no thread, so it leaves at its exit
-                start_thread(self._leave_late, f"modelguard-close-{self.name}")
-        else:
+        if not self.running:
             self._leave(min(_END, max(ANSWER, drain_timeout - limit.waited())))
-
-    def _report_abandoned(self, drain_timeout: float) -> None:
+            return
         now = self.status()
         telemetry.emit(
             telemetry.GenerationAbandoned(
@@ -599,6 +589,8 @@ class HostScope(WorkerScope):
                 drain_timeout=drain_timeout,
             )
         )
+        with suppress(RuntimeError):  # the system gives no thread, so it leaves at its exit
+            start_thread(self._leave_late, f"modelguard-close-{self.name}")
 
     def _leave_late(self) -> None:
         while self.running and self.closed:

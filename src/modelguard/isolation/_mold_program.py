@@ -101,7 +101,10 @@ class _Mold:
         _processes.enter("importing")
         _supervisor.become_like(instructions.origin.preparation, main=self._stub is None)
         below, source = self._find(instructions)
-        _check_threads()
+        if (library := green_threads()) is not None:  # what is imported by now has Python's own
+            why = f"the function's module or the main script patches threads with {library}, and a mold imports both"
+            fix = 'Do that below if __name__ == "__main__":, or in the server'
+            raise NotSupported("isolate", reason=f"{why}. {fix}")
         reporter.take_over()  # from what the imported modules have set up
         _supervisor.check_unchanged(instructions.code)
         self.function, self.guard = source
@@ -109,8 +112,8 @@ class _Mold:
         engine = self.guard.engine
         # A spawned worker would have to keep what its loader's libraries start so.
         stands_back = self.options.start == "fork" or _processes.may_restore_priority(priority)
-        behind_others = functools.partial(_start_behind_others, priority)
-        start_thread = behind_others if instructions.beside_calls and stands_back else THREADS.start
+        behind_others = instructions.beside_calls and stands_back
+        start_thread = functools.partial(_start_behind_others, priority) if behind_others else THREADS.start
         # No ticks: workers ask the policies themselves. No probes: the owner asks them.
         engine.runtime = Runtime(ticks=False, probes=False, in_mold=True, start_thread=start_thread)
         if self._stub is not None:
@@ -259,14 +262,6 @@ class _Mold:
             Serving(self, channel).run()
 
 
-def _check_threads() -> None:
-    """Check that the imported modules have left Python's threads as they are. What is imported by now has real ones."""
-    library = green_threads()
-    if library is not None:
-        why = f"the function's module or the main script patches threads with {library}, and a mold imports both"
-        raise NotSupported("isolate", reason=f'{why}. Do that below if __name__ == "__main__":, or in the server')
-
-
 def _start_behind_others(priority: int, work: Callable[[], None], name: str) -> None:
     def behind_others() -> None:
         _processes.lower_priority(priority)
@@ -383,16 +378,14 @@ class Serving:
         try:
             content = _channel.dumps((int(kind), value, self._mold.worn))
         except BaseException as error:  # noqa: BLE001 - pickling runs any code
-            self._refuse("result", f"{_describe(value)}: {told(error)}")
-            return False
-        size = _channel.size(content)
-        if size > self._max_bytes:
-            self._refuse(
-                "result", f"{_describe(value)} takes {size:,} bytes, and Bounds(transfer=) is {self._max_bytes:,}"
-            )
-            return False
-        self._send(content)
-        return True
+            why = f"{_describe(value)}: {told(error)}"
+        else:
+            if (size := _channel.size(content)) <= self._max_bytes:
+                self._send(content)
+                return True
+            why = f"{_describe(value)} takes {size:,} bytes, and Bounds(transfer=) is {self._max_bytes:,}"
+        self._refuse("result", why)
+        return False
 
     def _refuse(self, what: Any, why: str) -> None:
         self._fail(TransferRefused(self._name, what=what, why=why))

@@ -7,7 +7,7 @@ import operator
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -72,25 +72,15 @@ class Taken:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Claim:
-    """A call that asks for a worker.
-
-    Attributes:
-        limits: The call's times.
-        key: Which of a pool's models it needs.
-        client: Whose call it is: clients take turns.
-        tell: Hears whether it waits for a load or in line, whenever that changes.
-        blocks: Whether it has a thread that waits with it.
-        admitted: Whether there was room for it, so that none refuses it where it goes on to wait.
-        loading: Whether it waits for a load.
-    """
+    """A call that asks for a worker."""
 
     limits: CallTimes
-    key: object = None
-    client: Hashable = None
-    tell: Callable[[bool], object] | None = None
-    blocks: bool = False
-    admitted: bool = False
-    loading: bool = False
+    key: object = None  # which of a pool's models it needs
+    client: Hashable = None  # whose call it is: clients take turns
+    tell: Callable[[bool], object] | None = None  # hears whether it waits for a load or in line, when that changes
+    blocks: bool = False  # it has a thread that waits with it
+    admitted: bool = False  # there was room for it, so that none refuses it where it goes on to wait
+    loading: bool = False  # it waits for a load
 
 
 T = TypeVar("T")
@@ -99,14 +89,8 @@ T = TypeVar("T")
 class Followed(Generic[T]):
     """Steps that are gone through without a thread: whoever ends one of the waits goes on. They end once.
 
-    Args:
-        steps: The steps.
-        then: Called with what they return, or with their error. With the former from any thread and under any lock, so
-            it must not block. Kept until then and no longer: the call's future refers to this.
-        waits: The list for those that wait now.
-
-    Attributes:
-        until: When the present wait ends, on the monotonic clock.
+    ``then`` is called with what they return, or with their error; with the former from any thread and under any lock,
+    so it must not block. It is kept until then and no longer: the call's future refers to this.
     """
 
     __slots__ = ("_open", "_steps", "_then", "_waits", "_withdrawn", "until")
@@ -646,6 +630,7 @@ class PoolScope(MoldScope):
     def status(self) -> IsolationStatus:
         pool = self._pool.status()
         molds = [mold for one in list(self._guards) if (mold := one.current) is not None]
+        reasons = tuple(dict.fromkeys(reason for mold in molds for reason in mold.workers.postponed))
         return IsolationStatus(
             name=self.name,
             state=pool.state,
@@ -655,7 +640,7 @@ class PoolScope(MoldScope):
             queued=self.queued,
             pool=pool,
             paused=pool.paused,
-            postponed=_of_all(mold.workers.postponed for mold in molds),
+            postponed=Postponed(reasons=reasons, cause="paused", seconds=None) if reasons else None,
         )
 
     def until_loaded(self, _limit: Timeout) -> Steps[None]:
@@ -700,11 +685,6 @@ class PoolScope(MoldScope):
     def abandon(self) -> None:
         for molds in list(self._guards):
             molds.abandon()
-
-
-def _of_all(reasons: Iterable[tuple[Reason, ...]]) -> Postponed | None:
-    waiting = tuple(dict.fromkeys(reason for some in reasons for reason in some))
-    return Postponed(reasons=waiting, cause="paused", seconds=None) if waiting else None
 
 
 def _end_unwanted(future: Future[Lease[Mold]]) -> None:

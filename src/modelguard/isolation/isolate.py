@@ -192,6 +192,8 @@ def check_importable(function: Any, *, stub: bool = False) -> None:
     """Check that another interpreter can find the function. Nobody looks for a stub, which may stand anywhere."""
     why, fix = "", _IMPORT_FIX
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    main = sys.modules["__main__"]
+    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     in_class = name is not None and "." in name and "<" not in name and not isinstance(function, staticmethod)
     other = isinstance(function, type) or hasattr(function, "lease")  # as guards and pools have
     if other or not (callable(function) or isinstance(function, classmethod)):
@@ -208,26 +210,15 @@ def check_importable(function: Any, *, stub: bool = False) -> None:
         why = "is a lambda, which a worker process cannot import by name"
     elif "<locals>" in name:
         why = "is defined inside another function, where a worker process cannot import it"
-    elif module == "__main__" and not _has_main_file():
+    elif module == "__main__" and spec is None and not (path is not None and os.path.exists(path)):  # noqa: PTH110
         why = "is in no file (a notebook, python -c, standard input), so a worker process cannot import it"
         fix = "Write it to a file, in a notebook with %%writefile predict.py, and import it from there."
-    elif module == "__main__" and _runs_as_package():
+    elif module == "__main__" and spec is not None and spec.name.rpartition(".")[2] == "__main__":
+        # multiprocessing leaves it alone: to import it runs it
         why = "is defined in the __main__.py of an archive, a folder or a package, which a worker process cannot import"
         fix = "Move it to another module beside that, and import it in __main__.py."
     if why:
         raise InvalidOption("function", function, why=why, fix=fix)
-
-
-def _has_main_file() -> bool:
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    return getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))  # noqa: PTH110
-
-
-def _runs_as_package() -> bool:
-    """Whether the main module is a ``__main__.py``, which :mod:`multiprocessing` leaves alone: to import it runs it."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name.rpartition(".")[2] == "__main__"
 
 
 def stub_of(function: Any, target: Any, recycle_on: Any) -> Stub:
