@@ -30,7 +30,8 @@ from modelguard.isolation import _host, _supervisor
 from modelguard.isolation._channel import AT_ONCE, Channel, Unchanged, Unreadable
 from modelguard.isolation._host import Answer, BrokerOrders, Request
 from modelguard.isolation._mold_owner import MoldGuard, end_all
-from modelguard.isolation._scopes import CallTimes, Claim, Followed, ProcessScope, Taken, TakenWorker
+from modelguard.isolation._mold_workers import CallTimes, Claim
+from modelguard.isolation._scopes import Followed, ProcessScope, Taken, TakenWorker
 from modelguard.isolation._supervisor import Files, supervisor
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._engine import lent_turn

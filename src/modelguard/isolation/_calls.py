@@ -40,7 +40,8 @@ from modelguard.isolation._isolation_options import (
     Source,
 )
 from modelguard.isolation._mold_owner import MoldGuard
-from modelguard.isolation._scopes import CallTimes, Claim, Followed, PoolScope, ProcessScope, Taken, WorkerScope
+from modelguard.isolation._mold_workers import CallTimes, Claim
+from modelguard.isolation._scopes import Followed, PoolScope, ProcessScope, Taken, WorkerScope
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle.handle import LoadingHandle

@@ -24,7 +24,8 @@ from modelguard.isolation import _host, _processes, _supervisor, status
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import ANSWER_SOON, Election, Joined, Request
 from modelguard.isolation._isolation_options import IsolationOptions
-from modelguard.isolation._scopes import Claim, Taken, WorkerScope
+from modelguard.isolation._mold_workers import Claim
+from modelguard.isolation._scopes import Taken, WorkerScope
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._engine import has_turn

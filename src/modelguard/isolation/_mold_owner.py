@@ -81,7 +81,6 @@ class Mold(MoldOrders):
     SPARE = 1
 
     def __init__(self, instructions: Instructions, owner: MoldGuard, *, generation: int) -> None:
-        options = instructions.options
         self.born = time.monotonic()
         self.died: float | None = None
         self.code = instructions.code
@@ -97,12 +96,9 @@ class Mold(MoldOrders):
         self.ended = threading.Event()
         self._running: dict[int, Worker] = {}  # until the mold has reported their ends
         self.workers = Workers(
-            options.name,
+            instructions.options,
             self,
-            size=options.workers,
             generation=generation,
-            max_queue=options.bounds.queue,
-            breaker=options.breaker,
             backoff=owner.source.loading.backoff,
             spare=self.SPARE,
             is_paused=owner.is_paused,

@@ -12,16 +12,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, QueueFull
 from modelguard.isolation._channel import Channel
+from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation.status import WorkerState
 from modelguard.lifecycle.policies import Backoff
 from modelguard.runtime import child_processes
-from modelguard.serving.breaker import Breaker, Circuit
+from modelguard.serving.breaker import Circuit
 from modelguard.serving.status import Verdict
 from modelguard.telemetry import Event, Reason, WorkerEndCause, logger
 
@@ -93,23 +95,34 @@ _BUSY = frozenset({"busy", "retiring"})
 # Calls that wait for a worker, in the order in which they get one.
 
 
+class CallTimes(NamedTuple):
+    """The times of one call, on the monotonic clock."""
+
+    arrived: float
+    until: float = math.inf
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Claim:
+    """A call that asks for a worker."""
+
+    limits: CallTimes
+    key: object = None  # which of a pool's models it needs
+    client: Hashable = None  # whose call it is: clients take turns
+    tell: Callable[[bool], object] | None = None  # hears whether it waits for a load or in line, when that changes
+    blocks: bool = False  # it has a thread that waits with it
+    admitted: bool = False  # there was room for it, so that none refuses it where it goes on to wait
+    loading: bool = False  # it waits for a load
+
+
 class Waiter(Future[Worker | None]):
     """A call in line. It gets its worker, or an error; None, if it is to ask again: for the next mold, perhaps."""
 
-    def __init__(
-        self,
-        client: Hashable = None,
-        *,
-        holder: Holder | None = None,
-        arrived: float = math.inf,
-        admitted: bool = False,
-    ) -> None:
+    def __init__(self, claim: Claim, holder: Holder | None = None) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
+        self.claim = claim
         self.holder = holder
-        self.client = client
-        self.arrived = arrived
-        self.admitted = admitted
 
     @property
     def is_granted(self) -> bool:
@@ -135,7 +148,7 @@ class WaitingLine:
 
     def append(self, waiter: Waiter) -> None:
         """Add a call behind those of its client that were made before."""
-        insort(self._by_client.setdefault(waiter.client, []), waiter, key=attrgetter("arrived"))
+        insort(self._by_client.setdefault(waiter.claim.client, []), waiter, key=attrgetter("claim.limits.arrived"))
 
     @property
     def first(self) -> Waiter:
@@ -151,12 +164,12 @@ class WaitingLine:
         return waiter
 
     def remove(self, waiter: Waiter) -> bool:
-        waiters = self._by_client.get(waiter.client)
+        waiters = self._by_client.get(waiter.claim.client)
         if waiters is None or waiter not in waiters:
             return False
         waiters.remove(waiter)
         if not waiters:
-            del self._by_client[waiter.client]
+            del self._by_client[waiter.claim.client]
         return True
 
 
@@ -192,23 +205,20 @@ class Workers:
 
     def __init__(
         self,
-        name: str,
+        options: IsolationOptions,
         mold: MoldOrders,
         *,
-        size: int,
         generation: int,
-        max_queue: int,
-        breaker: Breaker,
         backoff: Backoff,
         spare: int = 0,
         is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._name = name
+        self._name = options.name
         self._mold = mold
-        self._size = size
+        self._size = options.workers
         self._spare = spare
         self._generation = generation
-        self._max_queue = max_queue
+        self._max_queue = options.bounds.queue
         self._backoff = backoff
         self._is_paused = is_paused
         # Reentrant: the garbage collector may close a dropped generator at any point, also under this lock.
@@ -216,7 +226,7 @@ class Workers:
         self._members: OrderedDict[int, Worker] = OrderedDict()  # the last one has ended its call last
         self._last = 0
         self._keeps_spare = False
-        self._circuit = Circuit(breaker)
+        self._circuit = Circuit(options.breaker)
         self._failures = self._failed_starts = 0
         self._start_at = 0.0
         self._waiters = WaitingLine()
@@ -251,7 +261,7 @@ class Workers:
             worker = self.take_now(waiter.holder)
             if worker is not None:
                 return worker
-            if not self.gone and len(self._waiters) >= self._max_queue and not waiter.admitted:
+            if not self.gone and len(self._waiters) >= self._max_queue and not waiter.claim.admitted:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=RETRY_AFTER)
             self._waiters.append(waiter)
         if self.presence == "ended":

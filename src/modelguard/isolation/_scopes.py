@@ -7,12 +7,12 @@ import operator
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from modelguard import _units
 from modelguard.errors import (
@@ -27,7 +27,7 @@ from modelguard.errors import (
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._isolation_options import IsolationOptions, PoolSource
 from modelguard.isolation._mold_owner import Mold, MoldGuard
-from modelguard.isolation._mold_workers import RETRY_AFTER, Presence, Waiter, Worker
+from modelguard.isolation._mold_workers import RETRY_AFTER, CallTimes, Claim, Presence, Waiter, Worker
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import runtime
@@ -41,13 +41,6 @@ from modelguard.runtime.background import SHARED
 from modelguard.runtime.fork_hooks import WeakRegistry
 from modelguard.runtime.waiting import Steps, Timeout, Wait, Work
 from modelguard.telemetry import Reason, WorkerEndCause
-
-
-class CallTimes(NamedTuple):
-    """The times of one call, on the monotonic clock."""
-
-    arrived: float
-    until: float = math.inf
 
 
 class Taken:
@@ -68,19 +61,6 @@ class Taken:
     def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         """Record that the worker has ended in its call, or end it; returns how it ended, for people."""
         raise NotImplementedError
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Claim:
-    """A call that asks for a worker."""
-
-    limits: CallTimes
-    key: object = None  # which of a pool's models it needs
-    client: Hashable = None  # whose call it is: clients take turns
-    tell: Callable[[bool], object] | None = None  # hears whether it waits for a load or in line, when that changes
-    blocks: bool = False  # it has a thread that waits with it
-    admitted: bool = False  # there was room for it, so that none refuses it where it goes on to wait
-    loading: bool = False  # it waits for a load
 
 
 T = TypeVar("T")
@@ -401,7 +381,7 @@ class MoldScope(WorkerScope):
     def _until_granted(self, claim: Claim, loan: Lease[Mold]) -> Steps[Taken | None]:
         """Take a worker of this mold; None if the next one is to be asked."""
         workers, taken = loan.model.workers, TakenWorker(loan)
-        waiter = Waiter(claim.client, holder=taken, arrived=claim.limits.arrived, admitted=claim.admitted)
+        waiter = Waiter(claim, taken)
         try:
             workers.request(waiter)
         except BaseException:

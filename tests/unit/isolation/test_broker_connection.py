@@ -54,9 +54,8 @@ class Mold:
 
     def __init__(self) -> None:
         breaker, backoff = Breaker(failures=1000), Backoff(1e-9, 1e-9)
-        self.workers = Workers(
-            "f", self, size=SIZE, generation=1, max_queue=QUEUE, breaker=breaker, backoff=backoff, spare=1
-        )
+        options: Any = SimpleNamespace(name="f", workers=SIZE, bounds=Bounds(queue=QUEUE), breaker=breaker)
+        self.workers = Workers(options, self, generation=1, backoff=backoff, spare=1)
         self.starting: list[Worker] = []
         self.ends: dict[int, socket.socket] = {}
 

@@ -11,7 +11,7 @@ from modelguard.errors import WorkerCrashed
 from modelguard.isolation._calls import _RESENDS, Caller
 from modelguard.isolation._channel import AnswerKind, Channel, pair
 from modelguard.isolation._isolation_options import IsolationOptions
-from modelguard.isolation._scopes import CallTimes
+from modelguard.isolation._mold_workers import CallTimes
 from modelguard.telemetry import Reason
 
 

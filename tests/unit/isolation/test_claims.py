@@ -17,8 +17,8 @@ import pytest
 
 from modelguard import Bounds
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull, Reloading
-from modelguard.isolation._mold_workers import Waiter
-from modelguard.isolation._scopes import CallTimes, Claim, Followed, MoldScope, WorkerScope
+from modelguard.isolation._mold_workers import CallTimes, Claim, Waiter
+from modelguard.isolation._scopes import Followed, MoldScope, WorkerScope
 from modelguard.runtime.waiting import Steps, Wait, promise
 
 PATIENCE = 10.0

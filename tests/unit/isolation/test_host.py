@@ -18,7 +18,11 @@ from modelguard.isolation import _supervisor
 from modelguard.isolation._channel import RemoteTraceback, Unchanged, dumps, unpickle
 from modelguard.isolation._host import NAME, Folder, check_peer, for_broker, identity_of, prefix_of
 from modelguard.isolation._isolation_options import IsolationOptions
-from modelguard.isolation._mold_workers import Waiter, WaitingLine
+from modelguard.isolation._mold_workers import CallTimes, Claim, Waiter, WaitingLine
+
+
+def waiting(client: object, arrived: float = 0.0) -> Waiter:
+    return Waiter(Claim(CallTimes(arrived), client=client))
 
 
 class TestWaitingLine:
@@ -26,15 +30,15 @@ class TestWaitingLine:
         """One with many calls does not hold up one with few."""
         line = WaitingLine()
         for client in "aaaab":
-            line.append(Waiter(client))
-        assert ["a", "b", "a", "a", "a"] == [line.popleft().client for _ in range(5)]
+            line.append(waiting(client))
+        assert ["a", "b", "a", "a", "a"] == [line.popleft().claim.client for _ in range(5)]
 
     def test_who_comes_from_another_line_keeps_its_order(self) -> None:
         """A call that was made before others of its client stands before them."""
         line = WaitingLine()
         for arrived in (2.0, 4.0, 1.0, 3.0, 4.0):
-            line.append(Waiter("a", arrived=arrived))
-        assert [1.0, 2.0, 3.0, 4.0, 4.0] == [line.popleft().arrived for _ in range(5)]
+            line.append(waiting("a", arrived))
+        assert [1.0, 2.0, 3.0, 4.0, 4.0] == [line.popleft().claim.limits.arrived for _ in range(5)]
 
     @given(st.lists(st.tuples(st.sampled_from(["add", "take", "drop"]), st.integers(0, 3)), max_size=60))
     def test_nobody_is_lost_and_each_client_is_served_in_order(self, steps: list[tuple[str, int]]) -> None:
@@ -44,13 +48,13 @@ class TestWaitingLine:
         for what, client in steps:
             mine = expected.setdefault(client, deque())
             if what == "add":
-                waiter = Waiter(client)
+                waiter = waiting(client)
                 line.append(waiter)
                 mine.append(waiter)
             elif what == "take" and len(line):
                 taken = line.popleft()
-                assert isinstance(taken.client, int)
-                assert taken is expected[taken.client].popleft()
+                assert isinstance(taken.claim.client, int)
+                assert taken is expected[taken.claim.client].popleft()
             elif what == "drop" and mine:
                 waiter = mine.pop()
                 assert line.remove(waiter)
@@ -62,8 +66,8 @@ class TestWaitingLine:
         """Between two calls of one client, each other that waits gets at most one."""
         line = WaitingLine()
         for client in clients:
-            line.append(Waiter(client))
-        order = [line.popleft().client for _ in clients]
+            line.append(waiting(client))
+        order = [line.popleft().claim.client for _ in clients]
         for start, client in enumerate(order):
             between: list[object] = []
             for other in order[start + 1 :]:

@@ -15,7 +15,7 @@ from modelguard.isolation import _host_scope
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._host import Folder, Joined
 from modelguard.isolation._host_scope import ANSWER, Connection
-from modelguard.isolation._scopes import CallTimes, Claim
+from modelguard.isolation._mold_workers import CallTimes, Claim
 
 
 @guard(dict, reload_on=None, name="model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from modelguard import Backoff, Breaker, telemetry
+from modelguard import Backoff, Bounds, Breaker, telemetry
 from modelguard.errors import CircuitOpen
 from modelguard.isolation import _mold_workers
-from modelguard.isolation._mold_workers import Waiter, Worker, Workers
+from modelguard.isolation._mold_workers import CallTimes, Claim, Waiter, Worker, Workers
 
 SIZE = 2
 
@@ -50,16 +51,9 @@ class FakeMold:
         self.generation = generation
         self.paused = False
         breaker = Breaker(failures=4, cooldown=5, max_cooldown=20)
+        options: Any = SimpleNamespace(name="f", workers=SIZE, bounds=Bounds(queue=10), breaker=breaker)
         self.workers = Workers(
-            "f",
-            self,
-            size=SIZE,
-            generation=generation,
-            max_queue=10,
-            breaker=breaker,
-            backoff=Backoff(1, 60),
-            spare=1,
-            is_paused=lambda: self.paused,
+            options, self, generation=generation, backoff=Backoff(1, 60), spare=1, is_paused=lambda: self.paused
         )
         self.made: dict[int, Worker] = {}
         self.starting: set[int] = set()
@@ -148,7 +142,7 @@ class WorkersMachine(RuleBasedStateMachine):
         """On the current mold most of the time; a call that has just met an old one is sent on."""
         mold = self.molds[pick] if pick < len(self.molds) else self.current
         try:
-            waiter = Waiter()
+            waiter = Waiter(Claim(CallTimes(0.0)))
             worker = mold.workers.request(waiter)
         except CircuitOpen:
             assert not mold.closed

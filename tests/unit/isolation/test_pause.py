@@ -17,7 +17,7 @@ from tests.unit.lifecycle.world import until
 from modelguard import TTL, Backoff, Isolated, Loading, guard, isolate, pool, telemetry
 from modelguard.errors import GuardClosed, InvalidOption, NoPreviousModel
 from modelguard.isolation import _mold_owner
-from modelguard.isolation._mold_workers import Waiter, Worker, Workers
+from modelguard.isolation._mold_workers import CallTimes, Claim, Waiter, Worker, Workers
 from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry import GuardPaused, GuardResumed, Reason, ReloadPostponed
 
@@ -87,7 +87,7 @@ class TestWorkers:
 
 def taken(workers: Workers) -> Worker:
     """An idle worker, taken for a call."""
-    worker = workers.request(Waiter())
+    worker = workers.request(Waiter(Claim(CallTimes(0.0))))
     assert worker is not None
     return worker
 

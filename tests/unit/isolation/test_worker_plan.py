@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from modelguard import Backoff, Breaker, telemetry
+from modelguard import Backoff, Bounds, Breaker, telemetry
 from modelguard.errors import CircuitOpen
 from modelguard.isolation import _mold_workers
 from modelguard.isolation._mold_workers import FAILED_STARTS, Worker, Workers
@@ -52,17 +52,8 @@ class Plan:
         breaker: Breaker | None = None,
         is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.workers = Workers(
-            "f",
-            self,
-            size=size,
-            generation=1,
-            max_queue=10,
-            breaker=breaker or Breaker(),
-            backoff=Backoff(1, 60),
-            spare=spare,
-            is_paused=is_paused,
-        )
+        options: Any = SimpleNamespace(name="f", workers=size, bounds=Bounds(queue=10), breaker=breaker or Breaker())
+        self.workers = Workers(options, self, generation=1, backoff=Backoff(1, 60), spare=spare, is_paused=is_paused)
         self.now = 0.0
         self._made: dict[int, Worker] = {}
         self._orders: list[Order] = []
