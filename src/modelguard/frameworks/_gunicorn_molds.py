@@ -164,26 +164,22 @@ class Molds:
             if self._made is not None or not self._asked:
                 return
             asked, self._asked = self._asked, []
+        ends: tuple[socket.socket, ...] = ()
         try:
-            self._made = self._fork_mold_process(asked)
+            ends = ours, theirs = pair()
+            flush_output()
+            pid = os.fork()
+            if pid == 0:
+                self._begin_mold(ours, Channel(theirs))
+            self._made = _Mold(pid, Channel(ours), self._server.cfg, asked)
         except OSError as error:
+            for end in ends:  # a mold that was forked ends when it has loaded
+                end.close()
             _refuse(asked, error)
             return
+        theirs.close()
         self._molds.append(self._made)
         self._metric_files.worker_started(self._made.pid)  # a loader may count
-
-    def _fork_mold_process(self, asked: _Asked) -> _Mold:
-        ours, theirs = pair()
-        flush_output()
-        with theirs:
-            try:
-                pid = os.fork()
-                if pid == 0:
-                    self._begin_mold(ours, Channel(theirs))
-                return _Mold(pid, Channel(ours), self._server.cfg, asked)
-            except OSError:
-                ours.close()  # a mold that was forked ends when it has loaded
-                raise
 
     def _hear(self) -> None:
         """Give a mold that has loaded to those who have asked for it, or its error."""
