@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from modelguard import telemetry
 from modelguard.errors import told
-from modelguard.isolation import _host, _supervisor
+from modelguard.isolation import _channel, _host, _supervisor
 from modelguard.isolation._channel import AT_ONCE, Channel, Unchanged, Unreadable
 from modelguard.isolation._host import Answer, BrokerOrders, Request
 from modelguard.isolation._mold_owner import MoldGuard, end_all
@@ -426,9 +426,9 @@ class _Broker:
             self._look_again()
 
     def _report(self) -> None:
-        ours, theirs = _supervisor.report_pair()
-        self._read_events = functools.partial(_supervisor.replay, ours)
-        reporter = _supervisor.Reporter(theirs)
+        ours, theirs = _channel.report_pair()
+        self._read_events = functools.partial(_channel.replay, ours)
+        reporter = _channel.Reporter(theirs)
         reporter.install(self._orders.origin.levels)
 
         def report(event: Event) -> None:
@@ -436,13 +436,13 @@ class _Broker:
                 reporter.report_event(event)
 
         telemetry.set_hooks([report, lambda _: self.supervisor.call(self._tell_state)])
-        _supervisor.relay_to(self._hand_on)
+        _channel.relay_to(self._hand_on)
 
         self.supervisor.call(lambda: self.supervisor.watch(ours.fileno(), self._read_events))
 
     def _hand_on(self, report: bytes) -> None:
         """A report of a worker goes to the process whose call it runs, or ran last; the others to the oldest client."""
-        client = self._clients.get(self._holders.get(_supervisor.sender(report), b""))
+        client = self._clients.get(self._holders.get(_channel.sender(report), b""))
         if client is None:
             client = next(iter(self._clients.values()), self._last)
         if client is not None:

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from modelguard.errors import InvalidOption, LoadFailed, NotSupported
 from modelguard.facts._proc import peer
-from modelguard.isolation import _isolation_options, _processes, _supervisor
+from modelguard.isolation import _channel, _isolation_options, _processes, _supervisor
 from modelguard.isolation._channel import Channel, RemoteTraceback, pair
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._supervisor import Files, Origin, start_interpreter, supervisor
@@ -482,7 +482,7 @@ class Election:
             return None
         with ExitStack() as refused:
             channel = refused.enter_context(closing(Channel(connected)))
-            reports, theirs = _supervisor.report_pair()
+            reports, theirs = _channel.report_pair()
             refused.enter_context(reports)
             token = secrets.token_bytes(16)
             channel.set_timeout(self._patience)
@@ -519,7 +519,7 @@ class Election:
             code=_supervisor.imported,
             options=self._options,
             source=for_broker(self._source),
-            origin=Origin(_supervisor.preparation(), _supervisor.levels()),
+            origin=Origin(_supervisor.preparation(), _channel.levels()),
             paused=self._paused,
         )
         start_broker(orders, lock, _LONGEST)

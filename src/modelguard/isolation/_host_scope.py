@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from modelguard import telemetry
 from modelguard.errors import GuardClosed, LoadFailed, ModelGuardError, NotSupported, Reloading
-from modelguard.isolation import _host, _processes, _supervisor, status
+from modelguard.isolation import _channel, _host, _processes, status
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import ANSWER_SOON, Election, Joined, Request
 from modelguard.isolation._isolation_options import IsolationOptions
@@ -192,13 +192,13 @@ class Membership:
 
     def _heed(self) -> bool:
         """Heed what the broker says next, if there is something; returns false if there is nothing."""
-        message = _supervisor.receive(self._joined.reports)
+        message = _channel.receive(self._joined.reports)
         if not message:
             if message is not None:
                 self._broker_ended()
             return False
         if message[:1] == _host.REPORT:
-            _supervisor.emit_here(message[1:])
+            _channel.emit_here(message[1:])
         else:
             state = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
             self.ready, self._family, self.version, paused = state

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from modelguard import telemetry
 from modelguard.errors import GuardClosed, NoPreviousModel, NotSupported, Reloading
 from modelguard.facts import _proc
-from modelguard.isolation import _processes, _supervisor, status
+from modelguard.isolation import _channel, _processes, _supervisor, status
 from modelguard.isolation._channel import Channel, Unreadable, failed_load, pair
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import MoldOrders, Worker, Workers
@@ -167,7 +167,7 @@ class Mold(MoldOrders):
 
     def replay_news(self) -> None:
         for program in list(self._programs.values()):
-            _supervisor.replay(program.news)
+            _channel.replay(program.news)
 
     @property
     def belongs_here(self) -> bool:
@@ -226,7 +226,7 @@ class Mold(MoldOrders):
             gone()
 
     def _read_news(self, news: socket.socket) -> None:
-        if not _supervisor.replay(news):
+        if not _channel.replay(news):
             self._supervisor.forget(news.fileno())
 
     def _collect(self, program: Launched, patience: float) -> str:
@@ -237,7 +237,7 @@ class Mold(MoldOrders):
         child_processes.kill_group(program.process.pid)
         how = _processes.describe_exit(program.process.wait())
         self._supervisor.forget(program.news.fileno())
-        _supervisor.replay(program.news)  # what it has reported last
+        _channel.replay(program.news)  # what it has reported last
         program.control.close()
         program.news.close()
         return how
@@ -628,7 +628,7 @@ class MoldGuard:
 
     def _load(self) -> Mold | Loaded[Mold]:
         _end_all_at_exit()
-        origin = Origin(_supervisor.preparation(), _supervisor.levels()) if self._origin is None else self._origin
+        origin = Origin(_supervisor.preparation(), _channel.levels()) if self._origin is None else self._origin
         instructions = Instructions(
             owner=os.getpid(),
             origin=origin,

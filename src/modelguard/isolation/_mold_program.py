@@ -49,7 +49,7 @@ def main(control: int, news: int) -> NoReturn:
         exit_now(1)
     # While it loads, Python runs no signal handler in time.
     child_processes.end_with_parent(instructions.owner, signal.SIGKILL)
-    reporter = _supervisor.Reporter(socket.socket(fileno=news), instructions.options.name)
+    reporter = _channel.Reporter(socket.socket(fileno=news), instructions.options.name)
     started = time.monotonic()
     plain = instructions.shared or instructions.options.stub is not None
     name, priority, beside_calls = instructions.options.name, instructions.priority, instructions.beside_calls
@@ -87,7 +87,7 @@ def unload(guards: Iterable[ModelGuard[Any]]) -> None:
 
 
 class _Mold:
-    def __init__(self, control: Channel, instructions: Instructions, reporter: _supervisor.Reporter) -> None:
+    def __init__(self, control: Channel, instructions: Instructions, reporter: _channel.Reporter) -> None:
         self._control = control
         self._owner = instructions.owner
         self.options = instructions.options

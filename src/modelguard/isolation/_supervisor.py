@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 import os
-import pickle
 import selectors
 import socket
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -29,13 +26,12 @@ from typing import Any, NamedTuple
 
 import wrapt
 
-from modelguard import telemetry
 from modelguard.isolation import _processes
-from modelguard.isolation._channel import Channel, dumps, pair, send
+from modelguard.isolation._channel import Channel, dumps, pair, report_pair
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.runtime import fork_hooks
 from modelguard.runtime.background import start_thread
-from modelguard.telemetry import Event, logger
+from modelguard.telemetry import logger
 
 Work = Callable[[], object]
 
@@ -167,147 +163,6 @@ def _after_fork_in_child() -> None:
 fork_hooks.at_fork(fork_hooks.Rank.LOCKS, in_child=_after_fork_in_child)
 
 
-# Log records and events of the mold and its workers reach the owner, beside the calls.
-
-
-#: Bytes of one report; the socket's buffer takes several of them.
-_LONGEST = 60_000
-
-#: More reports than the socket's buffer takes: who heeds them does not go on for as long as others write.
-_MOST = 1000
-
-#: Seconds that a worker waits for room in the socket before it drops a report.
-_PATIENCE = 0.1
-
-#: Before each report: the process id of its sender.
-_SENDER = struct.Struct("<I")
-
-#: What the owner of a mold reports of its generations, by the name of the function.
-_OF_GENERATIONS = (
-    telemetry.LoadStarted,
-    telemetry.LoadFinished,
-    telemetry.LoadErrored,
-    telemetry.GenerationReleased,
-    telemetry.GenerationAbandoned,
-)
-
-_receiver: Callable[[bytes], object] | None = None
-
-
-def report_pair() -> tuple[socket.socket, socket.socket]:
-    """Make a socket pair that keeps reports apart: an end to read, and one that several processes may write to."""
-    read, written = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    read.setblocking(False)  # noqa: FBT003 - its only parameter; gevent's sockets wait in spite of MSG_DONTWAIT
-    return read, written
-
-
-def levels() -> dict[str, int]:
-    """The level of each logger of this process that has one. The root logger's name is empty."""
-    every = logging.root.manager.loggerDict.copy()  # other threads make loggers
-    known = {name: one for name, one in every.items() if isinstance(one, logging.Logger)}
-    return {"": logging.root.level, **{name: one.level for name, one in known.items() if one.level}}
-
-
-class Reporter(logging.Handler):
-    """Reports to the owner.
-
-    Args:
-        connected: Where it listens.
-        told_there: The name of the guard whose loads and releases it reports itself.
-    """
-
-    def __init__(self, connected: socket.socket, told_there: str | None = None) -> None:
-        super().__init__()
-        self._socket = connected
-        self._told_there = told_there
-
-    def install(self, wanted: dict[str, int]) -> None:
-        for name, level in wanted.items():
-            logging.getLogger(name or None).setLevel(level)
-        logging.captureWarnings(capture=True)
-        self.take_over()
-
-    def take_over(self) -> None:
-        """Replace the handlers and hooks of this process, which the owner has too."""
-        logging.root.handlers[:] = [self]
-        telemetry.set_hooks([self.report_event])
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Send a record: its text, because its arguments may be of any type."""
-        try:
-            fields = {**vars(record), "msg": record.getMessage(), "args": None, "exc_info": None}
-            if record.exc_info:
-                fields["exc_text"] = record.exc_text or logging.Formatter().formatException(record.exc_info)
-        except Exception:  # noqa: BLE001 - a record that cannot be formatted must not break the call
-            self.handleError(record)
-            return
-        if not self._send(fields):
-            plain = {name: value for name, value in fields.items() if isinstance(value, str | int | float | None)}
-            self._send({**plain, "msg": str(fields["msg"])[: _LONGEST // 8], "exc_text": None})
-
-    def report_event(self, event: Event) -> None:
-        if event.guard != self._told_there or not isinstance(event, _OF_GENERATIONS):
-            self._send(event)
-
-    def _send(self, report: object) -> bool:
-        try:
-            body = pickle.dumps(report)
-            if len(body) > _LONGEST:
-                return False
-            send(self._socket, _SENDER.pack(os.getpid()) + body, time.monotonic() + _PATIENCE)
-        except Exception:  # noqa: BLE001 - no room, no owner, or a field that cannot be pickled
-            return False
-        return True
-
-
-def sender(report: bytes) -> int:
-    return int(_SENDER.unpack_from(report)[0])
-
-
-def relay_to(receiver: Callable[[bytes], object]) -> None:
-    """Give the reports to ``receiver`` instead, in a process that stands between the workers and their callers."""
-    global _receiver
-    _receiver = receiver
-
-
-def replay(connected: socket.socket) -> bool:
-    """In the owner: emit what has been reported so far. Returns false once there will be no more."""
-    for _ in range(_MOST):
-        report = receive(connected)
-        if not report:
-            return report is None
-        emit_here(report)
-    return True
-
-
-def receive(connected: socket.socket) -> bytes | None:
-    """A report; None if there is none now, and empty once there will be none.
-
-    It never blocks: of two sockets that can be read, the work for the first may have read the second as well.
-    """
-    try:
-        return connected.recv(1 << 17)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""
-
-
-def emit_here(report: bytes) -> None:
-    """In the owner: hand a record or an event to this process's loggers or hooks."""
-    if _receiver is not None:
-        _receiver(report)
-        return
-    received: Any = pickle.loads(memoryview(report)[_SENDER.size :])  # noqa: S301 - from this program's own processes
-    if isinstance(received, Event):
-        telemetry.emit(received)
-        return
-    record = logging.makeLogRecord(received)
-    logger = logging.getLogger(record.name)
-    if logger.isEnabledFor(record.levelno):
-        logger.handle(record)
-
-
 # Which code a mold runs: the files of its modules, so that nobody is served by the code of another time.
 
 
@@ -424,7 +279,7 @@ def become_like(owner: Mapping[str, Any], *, main: bool) -> None:
 
 
 class Origin(NamedTuple):
-    """How to resemble the owner: :func:`preparation` and :func:`levels` of it."""
+    """How to resemble the owner: :func:`preparation` of it, and the levels of its loggers."""
 
     preparation: dict[str, Any]
     levels: dict[str, int]

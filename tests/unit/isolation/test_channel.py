@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelguard.isolation import _supervisor
+from modelguard.isolation import _channel
 from modelguard.isolation._channel import _HEADER, SHARED_FROM, Channel, Unreadable, pair
 from modelguard.isolation._host import Folder
 
@@ -296,8 +296,8 @@ def test_signals_do_not_make_a_wait_longer(ends: Ends, wait: Callable[[Ends], ob
 
 def test_a_report_that_finds_no_room_is_dropped_in_time() -> None:
     """Also in a worker whose model has a timer: an owner that is too busy to read holds up no call."""
-    ours, theirs = _supervisor.report_pair()
-    reporter = _supervisor.Reporter(theirs)
+    ours, theirs = _channel.report_pair()
+    reporter = _channel.Reporter(theirs)
     with ours, theirs, Interrupted() as interrupted:
         while reporter._send("x" * 10_000):
             pass

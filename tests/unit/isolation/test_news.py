@@ -6,7 +6,7 @@ import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from modelguard.isolation import _supervisor
+from modelguard.isolation import _channel
 from modelguard.isolation._mold_owner import Mold
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ class Supervisor:
 
 def test_a_report_that_was_read_already_does_not_block_the_supervisor(caplog: pytest.LogCaptureFixture) -> None:
     """The end of a call replays all reports; the same turn of the thread finds their socket empty, and goes on."""
-    ours, theirs = _supervisor.report_pair()
+    ours, theirs = _channel.report_pair()
     supervisor = Supervisor()
     mold: Any = SimpleNamespace(_supervisor=supervisor)
-    _supervisor.Reporter(theirs).emit(record("one"))
-    _supervisor.replay(ours)
+    _channel.Reporter(theirs).emit(record("one"))
+    _channel.replay(ours)
     Mold._read_news(mold, ours)
     assert (["one"], []) == (caplog.messages, supervisor.forgotten)
-    _supervisor.Reporter(theirs).emit(record("two"))
+    _channel.Reporter(theirs).emit(record("two"))
     Mold._read_news(mold, ours)
     assert (["one", "two"], []) == (caplog.messages, supervisor.forgotten)
     theirs.close()
@@ -53,10 +53,10 @@ def test_reports_without_an_end_hold_up_nothing_else(monkeypatch: pytest.MonkeyP
         heard.append(report)
         assert len(heard) < 100_000
 
-    monkeypatch.setattr(_supervisor, "receive", lambda _: b"a report")
-    monkeypatch.setattr(_supervisor, "emit_here", emit_here)
-    ours, theirs = _supervisor.report_pair()
-    assert _supervisor.replay(ours)
+    monkeypatch.setattr(_channel, "receive", lambda _: b"a report")
+    monkeypatch.setattr(_channel, "emit_here", emit_here)
+    ours, theirs = _channel.report_pair()
+    assert _channel.replay(ours)
     assert heard
     ours.close()
     theirs.close()
@@ -78,4 +78,4 @@ def test_levels_are_read_while_other_threads_make_loggers(monkeypatch: pytest.Mo
     monkeypatch.setattr(loud, "level", logging.INFO)
     every |= {"passing": Passing(), "loud": loud}
     monkeypatch.setattr(logging.root.manager, "loggerDict", every)
-    assert logging.INFO == _supervisor.levels()["loud"]
+    assert logging.INFO == _channel.levels()["loud"]
