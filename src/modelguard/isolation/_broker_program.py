@@ -63,7 +63,7 @@ class ClientConnection:
         self.token = b""
         self.state = b""
         self._broker = broker
-        self._claim: Followed[Taken] | None = None
+        self._claim: Followed | None = None
         self._taken: TakenWorker | None = None
         self._closed = False
         self._unread = False  # by the client, which has gone: that a worker was granted
@@ -160,7 +160,7 @@ class ClientConnection:
 
     def _take(self) -> None:
         claim = Claim(CallTimes(time.monotonic()), client=self.token, tell=self._tell)
-        self._claim = Followed(self._broker.scope.until_taken(claim), self._claimed, self._broker.scope.waits)
+        self._claim = Followed(self._broker.scope, claim, self._claimed)
         self._claim.begin()
 
     def _tell(self, loading: bool) -> None:  # noqa: FBT001 - as it comes

@@ -310,9 +310,8 @@ class Caller:
         future.add_done_callback(partial(_withdraw, followed))
         return future
 
-    def _follow(self, call: _Call) -> Followed[Taken]:
-        steps = self._scope.until_taken(Claim(call.limits, call.key))
-        return Followed(steps, partial(self._claimed, call), self._scope.waits)
+    def _follow(self, call: _Call) -> Followed:
+        return Followed(self._scope, Claim(call.limits, call.key), partial(self._claimed, call))
 
     def _claimed(self, call: _Call, taken: Taken | None, failure: BaseException | None) -> None:
         """It has its worker, and a thread from now on; or its error."""
@@ -417,7 +416,7 @@ def _fail(call: _Call, error: BaseException | None) -> None:
         call.future.set_exception(error)
 
 
-def _withdraw(followed: Followed[Taken], future: Future[Any]) -> None:
+def _withdraw(followed: Followed, future: Future[Any]) -> None:
     if future.cancelled():
         followed.withdraw()
 

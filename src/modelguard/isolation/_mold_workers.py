@@ -113,6 +113,7 @@ class Claim:
     blocks: bool = False  # it has a thread that waits with it
     admitted: bool = False  # there was room for it, so that none refuses it where it goes on to wait
     loading: bool = False  # it waits for a load
+    followed: Any = None  # of one that waits without a thread, what goes on with it
 
 
 class Waiter(Future[Worker | None]):

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from modelguard import _units
 from modelguard.errors import (
@@ -63,26 +63,27 @@ class Taken:
         raise NotImplementedError
 
 
-T = TypeVar("T")
+#: Hears that a call has its worker, or an error. The former from any thread and under any lock, so it must not block.
+Then = Callable[[Taken | None, BaseException | None], object]
 
 
-class Followed(Generic[T]):
-    """Steps that are gone through without a thread: whoever ends one of the waits goes on. They end once.
+class Followed:
+    """The steps of a claim without a thread: whoever ends one of its waits goes on. They end once.
 
-    ``then`` is called with what they return, or with their error; with the former from any thread and under any lock,
-    so it must not block. It is kept until then and no longer: the call's future refers to this.
+    ``then`` is kept until that end and no longer: the call's future refers to this.
     """
 
-    __slots__ = ("_open", "_steps", "_then", "_waits", "_withdrawn", "until")
+    __slots__ = ("_open", "_scope", "_steps", "_then", "_withdrawn", "until")
 
-    def __init__(self, steps: Steps[T], then: Callable[[T | None, BaseException | None], object], waits: Waits) -> None:
-        self._steps: Steps[T] | None = steps
-        self._then: Callable[[T | None, BaseException | None], object] | None = then
-        self._waits = waits
+    def __init__(self, scope: WorkerScope, claim: Claim, then: Then) -> None:
+        self._scope = scope
+        self._steps: Steps[Taken] | None = scope.until_taken(claim)
+        self._then: Then | None = then
         self._withdrawn = False
         # Who takes the entry out goes on with the steps: one operation, so no lock is needed.
-        self._open: list[Steps[T]] = []
-        self.until = math.inf
+        self._open: list[Steps[Taken]] = []
+        self.until = math.inf  # when the present wait ends
+        claim.followed = self
 
     def begin(self) -> Exception | None:
         """Go to the first wait; returns the error if there is one before."""
@@ -104,12 +105,12 @@ class Followed(Generic[T]):
         if now >= self.until and (steps := self._take()) is not None:
             self._go_on(partial(steps.send, None), aside)
 
-    def _take(self) -> Steps[T] | None:
+    def _take(self) -> Steps[Taken] | None:
         try:
             steps = self._open.pop()
         except IndexError:
             return None
-        self._waits.remove(self)
+        self.until = math.inf
         return steps
 
     def _go_on(
@@ -130,7 +131,7 @@ class Followed(Generic[T]):
         left = step.limit.left()
         self.until = math.inf if left is None else time.monotonic() + left
         assert self._steps is not None  # noqa: S101 - it has not ended
-        self._waits.add(self)
+        self._scope.look_at(self.until)
         self._open.append(self._steps)
         step.future.add_done_callback(self._woken)
         if self._withdrawn:  # meanwhile
@@ -152,42 +153,10 @@ class Followed(Generic[T]):
         except RuntimeError:  # the system gives no thread
             go_on()
 
-    def _end(self, result: T | None, error: BaseException | None) -> None:
+    def _end(self, result: Taken | None, error: BaseException | None) -> None:
         then, self._then, self._steps = self._then, None, None
         assert then is not None  # noqa: S101 - it ends once
         then(result, error)
-
-
-class Waits:
-    """The calls of one function that wait without a thread: ends those whose time is over. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Followed[Any], None] = {}
-        self._due = math.inf
-
-    def __iter__(self) -> Iterator[Followed[Any]]:
-        return iter(tuple(self._waiting))
-
-    def add(self, one: Followed[Any]) -> None:
-        self._waiting[one] = None
-        self._look_at(one.until)
-
-    def remove(self, one: Followed[Any]) -> None:
-        self._waiting.pop(one, None)
-
-    def _look_at(self, due: float) -> None:
-        if due < self._due:
-            self._due = due
-            try:
-                supervisor().later(due - time.monotonic(), self._look)
-            except RuntimeError:  # the system gives no thread; the next one that waits tries again
-                self._due = math.inf
-
-    def _look(self) -> None:
-        now, self._due = time.monotonic(), math.inf
-        for one in self:
-            one.expire(now)
-        self._look_at(min((one.until for one in self), default=math.inf))
 
 
 def aside(work: Callable[[], object]) -> None:
@@ -212,8 +181,8 @@ class WorkerScope:
         self.runtime = runtime.default()
         self.timeout = math.inf if options.timeout is None else options.timeout
         self.wait_timeout = wait_timeout
-        self.waits = Waits()
         self._waiting: dict[Claim, None] = {}
+        self._due = math.inf  # when the next one's time is over, of those that wait without a thread
         self._most_loading = options.bounds.queue + options.workers
 
     def rollback(self) -> None:
@@ -290,8 +259,26 @@ class WorkerScope:
 
     def _refuse_waiting(self) -> None:
         """Refuse what waits without a thread. The others are served, or get their error, as their molds end."""
-        for one in self.waits:
+        for one in self.followed():
             one.refuse(GuardClosed(self.name))
+
+    def followed(self) -> list[Followed]:
+        return [claim.followed for claim in tuple(self._waiting) if claim.followed is not None]
+
+    def look_at(self, due: float) -> None:
+        """End by then what waits without a thread and is due."""
+        if due < self._due:
+            self._due = due
+            try:
+                supervisor().later(due - time.monotonic(), self._end_due)
+            except RuntimeError:  # the system gives no thread; the next one that waits tries again
+                self._due = math.inf
+
+    def _end_due(self) -> None:
+        now, self._due = time.monotonic(), math.inf
+        for one in self.followed():
+            one.expire(now)
+        self.look_at(min((one.until for one in self.followed()), default=math.inf))
 
     # As a source of models
 

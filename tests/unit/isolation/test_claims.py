@@ -86,9 +86,9 @@ def scope() -> Scope:
     return Scope()
 
 
-def followed(scope: Scope, ended: list[Any], limits: CallTimes = UNBOUNDED) -> Followed[Any]:
+def followed(scope: Scope, ended: list[Any], limits: CallTimes = UNBOUNDED) -> Followed:
     """A call that waits without a thread; with what it has ended."""
-    one = Followed(scope.until_taken(Claim(limits)), lambda taken, error: ended.append(taken or error), scope.waits)
+    one = Followed(scope, Claim(limits), lambda taken, error: ended.append(taken or error))
     one.begin()
     return one
 
@@ -123,7 +123,7 @@ class TestEnds:
             if not isinstance(how, Exception):
                 how.put_back()
             until(lambda: scope.leases == 0)  # noqa: B023 - in this round
-            assert (0, [], 0) == (scope.queued, scope.line, len(list(scope.waits)))
+            assert (0, [], 0) == (scope.queued, scope.line, len(scope.followed()))
 
     def test_one_that_is_withdrawn_leaves_its_place(self, scope: Scope) -> None:
         """At once."""
@@ -152,7 +152,7 @@ class TestEnds:
         assert (0, [], 0, [CancelledError]) == (scope.queued, scope.line, scope.leases, [type(how) for how in ended])
 
     @staticmethod
-    def held_up(steps: Any, moves: threading.Event, one: Followed[Any]) -> Any:
+    def held_up(steps: Any, moves: threading.Event, one: Followed) -> Any:
         def instead(*args: Any) -> Any:
             one.withdraw()
             moves.set()
@@ -168,7 +168,7 @@ class TestEnds:
         followed(scope, late, CallTimes(time.monotonic(), time.monotonic() + 0.001))
         until(lambda: len(late) == 2)
         assert [DeadlineExceeded, Reloading] == [type(how) for how in late]
-        assert (0, 0) == (scope.queued, len(list(scope.waits)))
+        assert (0, 0) == (scope.queued, len(scope.followed()))
 
     @pytest.mark.parametrize(
         "end",
@@ -184,7 +184,7 @@ class TestEnds:
     def test_one_that_has_ended_keeps_nothing_of_its_call(self, scope: Scope, end: Callable[..., object]) -> None:
         """However it ends: the call's future may refer to the claim for as long as somebody keeps it."""
         call = {"arguments"}
-        one = Followed(scope.until_taken(Claim(UNBOUNDED)), lambda *_, call=call: call, scope.waits)
+        one = Followed(scope, Claim(UNBOUNDED), lambda *_, call=call: call)
         one.begin()
         kept = weakref.ref(call)
         del call
