@@ -73,10 +73,6 @@ def place_of(function: Any) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', '?')}{where}"
 
 
-def reference(function: Any) -> Reference:
-    return function.__module__, function.__qualname__
-
-
 def find(where: Reference) -> Any:
     """Import a function, and find the isolated one below other decorators."""
     module, name = where

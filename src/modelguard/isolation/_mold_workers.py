@@ -125,10 +125,6 @@ class Waiter(Future[Worker | None]):
         self.claim = claim
         self.holder = holder
 
-    @property
-    def is_granted(self) -> bool:
-        return self.done() and self.exception() is None and self.result() is not None
-
 
 class WaitingLine:
     """Clients take turns, each with its oldest call: one with many calls does not hold up one with few.
@@ -232,7 +228,7 @@ class Workers:
         self._start_at = 0.0
         self._waiters = WaitingLine()
         self.presence: Presence = "present"
-        self.gone = self._closed = False
+        self.gone = False
         self._gave_up: int | None = None  # how many workers were up then
         self._answers: list[tuple[Waiter, Worker | Exception | None]] = []
         self._events: list[Event] = []
@@ -349,7 +345,7 @@ class Workers:
         with self._change() as now:  # one look: no call may take it in between
             if worker.number not in self._members or worker.state not in {"starting", "idle"}:
                 return False
-            self._take_out(worker, "closed" if self._closed else "crashed", how, now, blame=True)
+            self._take_out(worker, "crashed", how, now, blame=True)
         if worker.state == "starting" and not self.gone:
             logger.warning("%s: a new worker has ended before it could take a call: %s", self._name, how)
         return True
@@ -385,7 +381,7 @@ class Workers:
     def close(self) -> None:
         """Start no more workers, and end those that are idle; the others end after their calls."""
         with self._change():
-            self.gone = self._closed = True
+            self.gone = True
             self._end(list(self._members.values()))
 
     def settle(self) -> None:

@@ -144,7 +144,8 @@ class Followed:
         if steps is None:
             return
         resume = partial(steps.send, None)
-        if isinstance(future, Waiter) and future.is_granted:  # its worker waits
+        if isinstance(future, Waiter) and future.exception() is None and future.result() is not None:
+            # its worker waits
             self._go_on(resume)
             return
         go_on = partial(self._go_on, resume, aside)

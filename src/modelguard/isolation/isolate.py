@@ -28,7 +28,6 @@ from modelguard.isolation._isolation_options import (
     parameters_of,
     part_of_own_code,
     place_of,
-    reference,
     source_of,
 )
 from modelguard.lifecycle._engine import engines
@@ -122,7 +121,7 @@ def isolate(
     def decorate(function: Callable[P, R], /) -> Isolated[P, R]:
         _processes.check_supported()
         check_importable(function, stub=target is not None)
-        own, stub = reference(function), None
+        own, stub = (function.__module__, function.__qualname__), None
         owner, host = owner_of(function), Host.parse(scope)
         if target is not None and owner is not None:
             why = "stands for another one by target=, and takes no model"
