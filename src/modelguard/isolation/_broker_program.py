@@ -47,21 +47,16 @@ _PATIENCE = 1.0
 
 
 class ClientConnection:
-    """Obeys one connection. In the supervisor's thread, unless it is said otherwise.
+    """Obeys one connection. In the supervisor's thread, unless it is said otherwise."""
 
-    Attributes:
-        reports: Where the client's process hears of what happens; of the connection that stands for it.
-        state: What it was told last of the molds.
-    """
-
-    reports: socket.socket
+    reports: socket.socket  # where the client's process hears of what happens; of the connection that stands for it
 
     def __init__(self, channel: Channel, broker: _Broker, pid: int) -> None:
         self.channel = channel
         self.pid = pid
         self.granted_at: float | None = None
         self.token = b""
-        self.state = b""
+        self.state = b""  # of the molds, as it was told last
         self._broker = broker
         self._claim: Followed | None = None
         self._taken: TakenWorker | None = None

@@ -183,11 +183,6 @@ def wait(connected: socket.socket, event: int, until: float) -> None:
     The deadline is absolute. ``SO_RCVTIMEO`` would count from the start again after each signal. If this process was
     stopped meanwhile, the other side gets its time anew, once: it has not failed.
 
-    Args:
-        connected: The socket.
-        event: ``select.POLLIN`` or ``select.POLLOUT``.
-        until: When to give up, on the monotonic clock; infinity for never.
-
     Raises:
         BlockingIOError: The time is over.
         OSError: The socket is closed.
@@ -450,10 +445,7 @@ class StreamStep(IntEnum):
 def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseException:
     """The error itself if it survives pickling, else a :class:`~modelguard.errors.RemoteError` that describes it.
 
-    Args:
-        error: What was raised.
-        name: The isolated function's name.
-        plain: Whether only what Python and modelguard have will do, since the rest would need its modules.
+    ``plain``: in a process that has no modules but Python's and modelguard's.
     """
     for sent in (Unchanged(error), error):  # arguments may fail where the error itself does not
         with suppress(BaseException):  # pickling runs any code
@@ -564,12 +556,7 @@ def levels() -> dict[str, int]:
 
 
 class Reporter(logging.Handler):
-    """Reports to the owner.
-
-    Args:
-        connected: Where it listens.
-        told_there: The name of the guard whose loads and releases it reports itself.
-    """
+    """Reports to the owner, which tells itself of the loads and releases of the guard ``told_there``."""
 
     def __init__(self, connected: socket.socket, told_there: str | None = None) -> None:
         super().__init__()

@@ -412,14 +412,7 @@ _ELECTION_POLL = 0.02
 
 
 class Election:
-    """Finds a broker, or starts one.
-
-    Args:
-        options: Of the function.
-        source: Of its guard.
-        elect: Whether to start one if there is none.
-        paused: Whether one that is started begins paused.
-    """
+    """Finds a broker; if it is to ``elect`` one, starts it where there is none, paused or not."""
 
     def __init__(self, options: IsolationOptions, source: GuardOptions[Any], *, elect: bool, paused: bool) -> None:
         self._obstacle = "another process holds the lock"

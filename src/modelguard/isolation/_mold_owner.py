@@ -62,19 +62,7 @@ _molds: WeakRegistry[Mold] = WeakRegistry()
 class Mold(MoldOrders):
     """One mold and its workers.
 
-    Args:
-        instructions: What it is told.
-        owner: Hears in the supervisor's thread when it ends without having been asked to, or gives no workers.
-        generation: Its number.
-
-    Attributes:
-        instructions: What it was told.
-        owner: Whose mold it is.
-        workers: Its workers.
-        ended: Set when its processes have ended.
-        died: When it ended by itself, on the monotonic clock; None while it lives.
-        code: The files of its modules, if it was asked for them.
-        version: The version of its model, as the loader gave it.
+    Its owner hears in the supervisor's thread when it ends without having been asked to, or gives no workers.
     """
 
     #: A fork of a mold costs little memory, and saves the time that a new worker needs.
@@ -82,8 +70,8 @@ class Mold(MoldOrders):
 
     def __init__(self, instructions: Instructions, owner: MoldGuard, *, generation: int) -> None:
         self.born = time.monotonic()
-        self.died: float | None = None
-        self.code = instructions.code
+        self.died: float | None = None  # by itself
+        self.code = instructions.code  # the files of its modules, if it was asked for them
         self.version: str | None = None
         self.instructions = instructions
         self.owner = owner
@@ -93,7 +81,7 @@ class Mold(MoldOrders):
         self._loaded: Future[None] = Future()
         self._programs: dict[int, Launched] = {}  # what was launched: the mold, or workers by their numbers
         self._ending = False
-        self.ended = threading.Event()
+        self.ended = threading.Event()  # with all of its processes
         self._running: dict[int, Worker] = {}  # until the mold has reported their ends
         self.workers = Workers(
             instructions.options,
@@ -594,12 +582,7 @@ class MoldGuard:
             yield Wait(promise(), Timeout(_LOOK))
 
     def set_paused(self, *, paused: bool, reported: bool = True) -> None:
-        """Let no policy replace a mold or a worker, or let them again. Does not block.
-
-        Args:
-            paused: Whether it is paused.
-            reported: False where the owner of several reports it.
-        """
+        """Let no policy replace a mold or a worker, or let them again; who has several reports it. Does not block."""
         engine = self.guard.engine
         (engine if reported else engine.state).set_paused(paused=paused)
         for mold in (self.current, self.previous):

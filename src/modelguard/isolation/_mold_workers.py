@@ -39,14 +39,9 @@ _REPORT = 1.0
 
 
 class Worker:
-    """One worker process, as its owner sees it.
+    """One worker process, as its owner sees it. :class:`Workers` keeps its state, and whether it is worn."""
 
-    Attributes:
-        channel: To talk to it, once its mold was told to start it.
-        state: What it does. :class:`Workers` keeps this, :attr:`worn` and :attr:`calls`.
-    """
-
-    channel: Channel
+    channel: Channel  # once its mold was told to start it
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -278,12 +273,9 @@ class Workers:
             return self._waiters.remove(waiter)
 
     def release(self, worker: Worker, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        """A worker has ended its call, and can take another one.
+        """A worker has ended its call, and can take another one; ``worn``: why it asked for its replacement, if it did.
 
-        Args:
-            worker: The worker.
-            worn: Why it asked for its replacement; empty if it did not.
-            counts: Whether this shows that the model works; an abandoned call does not.
+        It ``counts`` if this shows that the model works; an abandoned call does not.
         """
         with self._lock:
             troubled = self._circuit.state != "closed"
@@ -435,9 +427,8 @@ class Workers:
     def _take(self, holder: Holder | None = None) -> Worker | None:
         """Take an idle worker for a call, the one that was used last: its caches are warm. None if there is none.
 
-        Args:
-            holder: Has it from the moment on in which it is taken. Between two calls of functions no signal handler
-                runs, whose exception would leave a worker taken that nobody has.
+        The holder has it from that moment on. Between two calls of functions no signal handler runs, whose exception
+        would leave a worker taken that nobody has.
         """
         members = self._members.values()
         if len(members) > self._size and sum(worker.state in _BUSY for worker in members) >= self._size:

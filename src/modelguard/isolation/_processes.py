@@ -79,8 +79,7 @@ def set_oom_score(score: int) -> None:
 def lower_priority(before: int) -> None:
     """Let this thread, and those that it starts, run after other work where there is not enough CPU time.
 
-    Args:
-        before: Its usual nice value, so that twice is no lower than once.
+    ``before`` is its usual nice value, so that twice is no lower than once.
     """
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, min(before + _NICE, _LOWEST))

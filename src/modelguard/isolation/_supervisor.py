@@ -287,28 +287,16 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Instructions:
-    """What the owner sends to a new mold.
+    """What the owner sends to a new mold."""
 
-    Attributes:
-        owner: Its process id.
-        origin: How to resemble it.
-        options: Of the isolated function.
-        key: Of the pool's model that it loads; None if its function has no pool.
-        beside_calls: Whether calls run while it loads.
-        code: What files of its modules must be like.
-        shared: Whether its owner serves callers of other processes, and knows nothing of their modules.
-        priority: The nice value of a worker, by the thread that starts the mold. While it loads and starts beside
-            calls, its own is higher.
-    """
-
-    owner: int
+    owner: int  # its process id
     origin: Origin
     options: IsolationOptions
-    key: Any
-    beside_calls: bool
-    code: Files
-    shared: bool
-    priority: int = 0
+    key: Any  # of the pool's model that it loads; None if its function has no pool
+    beside_calls: bool  # calls run while it loads
+    code: Files  # what files of its modules must be like
+    shared: bool  # its owner serves callers of other processes, and knows nothing of their modules
+    priority: int = 0  # the nice value of a worker: that of the thread that starts the mold
 
 
 if sys.platform != "win32":
@@ -372,13 +360,9 @@ def start_interpreter(
     """Start a fresh interpreter like this one, which runs the ``main`` of a module of this package in a process group.
 
     Where this process has closed its own input or output, or something else has the number, the new one gets
-    ``/dev/null``: what it prints must not reach a descriptor of another purpose.
-
-    Args:
-        module: Its name.
-        fds: Descriptors that are passed on; ``main`` gets their numbers.
-        words: What lists of processes show.
-        outlives_this: Whether it may live longer than this process: in a session of its own, without this one's output.
+    ``/dev/null``: what it prints must not reach a descriptor of another purpose. The module's ``main`` gets the numbers
+    of the descriptors, and lists of processes show the words. One that outlives this process has a session of its own,
+    without this one's output.
 
     Raises:
         OSError: No process or no descriptor is left.
