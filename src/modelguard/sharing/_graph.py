@@ -163,8 +163,8 @@ class Build:
     version: tuple[int, int]
     pointer_bytes: int
     free_threaded: bool
-    #: Whether it checks its reference counts (``Py_DEBUG``, ``Py_TRACE_REFS``, assertions), and so rejects a text that is
-    #: immortal and not interned.
+    #: Whether it checks its reference counts (``Py_DEBUG``, ``Py_TRACE_REFS``, assertions), and so rejects a text that
+    #: is immortal and not interned.
     checks: bool
 
     @classmethod
