@@ -31,7 +31,7 @@ from modelguard.isolation._isolation_options import (
     source_of,
 )
 from modelguard.lifecycle._engine import engines
-from modelguard.lifecycle._wrappers import owner_of
+from modelguard.lifecycle._lease import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
 from modelguard.lifecycle.pool import PooledFunction
