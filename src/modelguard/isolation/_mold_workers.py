@@ -438,7 +438,8 @@ class Workers:
                 if holder is not None:
                     holder.worker, holder.held = worker, True
                 worker.state = "busy"
-                self._circuit.admitted(worker)
+                if self._circuit.state != "closed":
+                    self._circuit.admitted(worker)
                 return worker
         return None
 
@@ -461,6 +462,8 @@ class Workers:
         """Note what an answer says about the model."""
         if counts:
             self._failures = 0
+        if self._circuit.state == "closed" and not self._circuit.failures:
+            return  # as after almost every call
         verdict: Verdict = "succeeded" if counts else "inconclusive"
         if self._circuit.ended((worker,), verdict, time.monotonic()) == "closed":
             self._events.append(telemetry.CircuitClosed(guard=self._name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -345,3 +346,17 @@ def test_arrays_are_as_writable_as_they_were(ends: Ends, count: int) -> None:
     (received,) = ends.across([array, constant])
     assert isinstance(received, list)
     assert [True, False] == [one.flags.writeable for one in received]
+
+
+def test_an_error_keeps_its_text_where_only_pythons_own_modules_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the owner of a function that a ``target=`` names. A bare pickle would make a text of the text."""
+
+    class MakesATextError(Exception):
+        def __init__(self, of: object) -> None:
+            super().__init__(f"cannot read {of}")
+
+    MakesATextError.__module__, MakesATextError.__qualname__ = "json", "MakesATextError"
+    monkeypatch.setattr(json, "MakesATextError", MakesATextError, raising=False)
+    sent = _channel.portable(MakesATextError(5), "f", plain=True)
+    again = _channel.loads_plain(*_channel.dumps(sent))
+    assert (MakesATextError, "cannot read 5") == (type(again), str(again))
