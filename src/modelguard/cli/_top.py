@@ -72,23 +72,20 @@ def run(options: argparse.Namespace) -> int:
 def make_reader(pid: int | None, model_bytes: int | str | None) -> Callable[[], list[TreeReport]]:
     from modelguard.sharing import _memory_report
 
+    watch = partial(_memory_report.TreeWatch, model_bytes=model_bytes)
     if pid is not None:
-        watch = _memory_report.TreeWatch(pid, model_bytes=model_bytes)
-        return lambda: [watch.look()]
+        one = watch(pid)
+        return lambda: [one.look()]
     watches: dict[int, TreeWatch] = {}
 
     def read() -> list[TreeReport]:
-        found = _memory_report.python_trees(without=(os.getpid(),))
-        for ended in watches.keys() - found:
-            del watches[ended]
-        trees = []
-        for top in found:
-            if top not in watches:
-                watches[top] = _memory_report.TreeWatch(top, model_bytes=model_bytes)
-            try:
-                trees.append(watches[top].look())
-            except (ProcessLookupError, PermissionError):  # it has just ended, or is hidden
-                del watches[top]
+        nonlocal watches
+        before, watches, trees = watches, {}, []
+        for top in _memory_report.python_trees(without=(os.getpid(),)):
+            each = before.get(top) or watch(top)
+            with suppress(ProcessLookupError, PermissionError):  # it has just ended, or is hidden
+                trees.append(each.look())
+                watches[top] = each
         if not trees:
             raise ProcessLookupError(0, "you have no other running Python process; give the PID of a server")
         return sorted(trees, key=lambda tree: tree.pss, reverse=True)
@@ -129,12 +126,9 @@ _APP = re.compile(r"(?!python:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(?:\(\))?")
 
 def process_name(command: Sequence[str]) -> str:
     if len(command) == 1 and " " in command[0]:
-        name = _redact.redact(command[0], {})
-    else:
-        name, arguments = _program(tuple(_redact.redacted_words(command, {})))
-        app = _app(arguments, _SERVERS[name]) if name in _SERVERS else None
-        name = name if app is None else f"{name} {app}"
-    return _in_one_line(name)
+        return _in_one_line(_redact.redact(command[0], {}))
+    name, arguments = _program(tuple(_redact.redacted_words(command, {})))
+    return _in_one_line(f"{name} {_app(name, arguments)}")
 
 
 def _in_one_line(text: str) -> str:
@@ -142,24 +136,21 @@ def _in_one_line(text: str) -> str:
 
 
 def _program(command: Sequence[str]) -> tuple[str, Sequence[str]]:
-    if not command:
-        return "", ()
-    name = PurePath(command[0]).name
-    return _behind_python(name, command[1:]) if _PYTHON.fullmatch(name) else (name, command[1:])
-
-
-def _behind_python(python: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    words = iter(arguments)
+    """The name of what runs, behind Python if that runs it, and its arguments."""
+    words = iter(command)
+    name = PurePath(next(words, "")).name
+    if not _PYTHON.fullmatch(name):
+        return name, tuple(words)
     for word in words:
         if word == "-m":
-            return next(words, python), tuple(words)
+            return next(words, name), tuple(words)
         if word == "-c":
-            return _behind_program(python, *words), ()
+            return _behind_program(name, *words), ()
         if word in _PYTHON_VALUES:
             next(words, "")
         elif not word.startswith("-"):
             return PurePath(word).name, tuple(words)
-    return python, ()
+    return name, ()
 
 
 def _behind_program(python: str, program: str = "", *arguments: str) -> str:
@@ -170,12 +161,14 @@ def _behind_program(python: str, program: str = "", *arguments: str) -> str:
     return f"{python} -c"
 
 
-def _app(arguments: Sequence[str], options: tuple[str, ...]) -> str | None:
+def _app(program: str, arguments: Sequence[str]) -> str:
+    if program not in _SERVERS:
+        return ""
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name, has_value, joined = option.partition("=")
-        if name in options and (joined if has_value else value):
-            return joined if has_value else value
-    return next((word for word in arguments if _APP.fullmatch(word)), None)
+        if name in _SERVERS[program] and (app := joined if has_value else value):
+            return app
+    return next(filter(_APP.fullmatch, arguments), "")
 
 
 # Process trees as a table, updated live on a terminal, and as JSON. Secrets are never shown.

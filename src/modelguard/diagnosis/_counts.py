@@ -12,7 +12,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -101,7 +101,7 @@ class Counts:
     def _more(self) -> dict[str, int]:
         return {name: number - self._first[name] for name, number in numbers(self._pid).items()}
 
-    def growing(self, since: int) -> list[dict[str, Any]]:
+    def growing(self, since: int) -> list[Growing]:
         self.judged = True
         calls, found = self.calls[since:], []
         for name in MOST:
@@ -110,7 +110,7 @@ class Counts:
                 found.append(self._grown(name, counts[-1] - counts[0], calls[-1] - calls[0]))
         return found
 
-    def exhausted(self, calls: int) -> list[dict[str, Any]]:
+    def exhausted(self, calls: int) -> list[Growing]:
         for number in self._spare:
             os.close(number)
         self._spare.clear()
@@ -119,11 +119,11 @@ class Counts:
         most = max(MOST, key=lambda name: more[name] / MOST[name])
         return [self._grown(most, more[most], calls)]
 
-    def _grown(self, name: str, more: int, calls: int) -> dict[str, Any]:
+    def _grown(self, name: str, more: int, calls: int) -> Growing:
         now = Counter(kinds(self._pid)[name])
         now.subtract(self._kinds[name])
         seen = ", ".join(f"{count:,} {kind}" for kind, count in now.most_common(_SHOWN) if count > 0)
-        return asdict(Growing(name, more, calls, seen, FIXES[name]))
+        return Growing(name, more, calls, seen, FIXES[name])
 
 
 def _files(pid: int | None) -> Iterator[str]:

@@ -16,18 +16,7 @@ from typing import Any, Literal, NamedTuple
 from modelguard import _units
 from modelguard.diagnosis import _growth_causes
 from modelguard.diagnosis._counts import Growing
-from modelguard.diagnosis._growth_causes import (
-    SOLVES,
-    Cause,
-    CauseName,
-    GrowthReport,
-    Measured,
-    Round,
-    Trial,
-    Trials,
-    attribute,
-    notes_on,
-)
+from modelguard.diagnosis._growth_causes import Cause, CauseName, GrowthReport, Measured, Round, Trials
 from modelguard.diagnosis._target import Progress, Said, command, follow
 from modelguard.environment import _allocator, _allocator_files, _launcher, _presets
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
@@ -176,7 +165,7 @@ def _report(target: str, said: Said, asked: _Asked, environ: Mapping[str, str]) 
     _require_driven(target, said, environ)
     measured = _measured(said)
     judged, verdict = measured.judged, measured.judged.verdict
-    unknown = [*_ended(said, asked), *notes_on(judged)]
+    unknown = [*_ended(said, asked), *_growth_causes.notes_on(judged)]
     none_succeeded = bool(measured.failures) and measured.failures == measured.calls[-1] and verdict != "grows"
     if verdict == "undecided" and not measured.growing and not none_succeeded:
         unknown.append(f"{judged.reason}; it needs {_needed(said, judged, len(measured.private), asked)}")
@@ -187,7 +176,7 @@ def _report(target: str, said: Said, asked: _Asked, environ: Mapping[str, str]) 
     if none_succeeded:
         verdict = "undecided"
         unknown.append("no call succeeded, so nothing is known about those that do")
-    causes, rest = attribute(measured) if verdict == "grows" else ((), 0.0)
+    causes, rest = _growth_causes.attribute(measured) if verdict == "grows" else ((), 0.0)
     return GrowthReport(target, "grows" if measured.growing else verdict, causes, rest, measured, tuple(unknown))
 
 
@@ -261,9 +250,8 @@ def _needed(said: Said, judged: Judgement, count: int, asked: _Asked) -> str:
 
 # The remedies that may help against a cause, each tried in fresh processes with the same inputs, in rounds.
 
-#: What is changed: variables alone; freed memory is returned; spaCy's memory zones; the model is reloaded; the function
-#: runs in worker processes that are replaced; inputs are padded.
-Act = Literal["variables", "trim", "zones", "reload", "isolate", "bucketed"]
+#: What is changed: variables alone, by a preset or by the allocator; freed memory is returned; spaCy's memory zones;
+#: inputs are padded; the model is reloaded; the function runs in worker processes that are replaced.
 Kind = Literal["low-memory", "torch-cpu-dynamic", "allocators", "trim", "zones", "bucketed", "reload", "isolate"]
 
 #: Which remedies can help against which cause, the simplest first. All others are mended in the program, and only
@@ -286,19 +274,10 @@ _TRIM = "10 MB"
 
 @dataclass(slots=True)
 class Candidate:
-    """A remedy to try, and what has come of it.
-
-    Attributes:
-        name: The remedy.
-        act: How it is tried.
-        lines: What to write to have it.
-        environ: The variables that it is tried with; None for those of the process without it.
-        rounds: Its runs, each with the run without it of the same round.
-        stopped: Why no more rounds are run; empty if they are.
-    """
+    """A remedy to try, with its runs, each beside the run without it of the same round, and why no more are run."""
 
     name: str
-    act: Act
+    act: str
     lines: tuple[str, ...] = ()
     environ: Mapping[str, str] | None = None
     rounds: list[tuple[Round, Round]] = dataclasses.field(default_factory=list)
@@ -308,7 +287,7 @@ class Candidate:
         self.stopped = _failure(said, nothing)
         if said.last("readings") is None:
             return
-        own = _round(said, max(1.0, SOLVES * base.growth * said.lines[-1]["calls"]))
+        own = _round(said, max(1.0, _growth_causes.SOLVES * base.growth * said.lines[-1]["calls"]))
         if base.undecided:
             own = own._replace(undecided=f"without a remedy, {base.undecided}")
         self.rounds.append((own, base))
@@ -316,35 +295,53 @@ class Candidate:
         if not self.stopped and grows and own.cpu > _LOSER * base.cpu:
             self.stopped = "it leaves the growth as it is"
 
-    def trial(self) -> Trial:
+    def trial(self) -> _growth_causes.Trial:
         return _growth_causes.trial(self.name, self.lines, self.rounds, self.stopped)
 
 
 def candidates(
     causes: Sequence[Cause], measured: Measured, config: Mapping[str, Any], environ: Mapping[str, str], uses: int
 ) -> tuple[list[Candidate], list[str]]:
-    main = [cause for cause in causes if cause.share >= _MAIN] or causes[:1]
-    kinds: dict[Kind, None] = dict.fromkeys(kind for cause in main for kind in AGAINST.get(cause.name, _ALWAYS))
-    missing = _missing(measured, config, environ)
-    left_out = [f"{kind}: {missing[kind]}" for kind in kinds if missing.get(kind)]
-    in_process = _in_process(measured, config, uses)
-    found: list[Candidate] = []
-    for kind in kinds:
-        if not missing.get(kind):
-            found += [in_process[kind]] if kind in in_process else _variables(kind, environ)
-    return found, left_out
-
-
-def _missing(measured: Measured, config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[Kind, str]:
-    """Why a remedy cannot be tried; empty if it can."""
+    """The remedies to try, and those that cannot be tried, with the reason."""
+    guarded, replaced = measured.guarded or config["load"], f"guard(load, reload_on=Uses({uses:_}))"
     no_guard = "the function has no guard; --load MODULE:FUNCTION names what makes its model, which it takes first"
-    return {
-        "bucketed": "" if config["bucketed"] else "--bucketed NAME declares a parameter that may be padded",
-        "zones": "" if measured.zones else "no spaCy pipeline with memory zones was found",
-        "reload": "" if measured.guarded or config["load"] else no_guard,
-        "isolate": "" if measured.importable else "a worker process cannot import the function by its name",
-        "allocators": "LD_PRELOAD is set" if "LD_PRELOAD" in environ else "",
+    zoned = "from modelguard.adapters.spacy import IndexGrowth, zoned"
+    padded = ", ".join(f'"{name}"' for name in config["bucketed"])
+    isolated: tuple[str, ...] = ("@isolate()  # above the guard's decorator", replaced)
+    isolated = isolated if guarded else (f"@isolate(recycle_on=Uses({uses:_}))",)
+    # Each with what it lacks, if that is not there, and what to write.
+    in_process: dict[Kind, tuple[str, str, tuple[str, ...]]] = {
+        "trim": ("trim_every", "", ("from modelguard import memory", f'memory.trim_every("{_TRIM}")')),
+        "zones": (
+            "zoned",
+            "" if measured.zones else "no spaCy pipeline with memory zones was found",
+            (zoned, '@zoned(guard(load, reload_on=IndexGrowth("16 MB")))'),
+        ),
+        "bucketed": (
+            "bucketed",
+            "" if padded else "--bucketed NAME declares a parameter that may be padded",
+            ("from modelguard.adapters.torch import bucketed", f"@bucketed({padded}, cut=None)"),
+        ),
+        "reload": ("reload_on", "" if guarded else no_guard, ("from modelguard import Uses, guard", replaced)),
+        "isolate": (
+            "isolate",
+            "" if measured.importable else "a worker process cannot import the function by its name",
+            ("from modelguard import Uses, isolate", *isolated),
+        ),
     }
+    main = [cause for cause in causes if cause.share >= _MAIN] or causes[:1]
+    found: list[Candidate] = []
+    left_out = []
+    kinds: dict[Kind, None] = dict.fromkeys(kind for cause in main for kind in AGAINST.get(cause.name, _ALWAYS))
+    for kind in kinds:
+        name, missing, lines = in_process.get(kind, ("", "", ()))
+        if kind == "allocators" and "LD_PRELOAD" in environ:
+            missing = "LD_PRELOAD is set"
+        if missing:
+            left_out.append(f"{kind}: {missing}")
+        else:
+            found += [Candidate(name, kind, lines)] if name else _variables(kind, environ)
+    return found, left_out
 
 
 def _variables(kind: Kind, environ: Mapping[str, str]) -> Iterator[Candidate]:
@@ -367,24 +364,6 @@ def _variables(kind: Kind, environ: Mapping[str, str]) -> Iterator[Candidate]:
             if plan.added:
                 line = f"modelguard run {' '.join(options)} -- COMMAND"
                 yield Candidate(" + ".join(options[1::2]), "variables", (line,), environ=plan.environ)
-
-
-def _in_process(measured: Measured, config: Mapping[str, Any], uses: int) -> dict[str, Candidate]:
-    names = ", ".join(f'"{name}"' for name in config["bucketed"])
-    replaced = f"guard(load, reload_on=Uses({uses:_}))"
-    owned = ("@isolate()  # above the guard's decorator", replaced)
-    own = owned if measured.guarded or config["load"] else (f"@isolate(recycle_on=Uses({uses:_}))",)
-    zoned = "from modelguard.adapters.spacy import IndexGrowth, zoned"
-    bucketed = "from modelguard.adapters.torch import bucketed", f"@bucketed({names}, cut=None)"
-    trimmed = "from modelguard import memory", f'memory.trim_every("{_TRIM}")'
-    found = (
-        Candidate("trim_every", "trim", trimmed),
-        Candidate("zoned", "zones", (zoned, '@zoned(guard(load, reload_on=IndexGrowth("16 MB")))')),
-        Candidate("bucketed", "bucketed", bucketed),
-        Candidate("reload_on", "reload", ("from modelguard import Uses, guard", replaced)),
-        Candidate("isolate", "isolate", ("from modelguard import Uses, isolate", *own)),
-    )
-    return {one.act: one for one in found}
 
 
 _ROUNDS = 3
@@ -422,26 +401,60 @@ def try_remedies(
     follow: Callable[..., Said],
     clock: Callable[[], float] = time.monotonic,
 ) -> Trials | None:
-    began = clock()
-    calls = calls_of_a_run(measured, seconds)
+    began, calls = clock(), calls_of_a_run(measured, seconds)
     uses = max(1, calls // _REPLACED)
     found, left_out = candidates(causes, measured, config, environ, uses)
     given = {**config, "calls": calls, "warm": int(_WARM * calls), "uses": uses, "trim_every": _TRIM}
+    nothing, interrupted = Candidate("nothing", "variables"), False
 
-    def run(candidate: Candidate, limit: float | None) -> Said:
-        longest = _LONGEST * _MOST_SLOWER if limit is None else limit
+    def run(number: int, candidate: Candidate, limit: float | None = None) -> Said:
+        progress({"phase": f"round {number + 1} of {_ROUNDS}: {candidate.name}"})
+        asked = {**given, "act": candidate.act, "limit": limit or _LONGEST * _MOST_SLOWER}
         variables = environ if candidate.environ is None else candidate.environ
-        most = math.inf if limit is None else limit + _START
-        return follow({**given, "act": candidate.act, "limit": longest}, environ=variables, limit=most)
+        said = follow(asked, environ=variables, limit=limit + _START if limit else math.inf)
+        if said.end == "interrupted":
+            raise KeyboardInterrupt
+        return said
 
-    rounds = _Rounds(run, progress, clock)
-    if found:
-        rounds.run(found, seconds)
-    trials = rounds.results(calls, found, left_out, mends=any(cause.name in AGAINST for cause in causes))
-    if trials is None or not any(one.undecided for one in trials.tried):
-        return trials
-    needed = seconds_needed(measured, calls, max(seconds, clock() - began))
-    return dataclasses.replace(trials, needed=_units.format_seconds(needed))
+    try:
+        for number in range(_ROUNDS):
+            left = [candidate for candidate in found if not candidate.stopped]
+            order = left[number:] + left[:number] if number < len(left) else left  # another one each time
+            late = number and (clock() - began) * (1 + 1 / number) > seconds
+            if not order or late or not _one_round(partial(run, number), nothing, order, clock):
+                break
+    except KeyboardInterrupt:
+        interrupted = True
+    if not nothing.rounds:
+        return None if not left_out or found else Trials(calls, None, left_out=tuple(left_out))
+    base, tried = nothing.trial(), [candidate.trial() for candidate in found if candidate.rounds]
+    front, best = _growth_causes.front(base, tried), _growth_causes.recommend(base, tried)
+    tried = [dataclasses.replace(one, front=one.name in front) for one in tried]
+    left_out += [f"{one.name}: {one.stopped}" for one in found if one.stopped and not one.rounds]
+    left_out += ["the other rounds: they were interrupted"] if interrupted else []
+    needed = ""
+    if any(one.undecided for one in tried):
+        needed = _units.format_seconds(seconds_needed(measured, calls, max(seconds, clock() - began)))
+    contains = not any(cause.name in AGAINST for cause in causes)
+    return Trials(calls, base, tuple(tried), best, tuple(left_out), needed, contains)
+
+
+def _one_round(
+    run: Callable[..., Said], nothing: Candidate, order: Sequence[Candidate], clock: Callable[[], float]
+) -> bool:
+    """Run the function as it is, then with each remedy; returns whether it could be run as it is."""
+    began = clock()
+    said = run(nothing)
+    if said.last("readings") is None:
+        return False
+    base = _round(said, LEAST)
+    if not base.undecided and base.growth * said.lines[-1]["calls"] < LEAST:
+        base = base._replace(undecided="memory grows by less than 1 MB in so few calls")
+    nothing.rounds.append((base, base))
+    limit = _MOST_SLOWER * (clock() - began) + _START
+    for candidate in order:
+        candidate.add(run(candidate, limit), said, base)
+    return True
 
 
 def calls_of_a_run(measured: Measured, seconds: float) -> int:
@@ -459,64 +472,6 @@ def seconds_needed(measured: Measured, calls: int, seconds: float) -> float:
         return _MORE * seconds
     each = measured.seconds / max(1, measured.calls[-1])
     return max(_RUNS * (measured.imported + wanted * each), 2 * seconds)
-
-
-class _Rounds:
-    """Runs rounds: doing nothing first, then each remedy, in another order each time."""
-
-    def __init__(
-        self, run: Callable[[Candidate, float | None], Said], progress: Progress, clock: Callable[[], float]
-    ) -> None:
-        self._run = run
-        self._progress = progress
-        self._clock = clock
-        self._nothing = Candidate("nothing", "variables")
-        self._over = self._interrupted = False
-
-    def run(self, found: Sequence[Candidate], seconds: float) -> None:
-        began = self._clock()
-        for number in range(_ROUNDS):
-            left = [candidate for candidate in found if not candidate.stopped]
-            order = left[number:] + left[:number] if number < len(left) else left
-            if not order or self._over or (number and (self._clock() - began) * (1 + 1 / number) > seconds):
-                return
-            self._one_round(number, order)
-
-    def _one_round(self, number: int, order: Sequence[Candidate]) -> None:
-        began = self._clock()
-        said = self._one(number, self._nothing, None)
-        if said.last("readings") is None:
-            self._over = True
-            return
-        base = _round(said, LEAST)
-        if not base.undecided and base.growth * said.lines[-1]["calls"] < LEAST:
-            base = base._replace(undecided="memory grows by less than 1 MB in so few calls")
-        self._nothing.rounds.append((base, base))
-        limit = _MOST_SLOWER * (self._clock() - began) + _START
-        for candidate in order:
-            its = self._one(number, candidate, limit)
-            if self._over:
-                return
-            candidate.add(its, said, base)
-
-    def _one(self, number: int, candidate: Candidate, limit: float | None) -> Said:
-        self._progress({"phase": f"round {number + 1} of {_ROUNDS}: {candidate.name}"})
-        said = self._run(candidate, limit)
-        self._over = self._interrupted = said.end == "interrupted"
-        return said
-
-    def results(self, calls: int, found: Sequence[Candidate], left_out: Sequence[str], *, mends: bool) -> Trials | None:
-        """What came of it; None if there is nothing to say."""
-        if not self._nothing.rounds:
-            return None if not left_out or found else Trials(calls, None, left_out=tuple(left_out))
-        nothing, made = self._nothing.trial(), [candidate.trial() for candidate in found if candidate.rounds]
-        names = _growth_causes.front(nothing, made)
-        made = [dataclasses.replace(one, front=one.name in names) for one in made]
-        missing = [*left_out, *(f"{one.name}: {one.stopped}" for one in found if one.stopped and not one.rounds)]
-        if self._interrupted:
-            missing.append("the other rounds: they were interrupted")
-        best = _growth_causes.recommend(nothing, made)
-        return Trials(calls, nothing, tuple(made), best, tuple(missing), contains=not mends)
 
 
 def _round(said: Said, least: float) -> Round:

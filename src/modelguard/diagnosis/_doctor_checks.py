@@ -2,16 +2,15 @@
 
 import math
 import shlex
+from collections.abc import Iterable
 
 from modelguard._units import format_bytes
 from modelguard.diagnosis._facts import (
-    CAPS,
+    ONEDNN,
     THREAD_VARIABLES,
     Evidence,
     Facts,
-    Level,
     Remedy,
-    Role,
     ServiceProcess,
     Variable,
     check,
@@ -148,14 +147,14 @@ def _too_late_for_start(facts: Facts) -> Evidence | None:
 @check("MG105 MALLOC_CONF is set, but jemalloc is not in use")
 def _unused_settings(facts: Facts) -> Evidence | None:
     """Only jemalloc reads this variable, so it has no effect."""
-    return _evidence(facts, "unused setting", "note", Remedy(run=("--allocator", "jemalloc")))
+    return _evidence(facts, "unused setting", Remedy(run=("--allocator", "jemalloc")), note=True)
 
 
 @check("MG106 More than one allocator is loaded")
 def _two(facts: Facts) -> Evidence | None:
     """One of them serves malloc, of two preloaded ones the first. A package's private copy is harmless, and unused."""
     if not _problems(facts, "two allocators"):
-        return _evidence(facts, "private copy", "note")
+        return _evidence(facts, "private copy", note=True)
     given = facts.last("LD_PRELOAD")
     named = entries(given.value)[:1] if given else []
     remedy = Remedy(environ=(f"LD_PRELOAD={named[0]}",)) if named else None
@@ -230,17 +229,15 @@ def _problems(facts: Facts, kind: ProblemKind) -> list[Problem]:
     return [problem for problem in facts.problems if problem.kind == kind]
 
 
-def _evidence(facts: Facts, kind: ProblemKind, level: Level = "fault", remedy: Remedy | None = None) -> Evidence:
+def _evidence(facts: Facts, kind: ProblemKind, remedy: Remedy | None = None, *, note: bool = False) -> Evidence:
     found = _problems(facts, kind)
     fixes = dict.fromkeys(problem.fix for problem in found)
-    return Evidence([problem.seen for problem in found], " ".join(fixes), level, remedy)
+    return Evidence([problem.seen for problem in found], " ".join(fixes), "note" if note else "fault", remedy)
 
 
 # MG2xx: caches and threads, and whether their settings took effect.
 
-#: oneDNN also reads the first of these under an older name.
-_ONEDNN = (CAPS[0], "DNNL_PRIMITIVE_CACHE_CAPACITY")
-_IDEEP = CAPS[1]
+_IDEEP = _knobs.IDEEP
 
 #: The most bytes that the code of one compiled primitive takes, and that other compiled code may take, as written
 #: memory. Measured: 31 kB for each shape of a 1-d convolution, whose data take eight times as much beside it. 200
@@ -253,11 +250,11 @@ _PRESET = "modelguard run --preset torch-cpu-dynamic -- COMMAND"
 @check("MG201 One of the two oneDNN caches is capped, the other is not")
 def _one_cap(facts: Facts) -> Evidence | None:
     """Neither is enough: 400 lengths grew by 339 MB without a cap, by 77 with oneDNN's, and by 319 with ideep's."""
-    onednn, ideep = facts.last(*_ONEDNN), facts.last(_IDEEP)
+    onednn, ideep = facts.last(*ONEDNN), facts.last(_IDEEP)
     given = onednn or ideep
     if given is None or (onednn and ideep) or not _may_run_torch(facts):
         return None
-    missing = _IDEEP if onednn else _ONEDNN[0]
+    missing = _IDEEP if onednn else ONEDNN[0]
     setting = f"{missing}={_wanted(missing, given)}"
     fix = f"Also set {setting}, or use: {_PRESET}"
     return Evidence([f"{_sets(given)}; {missing} is not set"], fix, remedy=Remedy(environ=(setting,)))
@@ -292,11 +289,11 @@ def _too_late_for_import(facts: Facts) -> Evidence | None:
     ignored = [(variable, pool) for variable in late if (pool := _larger_pool(facts, variable))]
     seen = [f"{_sets(variable)}, but {library} has {threads} threads" for variable, (library, threads) in ignored]
     needed = [f"{variable.name}={variable.value}" for variable, _ in ignored]
-    cap = facts.last(*_ONEDNN)
+    cap = facts.last(*ONEDNN)
     if cap is not None and cap.moment != "exec":
         above = _above_cap(facts, cap)
         seen += above
-        needed += [f"{each.name}={each.value}" for each in facts.named(*_ONEDNN, _IDEEP) if above]
+        needed += [f"{each.name}={each.value}" for each in facts.named(*ONEDNN, _IDEEP) if above]
     settings = tuple(dict.fromkeys(needed))
     fix = f"Set it before the program starts: env {' '.join(settings)} COMMAND"
     return Evidence(seen, fix, remedy=Remedy(environ=settings))
@@ -321,7 +318,7 @@ def _above_cap(facts: Facts, cap: Variable) -> list[str]:
 def _no_caps(facts: Facts) -> Evidence | None:
     """For each shape of an input oneDNN compiles code, and keeps that of up to 1024 shapes: hundreds of MB."""
     grown = [process for process in facts.processes if process.torch and process.compiled > _OTHER_CODE]
-    if facts.named(*_ONEDNN, _IDEEP) or not grown:
+    if facts.named(*ONEDNN, _IDEEP) or not grown:
         return None
     seen = [f"process {process.pid} runs torch and has written {_code(process)}" for process in grown]
     seen += [
@@ -329,7 +326,7 @@ def _no_caps(facts: Facts) -> Evidence | None:
         for process in grown
         if process.grown
     ]
-    seen.append(f"neither {CAPS[0]} nor {CAPS[1]} is set")
+    seen.append(f"neither {ONEDNN[0]} nor {_IDEEP} is set")
     return Evidence(seen, f"Start it with: {_PRESET}", remedy=Remedy(run=("--preset", "torch-cpu-dynamic")))
 
 
@@ -355,9 +352,9 @@ def _threads(facts: Facts) -> Evidence | None:
         f"CPU(s) ({cpus.source})"
     )
     fix = f"Start it with OMP_NUM_THREADS={share}, and remove torch.set_num_threads if the program calls it."
-    level: Level = "fault" if any(name == "torch" for name, _ in pools) else "note"
     names = [name for name in THREAD_VARIABLES if name == "OMP_NUM_THREADS" or facts.named(name)]
-    return Evidence([seen], fix, level, Remedy(environ=tuple(f"{name}={share}" for name in names)))
+    remedy = Remedy(environ=tuple(f"{name}={share}" for name in names))
+    return Evidence([seen], fix, "fault" if any(name == "torch" for name, _ in pools) else "note", remedy)
 
 
 # MG4xx: how workers are started, and how much memory each of them has for itself.
@@ -399,7 +396,7 @@ def _not_frozen(facts: Facts) -> Evidence | None:
 @check("MG402 Each forked worker holds its own model")
 def _copies(facts: Facts) -> Evidence | None:
     """Workers that load the model after the fork do not share it: N workers take N times the memory."""
-    server, heavy = facts.server, _heavy(facts, "forked")
+    server, heavy = facts.server, _heavy(facts.running("forked"))
     if not server.forks or len(heavy) <= 1 or server.preload:
         return None
     if server.preload is None and facts.main.private + facts.main.shared > _HOLDS_A_MODEL:
@@ -412,7 +409,7 @@ def _copies(facts: Facts) -> Evidence | None:
 @check("MG404 Each spawned worker holds its own model")
 def _spawned_copies(facts: Facts) -> Evidence | None:
     """These servers start their workers without a fork, and have no preload: N workers take N times the memory."""
-    heavy, kind = _heavy(facts, "spawned"), facts.server.kind or "the service"
+    heavy, kind = _heavy(facts.running("spawned")), facts.server.kind or "the service"
     if len(heavy) <= 1:
         return None
     fix = (
@@ -540,8 +537,8 @@ def _ours(facts: Facts) -> Remedy | None:
     return Remedy(options=_OURS) if guarded and facts.server.kind and not facts.server.config else None
 
 
-def _heavy(facts: Facts, role: Role) -> list[ServiceProcess]:
-    return [process for process in facts.running(role) if process.private > _HOLDS_A_MODEL]
+def _heavy(processes: Iterable[ServiceProcess]) -> list[ServiceProcess]:
+    return [process for process in processes if process.private > _HOLDS_A_MODEL]
 
 
 def _own_share(process: ServiceProcess) -> str:

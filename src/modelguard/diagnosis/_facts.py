@@ -21,10 +21,6 @@ Moment = Literal["exec", "app", "after import"]
 
 Role = Literal["main", "forked", "spawned", "other"]
 
-#: The variables that limit the two caches that grow with the input shapes of a model on CPU: oneDNN's compiled
-#: primitives, and ideep's descriptions of them. oneDNN also reads an older name of its variable.
-CAPS = (_knobs.ONEDNN, _knobs.IDEEP)
-
 
 @dataclass(frozen=True, slots=True)
 class Variable:
@@ -248,13 +244,15 @@ class Facts:
 
 # The environment variables that are kept of any service. No other variable's value is looked at or shown.
 
+#: oneDNN also reads its capacity under an older name.
+ONEDNN = (_knobs.ONEDNN, "DNNL_PRIMITIVE_CACHE_CAPACITY")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 KNOWN = frozenset(
     {
         *THREAD_VARIABLES,
-        *CAPS,
+        *ONEDNN,
+        _knobs.IDEEP,
         *_knobs.GLIBC,
-        "DNNL_PRIMITIVE_CACHE_CAPACITY",
         "GLIBC_TUNABLES",
         "LD_PRELOAD",
         "MALLOC_CONF",

@@ -20,21 +20,9 @@ from typing import Any, TextIO, TypeVar
 
 from modelguard import _units
 from modelguard.control import _client
-from modelguard.diagnosis import _inside
+from modelguard.diagnosis import _facts, _inside
 from modelguard.diagnosis._counts import compiled_in
-from modelguard.diagnosis._facts import (
-    Facts,
-    Guarded,
-    Inside,
-    Machine,
-    Moment,
-    Role,
-    Server,
-    ServiceProcess,
-    Variable,
-    known_variables,
-    misspelt_variables,
-)
+from modelguard.diagnosis._facts import Facts, Guarded, Inside, Machine, Role, Server, ServiceProcess, Variable
 from modelguard.environment import _allocator, _allocator_problems
 from modelguard.environment._allocator_files import Problem
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
@@ -55,10 +43,10 @@ def facts_of_machine(environ: Mapping[str, str] = os.environ, *, root: Path = _p
     return Facts(
         f"this environment, {python} in {sys.prefix}",
         machine(root),
-        known_variables(environ, "this environment"),
+        _facts.known_variables(environ, "this environment"),
         python,
         _problems(environ),
-        misspelt=tuple(misspelt_variables(environ, "this environment")),
+        misspelt=tuple(_facts.misspelt_variables(environ, "this environment")),
     )
 
 
@@ -108,7 +96,10 @@ def inside(answer: Mapping[str, Any]) -> Inside:
         _read(Inside, {**answer, "pools": dict(answer.get("pools", {})).items()}),
         gil_for=None if (gil_for := answer.get("gil_for")) is None else tuple(map(str, gil_for)),
         guards=tuple(_read(Guarded, each) for each in answer.get("guards", ())),
-        variables=tuple(_variable(*each) for each in answer.get("variables", ())),
+        variables=tuple(
+            Variable(name, value, "after import" if moment == "after import" else "app", _redact.redact(where, {}))
+            for name, value, moment, where in answer.get("variables", ())
+        ),
     )
 
 
@@ -122,11 +113,6 @@ def server_answer(answer: Mapping[str, Any]) -> Server | None:
     config = "" if found.get("config") == "./gunicorn.conf.py" else _redact.redact(str(found.get("config") or ""), {})
     given = {"preload": None if forks else False, **found, "forks": forks, "config": config}
     return _read(Server, {"max_requests": 0, **{name: value for name, value in given.items() if value is not None}})
-
-
-def _variable(name: str, value: str, moment: str, where: str) -> Variable:
-    kind: Moment = "after import" if moment == "after import" else "app"
-    return Variable(name, value, kind, _redact.redact(where, {}))
 
 
 _FIX = "Give the id of a running process of yours, as pgrep prints it."
@@ -209,7 +195,7 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
         )
     where = f"the environment that process {pid} was started with"
     set_later = (variable for process in _workers(processes) or processes for variable in process.said.variables)
-    variables = (*known_variables(environ, where), *dict.fromkeys(set_later))
+    variables = (*_facts.known_variables(environ, where), *dict.fromkeys(set_later))
     return Facts(
         subject,
         machine(root, pid),
@@ -220,7 +206,7 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
         processes,
         tuple(_stale_metrics({each.name: each.value for each in variables}, pid, root)),
         unknown=tuple(unknown),
-        misspelt=tuple(misspelt_variables(environ, where)),
+        misspelt=tuple(_facts.misspelt_variables(environ, where)),
     )
 
 

@@ -30,14 +30,7 @@ from modelguard import _units
 from modelguard.diagnosis._counts import Exhausted
 from modelguard.errors import ModelGuardError
 from modelguard.facts import _memory, _proc
-from modelguard.runtime.child_processes import (
-    block,
-    end_with_parent,
-    ending_signals,
-    kill,
-    kill_group,
-    restore_mask,
-)
+from modelguard.runtime import child_processes
 
 Say = Callable[..., None]
 
@@ -227,7 +220,7 @@ def run_program(program: Callable[[dict[str, Any], Say, Patience], None]) -> Non
 
     def say(**line: Any) -> None:
         with Path(config["answer"]).open("a", encoding="utf-8") as stream:  # anew: the function may close it
-            stream.write(json.dumps(line) + "\n")
+            stream.write(json.dumps(line, default=dataclasses.asdict) + "\n")
 
     sys.path.insert(0, str(Path.cwd()))
     faulthandler.enable(stack)
@@ -354,11 +347,11 @@ def in_session(
 
     Where this process is killed, the kernel sends ``ends_by`` to the command.
     """
-    parent, mask, process = os.getpid(), block(), None
+    parent, mask, process = os.getpid(), child_processes.block(), None
 
     def prepare() -> None:
-        end_with_parent(parent, ends_by)
-        restore_mask(mask)
+        child_processes.end_with_parent(parent, ends_by)
+        child_processes.restore_mask(mask)
 
     try:
         process = subprocess.Popen[bytes](  # this very Python, or the command that the user has given
@@ -370,15 +363,15 @@ def in_session(
             preexec_fn=prepare,  # it takes no lock
             **given,
         )
-        restore_mask(mask)
+        child_processes.restore_mask(mask)
         yield process
     finally:
-        block()
+        child_processes.block()
         try:
             if process is not None:
                 stop(process)
         finally:
-            restore_mask(mask)
+            child_processes.restore_mask(mask)
 
 
 def follow(
@@ -391,7 +384,7 @@ def follow(
     limit: float = math.inf,
 ) -> Said:
     """Run a program, and kill it with all that it has started as soon as it is done, or a signal ends this process."""
-    with ending_signals(), tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
+    with child_processes.ending_signals(), tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
         answer, given, stack = (Path(folder, name) for name in ("answer", "config", "stack"))
         for file in (answer, stack):
             file.touch()
@@ -418,8 +411,8 @@ def _ask(process: subprocess.Popen[bytes], stack: Path) -> None:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End it and all that it has started, also what has left its group."""
     started = [each.pid for each in _proc.tree(process.pid)]
-    kill_group(process.pid)
-    kill(started)
+    child_processes.kill_group(process.pid)
+    child_processes.kill(started)
     process.wait()
 
 

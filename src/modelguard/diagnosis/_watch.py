@@ -9,19 +9,10 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Self
 
 from modelguard import _units, telemetry
-from modelguard.diagnosis import _census, _counts
+from modelguard.diagnosis import _census, _counts, _facts_process
 from modelguard.diagnosis._census import ObjectCounts
-from modelguard.diagnosis._counts import Counts, Growing, compiled
+from modelguard.diagnosis._counts import Counts, compiled
 from modelguard.diagnosis._diagnose import within_a_day
-from modelguard.diagnosis._facts_process import (
-    Ask,
-    inside_of,
-    interpreter_of,
-    named_process,
-    process_number,
-    readable,
-    require_proc,
-)
 from modelguard.diagnosis._growth_causes import GrowthReport, Measured, Unit, attribute, notes_on
 from modelguard.diagnosis._target import Progress
 from modelguard.environment import _allocator
@@ -75,20 +66,13 @@ class Calls:
 
 
 class Observed:
-    """The readings since a first look."""
-
     def __init__(self) -> None:
         self._readings: list[tuple[int, int]] = []
         self._every = 1
         self._skipped = 0
 
     def add(self, calls: int, private: int) -> bool:
-        """Add a reading; returns whether it is kept.
-
-        Args:
-            calls: How many calls have ended so far.
-            private: Private memory in bytes.
-        """
+        """Add a reading of private memory after so many calls; returns whether it is kept."""
         self._skipped += 1
         if self._readings and self._skipped < self._every:
             return False
@@ -101,12 +85,10 @@ class Observed:
 
     @property
     def first(self) -> int:
-        """Private memory at the first reading."""
         return self._readings[0][1] if self._readings else 0
 
     @property
     def calls(self) -> int:
-        """The calls between the first reading and the last."""
         return self._readings[-1][0] - self._readings[0][0] if self._readings else 0
 
     def verdict(self) -> Verdict:
@@ -117,15 +99,7 @@ class Observed:
     def measured(
         self, first: Look, last: Look, trimmed: int, per: Unit | None, held: tuple[Held, ...] = ()
     ) -> Measured:
-        """What was measured between two looks.
-
-        Args:
-            first: At the first reading.
-            last: Now.
-            trimmed: Bytes that a trim has just given back.
-            per: What the calls of the readings count; None if there are none.
-            held: The containers that have grown, and what holds them.
-        """
+        """What was measured between two looks, with the bytes that a trim has just given back."""
         if first.free is not None and last.free is not None:
             trimmed = min(trimmed, max(0, last.free - first.free))  # some was free from the start
         begin = self._readings[0][0] if self._readings else 0
@@ -166,16 +140,7 @@ def _held(first: Look, calls: int) -> tuple[Held, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The process that is watched, as the watch reaches it. Tests replace it.
-
-    Attributes:
-        clock: Monotonic seconds.
-        cpu: CPU seconds of the calling thread.
-        private: Private memory in bytes.
-        look: Takes a closer look.
-        held: Finds what holds that which has become more since a look, after so many calls.
-        trim: Returns free memory to the system, and says how many bytes.
-    """
+    """The process that is watched, as the watch reaches it. Tests replace it."""
 
     clock: Callable[[], float] = time.monotonic
     cpu: Callable[[], float] = time.thread_time
@@ -358,16 +323,16 @@ def diagnose_process(
             stopped to answer; or the time is not valid.
         NotSupported: There is no ``/proc``.
     """
-    number = process_number(pid)
+    number = _facts_process.process_number(pid)
     seconds = within_a_day(seconds, "--time", least=1, example="5m")
-    require_proc()
-    with readable(number), ExitStack() as stack:
+    _facts_process.require_proc()
+    with _facts_process.readable(number), ExitStack() as stack:
         _memory.usage(number)  # raises if there is no such process, or it belongs to another user
-        subject, python = named_process(number), interpreter_of(number)
+        subject, python = _facts_process.named_process(number), _facts_process.interpreter_of(number)
         inside, why = None, "it runs no Python"
         if python is not None:
             try:
-                inside = stack.enter_context(inside_of(number, python))
+                inside = stack.enter_context(_facts_process.inside_of(number, python))
             except ModelGuardError as error:
                 why = _reason(error)
                 why = "; ".join([why, *([] if "control.listen()" in why else [_LISTEN]), _ELSEWHERE])
@@ -386,7 +351,7 @@ class Watched:
     """A process that is watched."""
 
     pid: int
-    inside: Ask | None
+    inside: _facts_process.Ask | None
     clock: Callable[[], float]
     sleep: Callable[[float], None]
     progress: Progress
@@ -417,7 +382,7 @@ class Watched:
         last, moved = self._look(), _counts.moved(kinds, _counts.kinds_of(self.pid))
         held = self._held(calls.total)
         measured = observed.measured(first, last, max(0, self._trim() - free), calls.per, held)
-        measured = replace(measured, growing=tuple(Growing(**each) for each in counts.growing(0)))
+        measured = replace(measured, growing=tuple(counts.growing(0)))
         judged = measured.judged
         self._unknown.extend(notes_on(judged, measured.per))
         if len(measured.calls) >= FEWEST and not measured.calls[-1]:
