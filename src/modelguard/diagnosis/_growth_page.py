@@ -4,7 +4,7 @@ import html
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from pathlib import Path
 
 from modelguard._units import format_bytes, printable
 from modelguard.diagnosis._counts import counted
@@ -139,29 +139,7 @@ def _table_text(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield f"  {'  '.join(cells)}".rstrip()
 
 
-# The figures of a report's page: HTML and CSS, so that words keep their size on each screen, and SVG for lines.
-
-STYLE = (
-    ".plot{margin:1rem 0 .5rem}.unit,.key{font-size:.8rem;color:var(--quiet)}.unit{margin:0}"
-    ".area{position:relative;height:15rem;margin:.7rem 1.8rem 1.6rem 3.6rem;"
-    "border:solid var(--quiet);border-width:0 0 1px 1px}"
-    ".area svg{position:absolute;width:100%;height:100%;overflow:hidden}"
-    "svg *{vector-effect:non-scaling-stroke;fill:none}"
-    ".line{stroke:var(--blue)}.dots{stroke:var(--blue);stroke-width:5;stroke-linecap:round}"
-    ".step{stroke:var(--green);stroke-width:2;stroke-dasharray:4 4}.left{fill:var(--quiet);opacity:.15}"
-    ".tick{position:absolute;font-size:.75rem;line-height:1;color:var(--quiet);white-space:nowrap}"
-    ".area .y{left:-.4rem;transform:translate(-100%,50%)}.area .x{top:calc(100% + .4rem);transform:translateX(-50%)}"
-    ".grid{position:absolute;background:var(--line)}.area .grid{left:0;right:0;height:1px}"
-    ".swatch{display:inline-block;width:.8rem;height:.8rem;margin-right:.3rem;border-radius:.4rem;vertical-align:-.1rem}"
-    ".key span{display:inline-block;margin-right:1rem}"
-    ".green{background:var(--green)}.blue{background:var(--blue)}.grey{background:var(--quiet)}"
-    ".chain{display:flex;flex-wrap:wrap;list-style:none;padding:0;margin:.6rem 0 1rem;gap:.5rem 0;align-items:center}"
-    ".chain li{display:flex;align-items:center;max-width:100%}.chain li+li::before{content:'\\2192';padding:0 .5rem}"
-    ".chain li>div{border:1px solid var(--quiet);border-radius:.4rem;padding:.2rem .6rem;min-width:0}"
-    ".chain .more{border:2px solid var(--blue)}"
-    "@media(max-width:700px){.chain{flex-direction:column;align-items:flex-start}"
-    ".chain li+li::before{padding:0 .5rem 0 0}}"
-)
+# The figures of a report's page: HTML, so that words keep their size on each screen, and SVG for lines.
 
 #: Intervals between ticks at most: five labels have room on a telephone.
 _INTERVALS = 4
@@ -176,43 +154,28 @@ def words(text: str) -> str:
     return html.escape(printable(text))
 
 
-class _Axis(NamedTuple):
-    """What an axis shows: its ends are ticks.
+class _Axis:
+    """What an axis shows: its ends are ticks, and between them are steps of a round number of units."""
 
-    Attributes:
-        low: Where it begins.
-        step: From one tick to the next.
-        steps: How many of these it has.
-        factor: What the numbers at the ticks are multiples of.
-        unit: Its name.
-    """
-
-    low: float
-    step: float
-    steps: int
-    factor: float
-    unit: str
+    def __init__(self, values: Iterable[float], units: Sequence[tuple[float, str]]) -> None:
+        every = list(values)
+        low, high = min(every), max(every)
+        self._factor, self.unit = next((each for each in units if high >= each[0]), units[-1])
+        least = max(high - low, abs(high) * 1e-6, self._factor * 1e-3) / _INTERVALS
+        power = 10.0 ** math.floor(math.log10(least))
+        for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
+            first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+            if last - first <= _INTERVALS:
+                break
+        self._low, self._step, self._steps = first * step, step, max(1, last - first)
 
     def at(self, value: float) -> float:
-        return round(100 * (value - self.low) / (self.step * self.steps), 2)
+        return round(100 * (value - self._low) / (self._step * self._steps), 2)
 
     def ticks(self) -> Iterator[tuple[float, str]]:
-        digits = max(0, -math.floor(math.log10(self.step / self.factor) + 1e-9))
-        for number in range(self.steps + 1):
-            yield 100 * number / self.steps, f"{(self.low + number * self.step) / self.factor:,.{digits}f}"
-
-
-def _axis(values: Iterable[float], units: Sequence[tuple[float, str]]) -> _Axis:
-    every = list(values)
-    low, high = min(every), max(every)
-    factor, unit = next((each for each in units if high >= each[0]), units[-1])
-    least = max(high - low, abs(high) * 1e-6, factor * 1e-3) / _INTERVALS
-    power = 10.0 ** math.floor(math.log10(least))
-    for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
-        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-        if last - first <= _INTERVALS:
-            break
-    return _Axis(first * step, step, max(1, last - first), factor, unit)
+        digits = max(0, -math.floor(math.log10(self._step / self._factor) + 1e-9))
+        for number in range(self._steps + 1):
+            yield 100 * number / self._steps, f"{(self._low + number * self._step) / self._factor:,.{digits}f}"
 
 
 # Memory over calls
@@ -222,8 +185,8 @@ def readings(measured: Measured) -> str:
     calls, sizes = measured.calls, measured.private
     if len(calls) < 2 or calls[-1] <= calls[0]:  # noqa: PLR2004 - a line has two ends
         return ""
-    across = _axis((0, *calls), _CALLS if measured.per == "calls" else _TIME)
-    up = _axis(sizes, _BYTES)
+    across = _Axis((0, *calls), _CALLS if measured.per == "calls" else _TIME)
+    up = _Axis(sizes, _BYTES)
     points = [f"{across.at(x)} {100 - up.at(y)}" for x, y in zip(calls, sizes, strict=True)]
     ticks = "".join(
         f'<span class="grid" style="bottom:{place}%"></span><span class="tick y" style="bottom:{place}%">{label}</span>'
@@ -282,29 +245,6 @@ def _links(way: str) -> list[str]:
     return [*first, *re.findall(r"\[\.\.\.\]|\.?[^.\[]+", entries + rest)]
 
 
-_STYLE = (
-    ":root{color-scheme:light dark;--page:#fff;--text:#1b1b1b;--quiet:#666;--line:#ddd;--soft:#f4f4f4;--best:#e8f3ea;"
-    "--blue:#2563a8;--green:#1a7f37}"
-    "@media(prefers-color-scheme:dark){:root{--page:#16181b;--text:#e6e6e6;--quiet:#a0a0a0;--line:#3a3d42;"
-    "--soft:#24272c;--best:#173321;--blue:#6ea8e8;--green:#4cc26b}}"
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:1.5rem auto;padding:0 1rem;color:var(--text);"
-    "background:var(--page);overflow-wrap:anywhere}h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2rem}"
-    "table{border-collapse:collapse;width:100%;margin:1rem 0;table-layout:fixed}"
-    "td,th{text-align:left;padding:.4rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}"
-    "th{overflow-wrap:normal}.causes th:first-child{width:15%}.causes th:nth-child(2){width:9%}"
-    ".causes th:last-child{width:36%}.remedies th:first-child{width:26%}"
-    ".remedies td:not(:first-child),.remedies th:not(:first-child){text-align:right}"
-    ".bar{background:var(--blue);height:.5rem}"
-    ".best{background:var(--best)}small{color:var(--quiet)}"
-    "pre{background:var(--soft);padding:.7rem;white-space:pre-wrap}"
-    "dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:0 1rem;font-size:.85rem}"
-    "dt{color:var(--quiet)}dd{margin:0}"
-    "@media(max-width:700px){table,tbody,tr,td{display:block}tr.head{display:none}tr{padding:.5rem;"
-    "border-bottom:1px solid var(--line)}td,.remedies td:not(:first-child){border:0;padding:.1rem 0;text-align:left}"
-    "td:not(:first-child)::before{content:attr(data-of)': ';color:var(--quiet)}td:first-child{font-weight:bold}}"
-)
-
-
 def as_html(report: GrowthReport) -> str:
     """Write a report as one page without any other file."""
     subject, measured = words(report.subject), report.measured
@@ -322,10 +262,11 @@ def as_html(report: GrowthReport) -> str:
         "This run": f"<dl>{about}</dl>" if about else "",
     }
     inside = "".join(f"<h2>{title}</h2>{content}" for title, content in sections.items() if content)
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{subject}</title><style>{_STYLE}{STYLE}</style></head><body><h1>{subject}</h1>"
+        f"<title>{subject}</title><style>{style}</style></head><body><h1>{subject}</h1>"
         f"<p>{words(verdict(report))}.</p>{readings(measured)}{inside}</body></html>\n"
     )
 

@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -32,6 +33,7 @@ DELETED = " (deleted)"
 _MAPPING = r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)"
 
 
+@dataclass(slots=True)
 class MemoryMapping:
     """One mapping of a process, as ``maps`` and ``smaps`` show it.
 
@@ -46,17 +48,14 @@ class MemoryMapping:
         flags: The two-letter flags of ``smaps`` (proc_pid_smaps(5)); empty from ``maps``.
     """
 
-    __slots__ = ("access", "deleted", "end", "flags", "is_file", "name", "sizes", "start")
-
-    def __init__(self, start: int, end: int, access: str, *, is_file: bool, name: str) -> None:
-        self.start = start
-        self.end = end
-        self.access = access
-        self.is_file = is_file
-        self.name = name.removesuffix(DELETED)
-        self.deleted = name.endswith(DELETED)
-        self.sizes: dict[str, int] = {}
-        self.flags: frozenset[str] = frozenset()
+    start: int
+    end: int
+    access: str
+    is_file: bool
+    name: str
+    deleted: bool = False
+    sizes: dict[str, int] = field(default_factory=dict)
+    flags: frozenset[str] = frozenset()
 
     @property
     def private(self) -> int:
@@ -71,7 +70,9 @@ def parse_mappings(text: str) -> list[MemoryMapping]:
         head = pattern.match(line)
         if head:
             start, end, access, inode, name = head.groups()
-            found.append(MemoryMapping(int(start, 16), int(end, 16), access, is_file=inode != "0", name=name))
+            gone = name.endswith(DELETED)
+            ends = int(start, 16), int(end, 16)
+            found.append(MemoryMapping(*ends, access, inode != "0", name.removesuffix(DELETED), gone))
         elif found:
             _add_figure(found[-1], line)
     return found
