@@ -55,12 +55,7 @@ def send(connected: socket.socket, content: object) -> None:
 
 
 def receive(connected: socket.socket, longest: int, seconds: float) -> Any:
-    """Receive one line of at most ``longest`` bytes within ``seconds``.
-
-    Raises:
-        Malformed: It is not one, or the connection ended before.
-        TimeoutError: It did not come in time.
-    """
+    """Receive one line of at most ``longest`` bytes within ``seconds``."""
     until = time.monotonic() + seconds
     line = bytearray()
     while not line.endswith(b"\n"):
@@ -96,15 +91,7 @@ class Busy(Unreachable):
 
 @dataclass(frozen=True)
 class Request:
-    """A command.
-
-    Attributes:
-        command: What to do.
-        name: Of the guard or isolated function; None for all.
-        wait: Whether to wait for a reload.
-        timeout: Seconds to wait at most, for all of them together.
-        brokers: Process ids of brokers that have done it already.
-    """
+    """A command to all guards, or to that of a name. What these brokers own has got it already."""
 
     command: str
     name: str | None = None
@@ -115,12 +102,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answered:
-    """What a process answered.
-
-    Attributes:
-        error: Why nothing was done; None if something was.
-        guards: For each guard and isolated function its name, what it is, the error and the status.
-    """
+    """What a process answered: why nothing was done, or what came of it for each guard and isolated function."""
 
     error: str | None
     guards: tuple[dict[str, Any], ...]
@@ -137,11 +119,7 @@ class Answered:
 
 
 def ask(pid: int, request: Request) -> Answered:
-    """Send a command, and wait for the answer.
-
-    Raises:
-        Unreachable: The process takes no commands, or does not answer.
-    """
+    """Send a command, and wait for the answer."""
     content = asdict(request) | {"brokers": sorted(request.brokers)}
     connected, answer = _exchanged(pid, content, request.timeout + _PATIENCE)
     connected.close()
@@ -151,11 +129,7 @@ def ask(pid: int, request: Request) -> Answered:
 def inspect(pid: int) -> socket.socket:
     """Have a process answer questions about itself, as ``modelguard.diagnosis._inside`` does.
 
-    Returns:
-        The connection for questions and answers, one line each.
-
-    Raises:
-        Unreachable: The process takes no commands, or none now, or has another modelguard.
+    Returns the connection for questions and answers, one line each.
     """
     connected, said = _exchanged(pid, {"command": INSPECT}, _PATIENCE)
     theirs = said.get("version")
@@ -202,11 +176,7 @@ def _connect(pid: int, patience: float = _PATIENCE) -> socket.socket:
 
 
 def listening_below(pid: int) -> list[int]:
-    """The processes below this one, itself included, that take commands, parents before children.
-
-    Raises:
-        ProcessLookupError: There is no such process.
-    """
+    """The processes below this one, itself included, that take commands, parents before children."""
     known = _proc.processes()
     if pid not in known:
         raise ProcessLookupError(3, f"process {pid} {_proc.absence(pid)}")

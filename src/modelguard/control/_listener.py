@@ -42,11 +42,7 @@ if TYPE_CHECKING:
 
 
 def find(name: str | None) -> list[Target]:
-    """The guards, pools and isolated functions of this process with this name, or all, in the order of their names.
-
-    Raises:
-        InvalidOption: There is none with this name.
-    """
+    """The guards, pools and isolated functions of this process with this name, or all, in the order of their names."""
     known: list[Target] = sorted((*guards, *pools, *status.functions), key=lambda target: target.name)
     found = [target for target in known if name in (None, target.name)]
     if name is not None and not found:
@@ -106,14 +102,7 @@ COMMANDS: tuple[Command, ...] = get_args(Command)
 
 
 class Result(NamedTuple):
-    """What a command did to one guard, pool or isolated function.
-
-    Attributes:
-        name: Its name.
-        kind: What it is: a guard, a pool or an isolated function.
-        error: Why it did not work; None if it did.
-        status: Its figures afterwards, as JSON.
-    """
+    """What a command did to one guard, pool or isolated function, with its figures afterwards."""
 
     name: str
     kind: str
@@ -126,17 +115,9 @@ def run(
 ) -> list[Result]:
     """Do it to each target, one after another, so that replicas and guards are not replaced at the same time.
 
-    Without a name, those that have never loaded in this process, or are closed, are not reloaded or unloaded.
-
-    Args:
-        command: What to do.
-        name: The guard, pool or isolated function; None for all of this process.
-        wait: Whether a reload is awaited.
-        timeout: Seconds for all of them together, None for no bound. What has begun goes on.
-        brokers: Process ids of brokers that have done it already, for another process: what these own is only shown.
-
-    Raises:
-        InvalidOption: There is none with this name.
+    Without a name, those that have never loaded in this process, or are closed, are not reloaded or unloaded. What
+    these brokers own has been done for another process already, and is only shown. What has begun when the time is
+    up goes on.
     """
     found, limit = find(name), Timeout(timeout)
     if command != "status":
@@ -188,11 +169,7 @@ _RELOAD, _END = b"r", b"e"
 
 
 def start() -> None:
-    """Listen, unless this process does already.
-
-    Raises:
-        OSError: Another process holds the name.
-    """
+    """Listen, unless this process does already."""
     global _listener
     with _lock:
         _listener = _listener or _Listener()
@@ -390,11 +367,7 @@ class _Handler:
 
 
 def check() -> None:
-    """Check that the signal can be used.
-
-    Raises:
-        NotSupported: It cannot; the message names the server that uses it.
-    """
+    """Raise an error if the signal cannot be used; it names the server that uses it."""
     current = signal.getsignal(signal.SIGHUP)
     if isinstance(current, _Handler):
         return

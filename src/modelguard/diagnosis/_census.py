@@ -76,15 +76,7 @@ _NAMES = {
 
 
 class _Kind(NamedTuple):
-    """What is known of a type.
-
-    Attributes:
-        of: The type itself, so that its id stays.
-        name: What its objects are counted as; empty if they are not.
-        inner: What one of them counts, if they are asked.
-        length: How to ask one for its length; None if it is no container.
-        names: Whether what one refers to has names, as in a namespace.
-    """
+    """What is known of a type: what its objects count as, and how one is asked what it counts, and its length."""
 
     of: type
     name: str
@@ -94,11 +86,9 @@ class _Kind(NamedTuple):
 
 
 class _Walk:
-    """A walk over all objects that the collector lists.
+    """A walk over all objects that the collector lists. What is made later is not among them.
 
-    Attributes:
-        objects: These objects; what is made later is not among them.
-        kinds: Their types by id: a class may have no hash. Not kept for longer than a walk, as classes are garbage too.
+    Types are known by id, as a class may have no hash, and for no longer than a walk, as classes are garbage too.
     """
 
     def __init__(self, objects: list[Any], patience: float = math.inf) -> None:
@@ -215,13 +205,7 @@ def _sqlite_bytes() -> int:
 
 
 class ObjectCounts(NamedTuple):
-    """What a census has found at one moment.
-
-    Attributes:
-        lengths: The number of entries of each container, by its id.
-        numbers: The number of objects of each type, by its id.
-        ids: The ids of all objects.
-    """
+    """What a census has found at one moment: lengths of containers, numbers of types, all objects; all by ids."""
 
     lengths: dict[int, int]
     numbers: dict[int, int]
@@ -229,13 +213,7 @@ class ObjectCounts(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A type with more objects, of which most are below one.
-
-    Attributes:
-        more: How many more.
-        new: Some of those that are new.
-        top: The one to which something refers that is of no such type.
-    """
+    """A type with more objects: how many more, some new ones, and the top that most of them are below."""
 
     more: int
     new: list[Any]

@@ -77,14 +77,7 @@ class _Extent(NamedTuple):
 
 
 class _Pace(NamedTuple):
-    """How long everything takes: by time, or by calls, so that a busy machine changes nothing.
-
-    Attributes:
-        seconds: The time; with ``calls``, a third of the longest time.
-        calls: The number of calls; None to go by time.
-        latest: The moment at which readings end whatever is missing.
-        most: So many calls make up a part at most.
-    """
+    """How long everything takes: by time, or by calls, so that a busy machine changes nothing."""
 
     seconds: float
     calls: int | None

@@ -407,9 +407,6 @@ class Check:
 
 
 def check(text: str) -> Callable[[Callable[[Facts], Evidence | None]], Check]:
-    """Make the function below it the ``find`` of a check.
-
-    Its number and its title are the text. Why it matters is the function's docstring.
-    """
+    """Make the function below it the ``find`` of a check. Its docstring says why it matters."""
     number, _, title = text.partition(" ")
     return lambda find: Check(number, title, " ".join((find.__doc__ or "").split()), find)

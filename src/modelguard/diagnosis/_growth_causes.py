@@ -39,15 +39,7 @@ class Spread(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One run in a fresh process.
-
-    Attributes:
-        growth: Bytes per call by which private memory has grown.
-        cpu: CPU seconds per call, of all its processes.
-        p99: Seconds that 99 of 100 calls did not exceed.
-        held: Bytes of private memory at the end, of all its processes.
-        undecided: Why it cannot be told what memory grows by, in a sentence without a full stop; empty if it can.
-    """
+    """One run in a fresh process: its growth and CPU time per call, and why it cannot be told what it grows by."""
 
     growth: float
     cpu: float

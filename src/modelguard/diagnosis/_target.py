@@ -234,12 +234,7 @@ def run_program(program: Callable[[dict[str, Any], Say, Patience], None]) -> Non
 
 
 def load(name: str) -> Any:
-    """Import a function that is given as ``"module:function"``.
-
-    Raises:
-        ImportError, AttributeError: There is none.
-        TypeError: It is not callable.
-    """
+    """Import a function that is given as ``"module:function"``."""
     found = pkgutil.resolve_name(name)
     if not callable(found):
         raise TypeError(f"{name} is not callable")
@@ -314,15 +309,7 @@ End = Literal["done", "exited", "silent", "late", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a program has said.
-
-    Attributes:
-        lines: Its lines.
-        end: How it ended.
-        status: The exit status of its process; None if it was ended from here.
-        stack: Where it stood when it did not return, crashed or was interrupted: the call first, as ``app.py:3 in f``.
-        seconds: How long it ran.
-    """
+    """What a program has said, how it ended, and where it stood then: the call first, as ``app.py:3 in f``."""
 
     lines: tuple[Mapping[str, Any], ...]
     end: End

@@ -47,29 +47,28 @@ class Look:
     moment: ObjectCounts | None = None
 
 
-class Calls:
-    """Counts the calls that have ended: on guards, over all their generations; without guards at first, the time."""
-
-    def __init__(self) -> None:
-        self.per: Unit | None = None  # at the first count, and for all others: readings of two units are no series
-        self._seen: dict[tuple[str, int], int] = {}
-
-    @property
-    def total(self) -> int:
-        return sum(self._seen.values())
-
-    def count(self, uses: Iterable[tuple[str, int, int]], seconds: float) -> int:
-        for name, generation, count in uses:  # a rollback makes a generation current once more
-            self._seen[name, generation] = max(count, self._seen.get((name, generation), 0))
-        self.per = self.per or ("calls" if self._seen else "milliseconds")
-        return self.total if self.per == "calls" else int(1000 * seconds)
-
-
 class Observed:
-    def __init__(self) -> None:
+    """Readings of private memory, and the calls until each: those that have ended on guards, over all generations.
+
+    Without guards at the first count, the time stands for the calls: readings of two units are no series.
+    """
+
+    def __init__(self, per: Unit | None = None) -> None:
+        self.per: Unit | None = per
+        self._uses: dict[tuple[str, int], int] = {}
         self._readings: list[tuple[int, int]] = []
         self._every = 1
         self._skipped = 0
+
+    @property
+    def ended(self) -> int:
+        return sum(self._uses.values())
+
+    def count(self, uses: Iterable[tuple[str, int, int]], seconds: float) -> int:
+        for name, generation, count in uses:  # a rollback makes a generation current once more
+            self._uses[name, generation] = max(count, self._uses.get((name, generation), 0))
+        self.per = self.per or ("calls" if self._uses else "milliseconds")
+        return self.ended if self.per == "calls" else int(1000 * seconds)
 
     def add(self, calls: int, private: int) -> bool:
         """Add a reading of private memory after so many calls; returns whether it is kept."""
@@ -96,9 +95,7 @@ class Observed:
         enough = len(self._readings) >= _READINGS and self.calls > 0
         return judge(*zip(*self._readings, strict=True)).verdict if enough else "undecided"
 
-    def measured(
-        self, first: Look, last: Look, trimmed: int, per: Unit | None, held: tuple[Held, ...] = ()
-    ) -> Measured:
+    def measured(self, first: Look, last: Look, trimmed: int, held: tuple[Held, ...] = ()) -> Measured:
         """What was measured between two looks, with the bytes that a trim has just given back."""
         if first.free is not None and last.free is not None:
             trimmed = min(trimmed, max(0, last.free - first.free))  # some was free from the start
@@ -118,7 +115,7 @@ class Observed:
             # A few entries with little in them came by the way, as in a buffer that is written to again and again.
             held=tuple(each for each in held if each.more >= _BY_THE_WAY * blocks or each.size >= _BY_THE_WAY * rise),
             live=True,
-            per=per or "calls",
+            per=self.per or "calls",
         )
 
 
@@ -167,9 +164,8 @@ class Watch:
 
     def _begin(self) -> None:
         self._stopped = threading.Event()
-        self._observed = Observed()
+        self._observed = self._observe()
         self._first: Look | None = None
-        self._calls = Calls()
         self._began = self._world.clock()
         self.found = None
 
@@ -215,9 +211,9 @@ class Watch:
 
     def _decide(self, first: Look) -> None:
         """Name the cause, and begin again: the next decision is about what comes then."""
-        held = self._world.held(first, self._observed.calls if self._calls.per == "calls" else 0)
+        held = self._world.held(first, self._observed.calls if self._observed.per == "calls" else 0)
         last, trimmed = self._world.look(), self._world.trim()
-        measured = self._observed.measured(first, last, trimmed, self._calls.per, held)
+        measured = self._observed.measured(first, last, trimmed, held)
         causes, _ = attribute(measured)
         cause, share, seen, fix = astuple(causes[0]) if causes else (None, 0.0, "", "")
         growth, calls = measured.growth, measured.calls[-1]
@@ -227,13 +223,15 @@ class Watch:
         self.found = event
         if not self._stopped.is_set():
             runtime.note(event)
-        self._observed, self._calls, self._first = Observed(), Calls(), last
+        self._observed, self._first = self._observe(), last
+
+    def _observe(self) -> Observed:
+        return Observed(None if self._given is None else "calls")
 
     def _count(self) -> int:
         if self._given is not None:
-            self._calls.per = "calls"
             return self._given()
-        return self._calls.count(_census.guard_uses(), self._world.clock() - self._began)
+        return self._observed.count(_census.guard_uses(), self._world.clock() - self._began)
 
     def after_fork_in_child(self) -> None:
         """Watch the child too: the parent's thread does not exist there."""
@@ -360,7 +358,7 @@ class Watched:
     _unknown: list[str] = field(default_factory=list)
 
     def report(self, subject: str, seconds: float) -> GrowthReport:
-        calls, observed = Calls(), Observed()
+        observed = Observed()
         self._still_there()
         counts = Counts(self.pid)
         free = self._trim()
@@ -372,16 +370,16 @@ class Watched:
             for number in range(_READINGS + 1):
                 self.sleep(max(0.0, began + number * seconds / _READINGS - self.clock()))
                 private = self._still_there()
-                made = calls.count(self._ask("uses").get("uses", ()), self.clock() - began)
+                made = observed.count(self._ask("uses").get("uses", ()), self.clock() - began)
                 observed.add(made, private)
                 counts.read(made)
-                self.progress({"calls": calls.total, "private": private, "first": observed.first, "phase": "drive"})
+                self.progress({"calls": observed.ended, "private": private, "first": observed.first, "phase": "drive"})
         except KeyboardInterrupt:
             self._unknown.append("it was interrupted")
         idle = _proc.cpu_seconds(self.pid) == computed
         last, moved = self._look(), _counts.moved(kinds, _counts.kinds_of(self.pid))
-        held = self._held(calls.total)
-        measured = observed.measured(first, last, max(0, self._trim() - free), calls.per, held)
+        held = self._held(observed.ended)
+        measured = observed.measured(first, last, max(0, self._trim() - free), held)
         measured = replace(measured, growing=tuple(counts.growing(0)))
         judged = measured.judged
         self._unknown.extend(notes_on(judged, measured.per))

@@ -217,16 +217,7 @@ def _line(code: types.CodeType, frame: types.FrameType | None) -> str:
 
 
 class _Weight(NamedTuple):
-    """What entries are.
-
-    Attributes:
-        size: Bytes of all of them.
-        of: Their type, and what they consist of for the most part.
-        ids: Of the objects of which those that were looked at consist.
-        table: Bytes of ``size`` that are the container's own, for the places of these entries.
-        about: The cause that they are themselves, as which type, and what one of them does.
-        weak: Whether they hold nothing.
-    """
+    """What entries are: their bytes, those of the container's table among them, and the cause that they prove."""
 
     size: int
     of: str
@@ -446,12 +437,7 @@ def _is_library(code: types.CodeType) -> bool:
 
 
 class _Node(NamedTuple):
-    """A place on the way from a root to a container.
-
-    Attributes:
-        one: What is there.
-        next: The place after it; None at the container.
-    """
+    """A place on the way from a root to a container, and the place after it."""
 
     one: Any
     next: _Node | None = None
@@ -460,11 +446,7 @@ class _Node(NamedTuple):
 def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf, by: Any = None) -> str:
     """The shortest way to an object from a module, a class, a call or a thread; empty if none is found.
 
-    Args:
-        target: The object.
-        hidden: What is on no way, by id.
-        end: When to give up, in this thread's CPU time.
-        by: The last place on the way; None for any.
+    What is hidden, by id, is on no way. ``end`` is in this thread's CPU time. ``by`` is the last place on the way.
     """
     # Of a module's names the first counts: where multiprocessing is imported, __main__ has another one.
     modules = {id(_attributes(module)): label for label, module in reversed(list(sys.modules.items()))}

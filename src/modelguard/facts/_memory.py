@@ -353,14 +353,7 @@ class PrivateMeter:
         self._reading = threading.Lock()
 
     def __call__(self, *, fresh: bool = False) -> int:
-        """Private memory in bytes.
-
-        Args:
-            fresh: Take a reading now, whatever it costs.
-
-        Raises:
-            NotSupported: Neither ``/proc`` nor psutil shows the memory of this process.
-        """
+        """Private memory in bytes; with ``fresh`` of now, whatever it costs."""
         last, due = self._last
         if fresh or last is None:
             return self._measure()

@@ -35,18 +35,7 @@ _MAPPING = r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)"
 
 @dataclass(slots=True)
 class MemoryMapping:
-    """One mapping of a process, as ``maps`` and ``smaps`` show it.
-
-    Attributes:
-        start: Its first address.
-        end: The first address after it.
-        access: Its permissions, such as ``"rw-p"``.
-        is_file: Whether it maps a file.
-        name: The file, a name such as ``"[heap]"``, or empty.
-        deleted: Whether the file was removed or replaced since it was mapped.
-        sizes: The figures of ``smaps`` in bytes; empty from ``maps``.
-        flags: The two-letter flags of ``smaps`` (proc_pid_smaps(5)); empty from ``maps``.
-    """
+    """One mapping of a process, as ``maps`` and ``smaps`` show it: sizes in bytes and flags are in the latter alone."""
 
     start: int
     end: int
@@ -92,14 +81,7 @@ def model_libraries(mappings: Iterable[MemoryMapping]) -> tuple[str, ...]:
 
 
 class Interpreter(NamedTuple):
-    """The Python that a process runs on.
-
-    Attributes:
-        version: Such as ``(3, 12)``.
-        name: ``"CPython"`` or another implementation.
-        free_threaded: Whether it is a build without the GIL.
-        micro: The patch, 2 in 3.12.2; None if unknown.
-    """
+    """The Python that a process runs on."""
 
     version: tuple[int, int]
     name: str = "CPython"
@@ -161,15 +143,7 @@ class MemoryLayout(NamedTuple):
 class ProcessStat(NamedTuple):
     """``/proc/PID/stat`` of a process.
 
-    Attributes:
-        pid: Its process id.
-        parent: The process id of its parent.
-        started: When it started, in clock ticks since the machine started. The kernel reuses process ids, but id and
-            start together are unique.
-        threads: Number of threads.
-        layout: The addresses of its program.
-        alive: Whether it has not exited yet.
-        kernel: Whether it is a kernel thread.
+    It started so many clock ticks after the machine. The kernel reuses process ids, but id and start are unique.
     """
 
     pid: int

@@ -80,15 +80,7 @@ _Run = Callable[[list[Any]], None]
 
 @dataclass(frozen=True)
 class _Meter:
-    """One way to read memory.
-
-    Attributes:
-        name: Its name in the message.
-        read: Takes a reading.
-        unit: "bytes" or "blocks".
-        noise: Growth up to this much is ignored.
-        per_call: Growth per call up to this much is ignored too: it does not come from every call.
-    """
+    """One way to read memory. Growth up to its noise is ignored, and what does not come from every call."""
 
     name: str
     read: Callable[[], int]
@@ -166,12 +158,7 @@ class _InputsEnd(Exception):
 
 
 class _Older(NamedTuple):
-    """What was there before the calls that are judged.
-
-    Attributes:
-        caches: Those that have a limit, if the collector passes them over.
-        thaw: Lets the collector look at it again.
-    """
+    """What was there before the calls that are judged: caches with a limit that the collector passes over."""
 
     caches: list[object]
     thaw: Callable[[], None]

@@ -205,10 +205,10 @@ def test_a_mold_only_forks(monkeypatch: pytest.MonkeyPatch, role: str, threads: 
 
 def test_few_readings_cover_any_time() -> None:
     """A day of readings every ten seconds is kept as at most 48, which go back to the first."""
-    observed = Observed()
+    observed = Observed("calls")
     for number in range(8640):
         observed.add(number, number * 1000)
-    measured = observed.measured(Look(), Look(), 0, "calls")
+    measured = observed.measured(Look(), Look(), 0)
     assert 24 <= len(measured.calls) < 48
     assert (0, "grows") == (measured.calls[0], observed.verdict())
     assert measured.calls[-1] > 8000
