@@ -234,18 +234,14 @@ def moment() -> ObjectCounts | None:
     Takes 0.8 s for a million objects, and then 8 bytes for each.
     """
     with contextlib.suppress(Exception):  # foreign objects can raise anything, too
-        return _moment()
+        walk = _Walk(gc.get_objects(), _PATIENCE)  # before what follows, which grows while it walks
+        found, numbers = ObjectCounts({}, {}, array.array("Q")), Counter[int]()
+        for chunk, keys in walk:
+            numbers.update(keys)
+            found.ids.extend(map(id, chunk))
+            found.lengths.update((id(one), length) for one, length in walk.containers(chunk, keys))
+        return found._replace(numbers=dict(numbers))
     return None
-
-
-def _moment() -> ObjectCounts:
-    walk = _Walk(gc.get_objects(), _PATIENCE)  # before what follows, which grows while it walks
-    found, numbers = ObjectCounts({}, {}, array.array("Q")), Counter[int]()
-    for chunk, keys in walk:
-        numbers.update(keys)
-        found.ids.extend(map(id, chunk))
-        found.lengths.update((id(one), length) for one, length in walk.containers(chunk, keys))
-    return found._replace(numbers=dict(numbers))
 
 
 def grown(before: ObjectCounts | None, calls: int) -> Grown:
@@ -432,7 +428,7 @@ def pools() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _shrink_arenas() -> None:
     runtime, numpy = sys.modules["onnxruntime"], sys.modules["numpy"]
-    for session in _of_type("onnxruntime", "InferenceSession"):
+    for session in _instances("onnxruntime", "InferenceSession"):
         with contextlib.suppress(Exception):  # it has no arena, or takes other inputs
             options = runtime.RunOptions()
             options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
@@ -448,28 +444,20 @@ def _smallest(given: Any) -> tuple[list[int], str]:
 
 def switch_off_caches() -> bool:
     """Switch off the caches of tokenizers; returns whether there are any. Emptying them gives nothing back (0.23)."""
-    models = [thing.model for thing in _of_type("tokenizers", "Tokenizer") if hasattr(thing.model, "_resize_cache")]
+    models = [thing.model for thing in _instances("tokenizers", "Tokenizer") if hasattr(thing.model, "_resize_cache")]
     for model in models:
         model._resize_cache(0)  # noqa: SLF001 - there is no other way
     return bool(models)
-
-
-def _of_type(library: str, name: str) -> list[Any]:
-    return [
-        thing
-        for thing in gc.get_objects()
-        if type(thing).__name__ == name and type(thing).__module__.partition(".")[0] == library
-    ]
 
 
 def owners() -> dict[str, list[Any]]:
     """What the memory of libraries belongs to, by the cause of its growth; a few of each."""
     found = {
         "spacy strings": pipelines(),
-        "tokenizer caches": _of_type("tokenizers", "Tokenizer"),
+        "tokenizer caches": _instances("tokenizers", "Tokenizer"),
         "onednn plans": _outermost_modules(),
         "autograd": _referred_graphs(),
-        "databases": _of_type("sqlite3", "Connection"),
+        "databases": _instances("sqlite3", "Connection"),
     }
     return {cause: some[:_OWNERS] for cause, some in found.items() if some}
 
@@ -482,14 +470,14 @@ def _outermost_modules() -> list[Any]:
 
 def _referred_graphs() -> list[Any]:
     """Tensors of torch with a graph to which something in Python refers: to the others their graph does."""
-    found = {id(one): one for one in _of_type("torch", "Tensor") if getattr(one, "grad_fn", None) is not None}
+    found = {id(one): one for one in _instances("torch", "Tensor") if getattr(one, "grad_fn", None) is not None}
     parents = [one for one in gc.get_referrers(*found.values()) if one is not found] if found else []
     others = [one for one in parents if type(one) is not program.FrameType]
     return [found[id(one)] for one in gc.get_referents(*others) if id(one) in found]
 
 
 def _unbounded() -> list[Any]:
-    return [cache for cache in _of_type("functools", "_lru_cache_wrapper") if cache.cache_info().maxsize is None]
+    return [cache for cache in _instances("functools", "_lru_cache_wrapper") if cache.cache_info().maxsize is None]
 
 
 def pipelines() -> list[Any]:
@@ -502,7 +490,7 @@ def _instances(module: str, name: str) -> list[Any]:
     if kind is None:
         return []
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
-    if not found:  # they were frozen: not listed, and others refer to them
+    if not found and gc.get_freeze_count():  # they are frozen: not listed, and others refer to them
         every = (each for thing in gc.get_objects() for each in gc.get_referents(thing))
         found = list({id(each): each for each in every if issubclass(type(each), kind)}.values())
     return found

@@ -22,7 +22,7 @@ from modelguard import _units
 from modelguard.diagnosis import _inside
 from modelguard.diagnosis._facts import KNOWN, Facts
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree, require_proc
-from modelguard.diagnosis._target import in_session
+from modelguard.diagnosis._target import SIGNAL, in_session
 from modelguard.environment import _loaded_files
 from modelguard.environment._launcher import locate
 from modelguard.errors import InvalidOption
@@ -124,7 +124,7 @@ class Session:
                 again = time.monotonic() + _AGAIN
                 for pid in silent:
                     with suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, _signal())
+                        os.kill(pid, SIGNAL)
             time.sleep(_PAUSE / 2)
         return {pid: json.loads(file.read_bytes()) for pid, file in files.items() if file.exists()}
 
@@ -161,28 +161,18 @@ class Session:
 @contextmanager
 def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iterator[Session]:
     """Start a command with the probe, and end it with all it has started, also if a signal ends this process."""
-    with ending_signals(), _folder() as folder, (folder / "output").open("wb") as output:
-        path = os.pathsep.join([str(folder), *filter(None, [environ.get("PYTHONPATH")])])
-        probed = {**environ, "PYTHONPATH": path, "MODELGUARD_PROBE": str(folder)}
+    temporary = tempfile.TemporaryDirectory(prefix="modelguard-", ignore_cleanup_errors=True)
+    with ending_signals(), temporary as name, Path(name, "output").open("wb") as output:
+        folder = Path(name)
+        shutil.copyfile(_inside.__file__, folder / "sitecustomize.py")
+        shutil.copyfile(_loaded_files.__file__, folder / "malloc")
+        (folder / "names").write_text("\n".join([str(SIGNAL), *sorted(KNOWN)]), encoding="ascii")
+        path = os.pathsep.join([name, *filter(None, [environ.get("PYTHONPATH")])])
+        probed = {**environ, "PYTHONPATH": path, "MODELGUARD_PROBE": name}
         session, program = Session(folder, words, environ), locate(words[0], environ)
         start = partial(in_session, words, session.stop, output=output, ends_by=signal.SIGTERM)
         with start(executable=program, env=probed, cwd=cwd) as session.process:
             yield session
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="modelguard-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        shutil.copyfile(_inside.__file__, folder / "sitecustomize.py")
-        shutil.copyfile(_loaded_files.__file__, folder / "malloc")
-        (folder / "names").write_text("\n".join([str(int(_signal())), *sorted(KNOWN)]), encoding="ascii")
-        yield folder
-
-
-def _signal() -> int:
-    """A real-time signal in the middle of the range: servers and libraries use the first and the last ones."""
-    return signal.SIGRTMIN + 9
 
 
 # Requests that drive a service while it is examined.

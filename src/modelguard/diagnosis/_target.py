@@ -34,6 +34,10 @@ from modelguard.runtime import child_processes
 
 Say = Callable[..., None]
 
+#: Asks a process for what it stands in, or knows: in the middle of the real-time signals, of which servers and
+#: libraries use the first and the last ones. There are none on macOS.
+SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 9
+
 #: Errors of what the user has given. The messages of others may hold a secret.
 _TOLD = (ImportError, AttributeError, NameError, SyntaxError, ValueError, TypeError, ModelGuardError)
 
@@ -224,7 +228,7 @@ def run_program(program: Callable[[dict[str, Any], Say, Patience], None]) -> Non
 
     sys.path.insert(0, str(Path.cwd()))
     faulthandler.enable(stack)
-    faulthandler.register(signal.SIGRTMIN + 9, file=stack)
+    faulthandler.register(SIGNAL, file=stack)
     try:
         program(config, say, Patience(float(config["patience"]), stack))
     except Exception as error:
@@ -388,7 +392,7 @@ def follow(
 
 def _ask(process: subprocess.Popen[bytes], stack: Path) -> None:
     """Let it write down where it stands; faulthandler's handler needs no lock of the interpreter."""
-    process.send_signal(signal.SIGRTMIN + 9)  # nothing is sent to one that has ended
+    process.send_signal(SIGNAL)  # nothing is sent to one that has ended
     until = time.monotonic() + _ANSWER
     while not stack.stat().st_size and process.poll() is None and time.monotonic() < until:
         time.sleep(_LOOK_PAUSE / 2)

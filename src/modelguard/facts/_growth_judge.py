@@ -95,7 +95,8 @@ def judge(calls: Sequence[float], sizes: Sequence[float], *, least: float = LEAS
     """
     readings = [_Reading(*pair) for pair in zip(calls, sizes, strict=True)]
     if len(readings) < FEWEST:
-        return _undecided(_too_few(len(readings)), (FEWEST + 1) / max(1, len(readings) - 1))
+        count = "is 1 reading" if len(readings) == 1 else f"are {len(readings)} readings"
+        return _undecided(f"there {count}, which is too few", (FEWEST + 1) / max(1, len(readings) - 1))
     total = readings[-1].calls - readings[0].calls
     if total <= 0:
         return _undecided("no call was made between the readings", 1.0)
@@ -110,10 +111,6 @@ def judge(calls: Sequence[float], sizes: Sequence[float], *, least: float = LEAS
 
 def _undecided(reason: str, more: float) -> Judgement:
     return Judgement("undecided", reason=reason, more=min(_MOST_MORE, max(1.5, more)))
-
-
-def _too_few(count: int) -> str:
-    return f"there {'is 1 reading' if count == 1 else f'are {count} readings'}, which is too few"
 
 
 def _usual(readings: _Readings, least: float) -> tuple[float, float]:

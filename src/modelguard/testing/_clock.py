@@ -187,7 +187,8 @@ class Clock(OfTest):
         end, least = self._clock() + seconds, max(_SHORTEST, seconds / _CHECKS)
         self._evaluate()
         while (left := end - self._clock()) > 0:
-            self._sleep(min(max(self._interval(), least), left))
+            due = min((ticked.check_interval() for ticked in self._ticked()), default=math.inf)
+            self._sleep(min(max(due, least), left))
             self._evaluate()
         clock.advance(seconds)
         for batcher in _batcher.batchers:
@@ -281,9 +282,6 @@ class Clock(OfTest):
                 look = ticked.check if isinstance(ticked, Engine) else ticked.tick  # policies have no thread here
                 look()
                 self.settle()  # one after the other, as replicas are replaced
-
-    def _interval(self) -> float:
-        return min((ticked.check_interval() for ticked in self._ticked()), default=math.inf)
 
     def _running(self) -> list[threading.Thread]:
         with self._lock:
