@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 # The memory mappings of a process, made of the text of ``maps`` and ``smaps``. This module reads no file.
 
@@ -464,7 +464,7 @@ class _Shown:
             return
         self._text = text
         if self._address:
-            _unmap(self._address)
+            _libc().munmap(self._address, 1)
             self._address = 0
         if text is not None and hasattr(os, "memfd_create"):
             with suppress(OSError):
@@ -515,28 +515,25 @@ def _cut(text: str, most: int) -> str:
     return text if len(content) <= most else content[: most - len("…".encode())].decode(errors="ignore") + "…"
 
 
-def _map(name: str) -> int:
+def _libc() -> Any:
     import ctypes  # takes 2 - 3 ms, and only models with a version and paused guards need it
-    import mmap
 
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.restype = ctypes.c_ssize_t
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc
+
+
+def _map(name: str) -> int:
+    """Map a byte, and so a page, of a memory file of this name; returns the address, 0 if that has failed."""
+    import mmap
+
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
-        os.ftruncate(fd, mmap.PAGESIZE)
+        os.ftruncate(fd, 1)
         # Not a mmap object, which would keep a descriptor that servers close behind its back.
-        address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, 0)
+        address = int(_libc().mmap(None, 1, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, 0))
     finally:
         os.close(fd)
-    failed = ctypes.c_void_p(-1).value  # MAP_FAILED
-    return 0 if address in {None, failed} else int(address)
-
-
-def _unmap(address: int) -> None:
-    import ctypes
-    import mmap
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.munmap(address, mmap.PAGESIZE)
+    return max(0, address)  # MAP_FAILED is -1
