@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -49,7 +49,10 @@ def read(reference: str) -> str:
     if page is None:
         raise _unknown_section(name, known) or _unknown("page", name, known)
     text = page.read_text(encoding="utf-8")
-    return _section(text, section) if has_section else text
+    sections = _sections(text)
+    if has_section and section.lower() not in sections:
+        raise _unknown("section", section, sections)
+    return sections[section.lower()] if has_section else text
 
 
 def folder() -> Path:
@@ -71,28 +74,23 @@ def _title(page: Path) -> str:
     return next((line.removeprefix("# ") for line in lines if line.startswith("# ")), page.stem)
 
 
-def _section(text: str, wanted: str) -> str:
-    lines = text.splitlines(keepends=True)
-    headings = list(_headings(lines))
-    for place, (start, rank, anchor) in enumerate(headings):
-        if anchor == wanted.lower():
-            end = next((line for line, other, _ in headings[place + 1 :] if other <= rank), len(lines))
-            return "".join(lines[start:end]).rstrip("\n") + "\n"
-    raise _unknown("section", wanted, [anchor for _, _, anchor in headings])
-
-
-def _headings(lines: Iterable[str]) -> Iterator[tuple[int, int, str]]:
-    fenced = False
+def _sections(text: str) -> dict[str, str]:
+    """The sections of a page by their anchors, each with those below it."""
+    lines, fenced, headings = text.splitlines(keepends=True), False, list[tuple[int, int, str]]()
     seen: dict[str, int] = {}
     for number, line in enumerate(lines):
         if line.lstrip().startswith("```"):
             fenced = not fenced
         marks = line.partition(" ")[0]
-        if fenced or not marks or set(marks) != {"#"}:
-            continue
-        anchor = _anchor(line[len(marks) :])
-        count = seen[anchor] = seen.get(anchor, -1) + 1
-        yield number, len(marks), f"{anchor}-{count}" if count else anchor
+        if not fenced and set(marks) == {"#"}:
+            anchor = _anchor(line[len(marks) :])
+            count = seen[anchor] = seen.get(anchor, -1) + 1
+            headings.append((number, len(marks), f"{anchor}-{count}" if count else anchor))
+    found = {}
+    for place, (start, rank, anchor) in enumerate(headings):
+        end = next((line for line, other, _ in headings[place + 1 :] if other <= rank), len(lines))
+        found[anchor] = "".join(lines[start:end]).rstrip("\n") + "\n"
+    return found
 
 
 def _anchor(heading: str) -> str:
@@ -104,8 +102,7 @@ def _anchor(heading: str) -> str:
 def _unknown_section(name: str, pages: Mapping[str, Path]) -> InvalidOption | None:
     """The error for the name of a section that was given without its page; None if no page has such a section."""
     for title, page in pages.items():
-        lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
-        if name and name.lower() in {anchor for _, _, anchor in _headings(lines)}:
+        if name and name.lower() in _sections(page.read_text(encoding="utf-8")):
             fix = f"Write modelguard docs {title}#{name.lower()}."
             return InvalidOption("page", name, why=f"is a section of the page {title}", fix=fix)
     return None

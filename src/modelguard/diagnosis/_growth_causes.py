@@ -397,22 +397,22 @@ _LINES_OF_NATIVE = (
 
 
 def attribute(measured: Measured) -> tuple[tuple[Cause, ...], float]:
-    growth = max(1, measured.growth)
-    causes: list[Cause] = []
-    rest = 1.0
+    growth, rest = max(1, measured.growth), 1.0
+    found: dict[CauseName, list[tuple[float, str]]] = {}
     for name, size, seen in (*_given_back(measured), *_kept(measured)):
         share = round(min(rest, size / growth), 2)
         if share >= _LEAST_SHARE:
-            causes.append(Cause(name, share, seen, _fix(name, measured)))
+            found.setdefault(name, []).append((share, seen))
             rest = round(rest - share, 2)
-    by_name: dict[CauseName, list[Cause]] = {}
-    for cause in sorted(causes, key=lambda cause: -cause.share):
-        by_name.setdefault(cause.name, []).append(cause)
-    merged = [
-        Cause(name, round(sum(each.share for each in same), 2), "; ".join(each.seen for each in same), same[0].fix)
-        for name, same in by_name.items()
+    for same in found.values():
+        same.sort(key=lambda each: -each[0])
+    causes = [
+        Cause(
+            name, round(sum(share for share, _ in same), 2), "; ".join(seen for _, seen in same), _fix(name, measured)
+        )
+        for name, same in sorted(found.items(), key=lambda named: -named[1][0][0])
     ]
-    return tuple(merged), rest
+    return tuple(causes), rest
 
 
 def _fix(name: CauseName, measured: Measured) -> str:
