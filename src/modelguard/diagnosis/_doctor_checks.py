@@ -5,16 +5,8 @@ import shlex
 from collections.abc import Iterable
 
 from modelguard._units import format_bytes
-from modelguard.diagnosis._facts import (
-    ONEDNN,
-    THREAD_VARIABLES,
-    Evidence,
-    Facts,
-    Remedy,
-    ServiceProcess,
-    Variable,
-    check,
-)
+from modelguard.diagnosis import _facts
+from modelguard.diagnosis._facts import ONEDNN, Evidence, Facts, Remedy, ServiceProcess, Variable, check
 from modelguard.environment import _knobs
 from modelguard.environment._allocator_files import Problem, ProblemKind, kind_of
 from modelguard.environment._allocator_problems import entries
@@ -285,7 +277,7 @@ def _may_run_torch(facts: Facts) -> bool:
 @check("MG202 A variable is set too late")
 def _too_late_for_import(facts: Facts) -> Evidence | None:
     """OpenMP and BLAS read theirs when they are loaded, oneDNN and ideep at their first use. Later it has no effect."""
-    late = [variable for variable in facts.named(*THREAD_VARIABLES) if variable.moment == "after import"]
+    late = [variable for variable in facts.named(*_facts.THREAD_VARIABLES) if variable.moment == "after import"]
     ignored = [(variable, pool) for variable in late if (pool := _larger_pool(facts, variable))]
     seen = [f"{_sets(variable)}, but {library} has {threads} threads" for variable, (library, threads) in ignored]
     needed = [f"{variable.name}={variable.value}" for variable, _ in ignored]
@@ -352,7 +344,7 @@ def _threads(facts: Facts) -> Evidence | None:
         f"CPU(s) ({cpus.source})"
     )
     fix = f"Start it with OMP_NUM_THREADS={share}, and remove torch.set_num_threads if the program calls it."
-    names = [name for name in THREAD_VARIABLES if name == "OMP_NUM_THREADS" or facts.named(name)]
+    names = [name for name in _facts.THREAD_VARIABLES if name == "OMP_NUM_THREADS" or facts.named(name)]
     remedy = Remedy(environ=tuple(f"{name}={share}" for name in names))
     return Evidence([seen], fix, "fault" if any(name == "torch" for name, _ in pools) else "note", remedy)
 
