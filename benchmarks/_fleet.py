@@ -27,7 +27,7 @@ from modelguard import Backoff, Loading, Policy, guard
 from modelguard.environment import _effect
 from modelguard.errors import ModelGuardError
 from modelguard.lifecycle import _reload
-from modelguard.lifecycle.runtime import Fingerprint, Runtime, use
+from modelguard.lifecycle.system import Fingerprint, System, use
 from modelguard.runtime.host_lock import Held, HostLock
 from modelguard.serving import Limits
 from modelguard.serving._execution import BatchFunction, compute
@@ -149,7 +149,7 @@ class Replica:
         self._being_made = conditions.loaded
         self._next_tick = 0.0
         self._next_call = self.dice.random() / conditions.calls
-        runtime = Runtime(
+        system = System(
             clock=lambda: self.now,
             wall_clock=lambda: self.now,
             sleep=self.sleep,
@@ -168,7 +168,7 @@ class Replica:
             host_lock=_FreeLock(),
             ticks=False,
         )
-        with use(lambda: runtime):
+        with use(lambda: system):
             self.guard = guard(
                 self._load,
                 reload_on=conditions.policy,

@@ -54,7 +54,7 @@ nitpick_ignore_regex = [
     ),
     (
         "py:class",
-        r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|NextCheck|FileChange|ProbeAnswers|Value)",
+        r"(.*\.)?(System|Settings|Options|BatchOptions|WebOptions|NextCheck|FileChange|ProbeAnswers|Value)",
     ),
     ("py:class", r"(.*\.)?(Jittered|Sized|GpuPolicy)"),
     (

@@ -10,9 +10,9 @@ from typing import Self
 from modelguard import _public, _units, telemetry
 from modelguard.errors import InvalidOption
 from modelguard.facts._memory import MemoryUsage, PrivateMeter, private, usage
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.lifecycle._readings import pause_after
-from modelguard.lifecycle.runtime import Runtime
+from modelguard.lifecycle.system import System
 from modelguard.runtime import fork_hooks
 from modelguard.runtime.background import TICKER
 
@@ -56,9 +56,9 @@ class Trimming(fork_hooks.Forkable):
 
     fork_rank = fork_hooks.Rank.POOL
 
-    def __init__(self, schedule: TrimSchedule, world: Runtime) -> None:
+    def __init__(self, schedule: TrimSchedule, world: System) -> None:
         self.schedule = schedule
-        self.runtime = world
+        self.system = world
         self._pause = schedule.seconds if schedule.growth == math.inf else _PAUSE
         self.after_fork_in_child()
 
@@ -83,53 +83,53 @@ class Trimming(fork_hooks.Forkable):
         self._cpu = -math.inf
         self._was_busy = True
         self._floor: int | None = None
-        self._next = self.runtime.clock() + self._pause
+        self._next = self.system.clock() + self._pause
 
     def check_interval(self) -> float:
         """For the ticker: seconds until the next look."""
-        return max(0.0, self._next - self.runtime.clock())
+        return max(0.0, self._next - self.system.clock())
 
     def tick(self) -> None:
         """Trim if it is time and the process has worked since the last time: an idle one frees nothing."""
-        runtime = self.runtime
-        now = runtime.clock()
+        system = self.system
+        now = system.clock()
         if now < self._next or not self._busy.acquire(blocking=False):
             return
         try:
             self._next = now + self._pause
-            worked = runtime.cpu() - self._cpu
+            worked = system.cpu() - self._cpu
             # Just after a trim a call may free in no time what it held during that: then there is one more.
             if worked < _IDLE and not (self._was_busy and worked):
                 return
             self._was_busy = worked >= _IDLE
             if self.schedule.growth == math.inf or self._has_grown():
                 self._trim()
-            self._cpu = runtime.cpu()
+            self._cpu = system.cpu()
         finally:
             self._busy.release()
 
     def _has_grown(self) -> bool:
-        runtime = self.runtime
-        started = runtime.thread_cpu()
+        system = self.system
+        started = system.thread_cpu()
         # What is not in use, and what malloc does not know about. Private memory alone does not work: the memory that a
         # long call uses now would count as the floor.
-        held = runtime.private() - (runtime.in_use() or 0)
-        self._next = runtime.clock() + pause_after(runtime.thread_cpu() - started)
+        held = system.private() - (system.in_use() or 0)
+        self._next = system.clock() + pause_after(system.thread_cpu() - started)
         if self._floor is None:  # only a trim shows how much is in use, and growth counts from there
             return True
         self._floor = min(self._floor, held)
         return held - self._floor >= self.schedule.growth
 
     def _trim(self) -> None:
-        runtime = self.runtime
-        before, in_use = runtime.private(), runtime.in_use() or 0
-        started = runtime.clock()
-        trim = runtime.try_trim()
-        seconds = runtime.clock() - started
-        after = runtime.private()
+        system = self.system
+        before, in_use = system.private(), system.in_use() or 0
+        started = system.clock()
+        trim = system.try_trim()
+        seconds = system.clock() - started
+        after = system.private()
         # Calls go on meanwhile. What they free during the trim must not count as the floor, or it would never be
         # returned; so of the two figures the one that gives the lower floor counts.
-        self._floor = after - max(in_use, runtime.in_use() or 0)
+        self._floor = after - max(in_use, system.in_use() or 0)
         telemetry.emit(
             telemetry.MemoryTrimmed(
                 guard=_PROCESS,
@@ -138,8 +138,8 @@ class Trimming(fork_hooks.Forkable):
                 trimmed_by=trim.allocator,
                 trim_error=trim.error,
                 seconds=seconds,
-                in_use=runtime.in_use(),
-                held=runtime.held(),
+                in_use=system.in_use(),
+                held=system.held(),
             )
         )
 
@@ -171,7 +171,7 @@ def trim_every(every: _units.Duration) -> Trimming:
         InvalidOption: It is neither a duration nor a size, or another one is in force.
         NotSupported: The allocator in force is not known, or this is not Linux.
     """
-    world = runtime.default()
+    world = system.default()
     world.check_trim()
     made = Trimming(TrimSchedule.parse(every), world)
     found = _running.setdefault(_PROCESS, made)  # one step: two threads may get here at once

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from modelguard import presets
-from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.lifecycle.system import System, use
 from modelguard.runtime.fork_hooks import GRACE
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def app(container: Manifest) -> Iterator[Any]:
     """The module of the service that the manifest runs, under the memory limit that it sets."""
     pytest.importorskip("fastapi")
     (gibibytes,) = re.fullmatch(r"(\d+)Gi", container["resources"]["limits"]["memory"]).groups()  # type: ignore[union-attr]
-    with use(lambda: Runtime(limit=lambda: int(gibibytes) * 2**30, ticks=False)):
+    with use(lambda: System(limit=lambda: int(gibibytes) * 2**30, ticks=False)):
         names = runpy.run_path(str(MANIFEST.with_name("app.py")))
     yield SimpleNamespace(**names)
     names["words"].close()

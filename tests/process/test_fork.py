@@ -15,7 +15,7 @@ from tests.process.harness import in_child, run_python, wait_until
 
 from modelguard import TTL, Changed, Swap, Uses, batched, guard, pool, replicas, telemetry
 from modelguard.lifecycle.guard import guards
-from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.lifecycle.system import System, use
 from modelguard.runtime import fork_hooks
 from modelguard.telemetry import Event, Reason, RecycleAsked
 
@@ -309,7 +309,7 @@ def test_a_batched_function_that_is_closed_can_be_reopened_in_a_child() -> None:
 
 def test_forks_while_threads_use_guards_and_pools_never_hang() -> None:
     """Children forked at random moments of calls, reloads and pool leases can all use guard and pool."""
-    order_alone = Runtime(private=lambda: 0, headroom=lambda: None, trim=lambda: "none")
+    order_alone = System(private=lambda: 0, headroom=lambda: None, trim=lambda: "none")
     with use(lambda: order_alone):
         guarded = guard(Model, reload_on=Uses(20), swap=Swap(defer=0))
         voices = pool(lambda key: Model(), max_memory="1 GB", max_models=2)

@@ -649,17 +649,17 @@ class TestReloads:
         """Also where the function is opened again just before its load would have ended."""
         with using(functions.where) as where:
             engine = where._scope._engine
-            runtime = engine.runtime
+            system = engine.system
 
             def reopen_at_the_end_of_the_load() -> int:
                 job = engine.state.job
                 if engine.state.closed and job is not None and threading.get_ident() in job.threads:
                     where._reopen()
-                return runtime.private()
+                return system.private()
 
             before = len(molds())
             switch("hang")
-            monkeypatch.setattr(engine, "runtime", replace(runtime, private=reopen_at_the_end_of_the_load))
+            monkeypatch.setattr(engine, "system", replace(system, private=reopen_at_the_end_of_the_load))
             where.reload(wait=False)
             wait_until(lambda: len(molds()) > before, "another mold")
             where.close()

@@ -20,7 +20,7 @@ from modelguard import Backoff, Loading, Swap, Uses, guard, telemetry
 from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
 from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.lifecycle.system import System, use
 from modelguard.runtime.host_lock import HostLock
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,7 +54,7 @@ class World:
         self.now = 0.0
         self.queue: list[Callable[[], None]] = []
         self.queued = False
-        self.runtime = Runtime(
+        self.system = System(
             clock=lambda: self.now,
             sleep=self.tick,
             private=lambda: 0,
@@ -94,7 +94,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.leases: list[tuple[Lease[Model], Record]] = []
         self.generators: list[tuple[Generator[Record, None, None], Record]] = []
         self.closed = False
-        with use(lambda: self.world.runtime):
+        with use(lambda: self.world.system):
             self.guard: ModelGuard[Model] = guard(
                 self.load,
                 reload_on=Uses(USES),

@@ -20,12 +20,12 @@ from tests.process.harness import run_python
 from modelguard import TTL, Backoff, Loading, Swap, Uses, guard, pool, telemetry
 from modelguard.errors import LoadFailed, Overloaded
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.lifecycle.system import System, use
 from modelguard.telemetry import Event, GenerationReleased
 
 THREADS, TASKS = 16, 200
 #: Order is at stake here, not memory, and readings take time.
-ORDER_ALONE = Runtime(private=lambda: 0, headroom=lambda: None, trim=lambda: "none")
+ORDER_ALONE = System(private=lambda: 0, headroom=lambda: None, trim=lambda: "none")
 _ALIVE: weakref.WeakSet[Model] = weakref.WeakSet()
 
 

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 
 import pytest
 
-from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.lifecycle.system import System, use
 
 
-def _without_memory() -> Runtime:
-    return Runtime(
+def _without_memory() -> System:
+    return System(
         private=lambda: 100_000_000,
         headroom=lambda: None,
         trim=lambda: "none",

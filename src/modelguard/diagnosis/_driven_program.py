@@ -25,7 +25,7 @@ from modelguard.diagnosis._target import Arguments, Patience, Say, Target
 from modelguard.environment import _allocator
 from modelguard.facts import _holders, _memory, _proc
 from modelguard.facts._growth_judge import Verdict, judge
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.lifecycle._guard_options import Swap
 from modelguard.lifecycle._lease import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard
@@ -295,7 +295,7 @@ def _collects() -> bool:
 
 
 def _trim() -> None:
-    runtime.known(_allocator.trim)
+    system.known(_allocator.trim)
 
 
 def _fallen(act: Callable[[], object]) -> int:
@@ -308,7 +308,7 @@ def _fallen(act: Callable[[], object]) -> int:
 
 def _in_use() -> dict[str, int]:
     """What Python has given out in small objects, and malloc in blocks; without what is not known."""
-    found = {"small": runtime.python_in_use(), "given_out": runtime.in_use()}
+    found = {"small": system.python_in_use(), "given_out": system.in_use()}
     return {name: size for name, size in found.items() if size is not None}
 
 
@@ -482,7 +482,7 @@ def _guarded(plain: Any, config: dict[str, Any], policy: Policy | None) -> Any:
     context = owner.engine
     swap = dataclasses.replace(context.options.swap, defer=0)
     options = dataclasses.replace(context.options, reload_on=policy, swap=swap)
-    return ModelGuard(options, context.runtime)(plain.__wrapped__)
+    return ModelGuard(options, context.system)(plain.__wrapped__)
 
 
 def _isolated(config: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from modelguard.facts import _holders, _memory, _proc
 from modelguard.facts._growth_judge import FEWEST, Verdict, judge
 from modelguard.facts._holders import Held
 from modelguard.isolation import _processes
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.runtime import fork_hooks
 from modelguard.runtime.background import start_thread
 from modelguard.telemetry import GrowthFound
@@ -126,7 +126,7 @@ _SHORTEST = 0.05
 
 
 def _look() -> Look:
-    free = runtime.known(lambda: _allocator.stats().retained)
+    free = system.known(lambda: _allocator.stats().retained)
     return Look(*_census.look(), compiled(), tuple(_census.loaded()), free, _census.moment())
 
 
@@ -144,7 +144,7 @@ class World:
     private: Callable[[], int] = lambda: _memory.private(fresh=True)
     look: Callable[[], Look] = _look
     held: Callable[[Look, int], tuple[Held, ...]] = _held
-    trim: Callable[[], int] = lambda: runtime.known(_allocator.trim) or 0
+    trim: Callable[[], int] = lambda: system.known(_allocator.trim) or 0
 
 
 class Watch:
@@ -177,8 +177,8 @@ class Watch:
         """Stop watching; guards no longer show what was found."""
         self._stopped.set()
         _running.discard(self)
-        if self.found is not None and runtime.found() is self.found:
-            runtime.note(None)
+        if self.found is not None and system.found() is self.found:
+            system.note(None)
 
     def __enter__(self) -> Self:
         return self
@@ -206,7 +206,7 @@ class Watch:
                 self._decide(self._first)
             elif verdict == "steady" and self.found is not None:
                 self.found = None
-                runtime.note(None)
+                system.note(None)
         return max(self._every, (self._world.cpu() - began) / _SHARE)
 
     def _decide(self, first: Look) -> None:
@@ -222,7 +222,7 @@ class Watch:
             telemetry.emit(event)
         self.found = event
         if not self._stopped.is_set():
-            runtime.note(event)
+            system.note(event)
         self._observed, self._first = self._observe(), last
 
     def _observe(self) -> Observed:

@@ -101,7 +101,7 @@ class Molds:
         self._server, self._guards, self._options, self._metric_files = server, guards, options, metric_files
         self._make_worker, self._before_worker = make_worker, before_worker
         self._pid = os.getpid()
-        self._own = [(guard.engine.options, guard.engine.runtime) for guard in guards]
+        self._own = [(guard.engine.options, guard.engine.system) for guard in guards]
         self._lock = threading.RLock()
         self._asked: _Asked = []
         self._handed: dict[ModelGuard[Any], tuple[Any, int]] = {}
@@ -144,7 +144,7 @@ class Molds:
             unload=None,
             loading=replace(context.options.loading, timeout=None),  # the mold has one for each guard
         )
-        guard.engine.runtime = replace(context.runtime, private=partial(self._bytes, guard))
+        guard.engine.system = replace(context.system, private=partial(self._bytes, guard))
 
     @property
     def may_fork(self) -> bool:
@@ -384,11 +384,11 @@ class Molds:
         self._serve(control)
 
     def _prepare(self) -> Any:
-        for guard, (options, runtime) in zip(self._guards, self._own, strict=True):
+        for guard, (options, system) in zip(self._guards, self._own, strict=True):
             if guard.engine.state.current is not None:
                 guard.unload()  # its share of the mold before
             guard.engine.options = options
-            guard.engine.runtime = runtime
+            guard.engine.system = system
         return self._options.prepare(self._guards, renewed_here=False)
 
     def _serve(self, control: Channel) -> NoReturn:

@@ -397,7 +397,7 @@ class HostScope(WorkerScope):
         with self._starting_search:
             if self._searching is None or self._searching.done():
                 name = f"modelguard-host-{self.name}"
-                self._searching = waiting.start(self._join, name, self.runtime.start_thread)
+                self._searching = waiting.start(self._join, name, self.system.start_thread)
             return self._searching
 
     def _join(self) -> Membership:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from modelguard import _public, _units
 from modelguard._units import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, shortened
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.lifecycle._guard_options import GuardOptions, check_policy
 from modelguard.lifecycle._lease import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard, hide
@@ -224,7 +224,7 @@ def check_source(function: Any, owner: object, recycle_on: Policy | None, start:
         why = "would renew or unload a pool's models, which the pool does"
         fix = "Give TTL, Changed or Idle to the pool, as its reload_on, and leave them and Modified out here."
         raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
-    world = runtime.default()
+    world = system.default()
     check_policy(recycle_on, world.limit, world.gpu)
 
 
@@ -255,7 +255,7 @@ class PoolSource(NamedTuple):
 
     def for_key(self, key: Any) -> Source:
         """What runs in the workers of one key: the same function, on one model that is not a pool's."""
-        model: ModelGuard[Any] = ModelGuard(self.options_for(key), runtime.default())
+        model: ModelGuard[Any] = ModelGuard(self.options_for(key), system.default())
         hide(model)
         keyed: Callable[..., Any] = model(self.pooled.function)
         key_of, name = self.pooled.key_of, self.pooled.options.name

@@ -26,7 +26,7 @@ from modelguard.isolation._channel import Channel, Unreadable, failed_load, pair
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import MoldOrders, Worker, Workers
 from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor, weakly
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._models import Loaded
 from modelguard.lifecycle._reload import Unwanted
@@ -477,7 +477,7 @@ class MoldGuard:
         self._deaths = 0
         self._ending_workers = threading.Lock()
         self._read: tuple[list[int], float, int] = [], 0.0, 0  # of which processes, when, and their memory
-        world = runtime.Runtime(
+        world = system.System(
             private=self._private,
             private_lately=self._private_lately,
             headroom=self._headroom,
@@ -537,16 +537,16 @@ class MoldGuard:
             return
         try:
             name = f"modelguard-idle-{self._options.name}"
-            self.guard.engine.runtime.start_thread(partial(self._end_workers, reasons), name)
+            self.guard.engine.system.start_thread(partial(self._end_workers, reasons), name)
         except RuntimeError:  # the system gives no thread; the next look tries again
             self._ending_workers.release()
 
     def _end_workers(self, reasons: tuple[Reason, ...]) -> None:
         try:
-            mold, runtime = self.current, self.guard.engine.runtime
+            mold, system = self.current, self.guard.engine.system
             if mold is None:
                 return
-            started, before = time.monotonic(), runtime.private()
+            started, before = time.monotonic(), system.private()
             number = self.guard.engine.state.generations
             ended = mold.end_workers()
             if not ended and mold.workers.presence == "present":  # a call has come
@@ -560,7 +560,7 @@ class MoldGuard:
                     reasons=reasons,
                     workers=ended,
                     bytes_before=before,
-                    bytes_after=runtime.private(),
+                    bytes_after=system.private(),
                     seconds=time.monotonic() - started,
                 )
             )
@@ -647,7 +647,7 @@ class MoldGuard:
         if mold is not None and mold.died is not None:
             return -1  # it takes no calls, so nothing is lost if it goes first
         if self.source.swap.mode == "auto":
-            return runtime.headroom()
+            return system.headroom()
         return None if self.source.swap.mode == "load_first" else -1
 
     def _running(self) -> list[Mold]:
@@ -689,7 +689,7 @@ class MoldGuard:
         mold, engine = self.current, self.guard.engine
         if mold is None or mold is not old():
             return
-        due = not engine.loading and (not again or engine.state.retry_at <= engine.runtime.clock())
+        due = not engine.loading and (not again or engine.state.retry_at <= engine.system.clock())
         if due:
             with suppress(GuardClosed):
                 self.guard.reload(wait=False)

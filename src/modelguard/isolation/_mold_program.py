@@ -28,7 +28,7 @@ from modelguard.isolation._channel import AnswerKind, Channel, StreamStep, Unrea
 from modelguard.isolation._isolation_options import Source, source_of_stub
 from modelguard.isolation._supervisor import Instructions
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.runtime import Runtime
+from modelguard.lifecycle.system import System
 from modelguard.runtime import child_processes, fork_hooks
 from modelguard.runtime.background import THREADS, green_threads
 from modelguard.runtime.child_processes import exit_now, flush_output
@@ -115,7 +115,7 @@ class _Mold:
         behind_others = instructions.beside_calls and stands_back
         start_thread = functools.partial(_start_behind_others, priority) if behind_others else THREADS.start
         # No ticks: workers ask the policies themselves. No probes: the owner asks them.
-        engine.runtime = Runtime(ticks=False, probes=False, in_mold=True, start_thread=start_thread)
+        engine.system = System(ticks=False, probes=False, in_mold=True, start_thread=start_thread)
         if self._stub is not None:
             self._report_options(":".join(instructions.options.function), shared=instructions.shared)
         if instructions.options.start == "fork":

@@ -30,7 +30,7 @@ from modelguard.isolation._mold_owner import Mold, MoldGuard
 from modelguard.isolation._mold_workers import RETRY_AFTER, CallTimes, Claim, Presence, Waiter, Worker
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.lifecycle._engine import Engine, raise_outcome
 from modelguard.lifecycle._lease import Lease
 from modelguard.lifecycle._pool_engine import PoolEngine
@@ -179,7 +179,7 @@ class WorkerScope:
 
     def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
         self.name = options.name
-        self.runtime = runtime.default()
+        self.system = system.default()
         self.timeout = math.inf if options.timeout is None else options.timeout
         self.wait_timeout = wait_timeout
         self._waiting: dict[Claim, None] = {}
@@ -284,7 +284,7 @@ class WorkerScope:
     # As a source of models
 
     def _aside(self, verb: str, work: Callable[[], object]) -> Steps[None]:
-        yield Work(work, f"modelguard-{verb}-{self.name}", self.runtime.start_thread)
+        yield Work(work, f"modelguard-{verb}-{self.name}", self.system.start_thread)
 
 
 class TakenWorker(Taken):
@@ -545,11 +545,11 @@ class PoolScope(MoldScope):
         self._source = source
         self._guards: WeakRegistry[MoldGuard] = WeakRegistry()
         bounds = source.pooled.options._replace(name=options.name)
-        self._pool: PoolEngine[Any, Mold] = PoolEngine(self._engine_of, bounds, self.runtime)
+        self._pool: PoolEngine[Any, Mold] = PoolEngine(self._engine_of, bounds, self.system)
         self._pool.paused = paused
         self.reopen = self._pool.reopen
 
-    def _engine_of(self, key: Any, _world: runtime.Runtime) -> Engine[Mold]:
+    def _engine_of(self, key: Any, _world: system.System) -> Engine[Mold]:
         options = replace(self._options, name=_units.KeyedName(self.name, key))
         molds = MoldGuard(options, self._source.options_for(key), key=key, retries=False)
         self._guards.add(molds)

@@ -29,7 +29,7 @@ from modelguard.lifecycle._release import drain_and_release, release_and_report,
 from modelguard.lifecycle._reload import Inline, Reload, free, named
 from modelguard.lifecycle._state import Enclosing, Generation, GuardContext, GuardState, LoadJob, Outcome
 from modelguard.lifecycle.policies import subset
-from modelguard.lifecycle.runtime import Fingerprint
+from modelguard.lifecycle.system import Fingerprint
 from modelguard.runtime import call_context, fork_hooks, waiting
 from modelguard.runtime.background import TICKER
 from modelguard.runtime.fork_hooks import WeakRegistry
@@ -39,7 +39,7 @@ from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import GuardOptions
-    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.system import System
 
 
 M = TypeVar("M")
@@ -83,8 +83,8 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
 
     fork_rank = fork_hooks.Rank.GUARD
 
-    def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
-        super().__init__(options, runtime)
+    def __init__(self, options: GuardOptions[M], system: System) -> None:
+        super().__init__(options, system)
         self.checks = PolicyChecks(self, self._start)  # ask the policies, and start what is due
         #: Called when a load has ended, and while :attr:`GuardState.watched` at the end of each call.
         self.changed: Callable[[], object] = lambda: None
@@ -105,7 +105,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
     def _check_keep(self) -> None:
         """Refuse to load a model in a process where ``keep="mold"`` has no meaning. Before, nobody can know."""
         policy = self.options.reload_on
-        if policy is not None and policy.ends_workers and self.options.workers is None and not self.runtime.in_mold:
+        if policy is not None and policy.ends_workers and self.options.workers is None and not self.system.in_mold:
             why = f"is for the workers of an isolated function, and guard {self.name!r} loads its model in this process"
             fix = "Put @isolate() above the guard's decorator, or leave keep out to release the model."
             raise InvalidOption("keep", "mold", why=why, fix=fix)
@@ -127,9 +127,9 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         if job is None:
             return False
         try:
-            if self.runtime.ticks:
+            if self.system.ticks:
                 TICKER.add(self)
-            self.runtime.start_thread(lambda: self._run(job), f"modelguard-load-{self.name}")
+            self.system.start_thread(lambda: self._run(job), f"modelguard-load-{self.name}")
         except RuntimeError as error:  # the system gives no thread, or the interpreter is shutting down
             if job.unloads:
                 if waiting.on_any_loop():
@@ -151,7 +151,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
                 TICKER.remove(self)  # nothing can become due, and a process that forks should have few threads
             job = self.state.finish(job, _MEANWHILE)
             self.changed()
-            if job is not None and self.runtime.ticks:
+            if job is not None and self.system.ticks:
                 with suppress(RuntimeError):  # the interpreter is shutting down
                     TICKER.add(self)
         current = self.state.current
@@ -201,7 +201,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             if state.current is not None:
                 return None
             self._check_keep()
-            left = state.retry_at - self.runtime.clock()
+            left = state.retry_at - self.system.clock()
             if state.job is None and state.failure is not None and left > 0:
                 raise state.failure.again(left)
             future = state.wait_for()
@@ -327,9 +327,9 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         Raises:
             CudaAfterFork: CUDA cannot be used in this process.
         """
-        if (better := named(self.name, self.runtime.gpu, error)) is not error:
+        if (better := named(self.name, self.system.gpu, error)) is not error:
             raise better
-        if not self.runtime.gpu.is_out_of_memory(error):
+        if not self.system.gpu.is_out_of_memory(error):
             return False
         retry = self.options.retry and not last
         reasons = free(self, generation, error, retry=retry)
@@ -412,7 +412,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         self._in_background(partial(drain_and_release, self, old))
 
     def _in_background(self, work: Callable[[], None]) -> None:
-        self.runtime.in_background(work, f"modelguard-release-{self.name}")
+        self.system.in_background(work, f"modelguard-release-{self.name}")
 
     def warm_up(self) -> None:
         warmup, generation = self.options.warmup, self.state.current
@@ -451,7 +451,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             self._wake_checks()
 
     def _wake_checks(self) -> None:
-        if self.checks.needed and self.state.current is not None and self.runtime.ticks:
+        if self.checks.needed and self.state.current is not None and self.system.ticks:
             with suppress(RuntimeError):  # the system gives no thread; the next call tries again
                 TICKER.add(self)
 
@@ -517,7 +517,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         self.state.lock.release()
 
     def after_fork_in_child(self) -> None:
-        self.state.after_fork_in_child(self.runtime.random())
+        self.state.after_fork_in_child(self.system.random())
         self.checks.after_fork_in_child()
         if self.recorded is not None:
             self.recorded.after_fork_in_child()

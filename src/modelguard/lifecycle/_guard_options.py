@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_arg
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, PolicyNeverFires
 from modelguard.facts._gpu import Gpu
-from modelguard.lifecycle import policies, runtime
+from modelguard.lifecycle import policies, system
 from modelguard.lifecycle._models import KnownModels, is_model
 from modelguard.lifecycle.policies import TTL, Backoff, Changed, Idle, Policy, Snapshot, alternatives
 from modelguard.telemetry.reasons import Reason
@@ -466,12 +466,12 @@ def _check_memory(policy: policies.MemoryLimit | policies.MemoryGrowth, limit: i
 
 
 def _check_path(policy: policies.Modified) -> None:
-    found = runtime.fingerprint(policy.path)
+    found = system.fingerprint(policy.path)
     if found is None:
         why = "does not exist yet, or cannot be read"
         warn_never_due(policy, f"{policy.path} {why}, so no change can be seen until that changes")
-    elif not runtime.is_whole(found):
-        most = f"only the first {runtime.MAX_ENTRIES:,} files of {policy.path} are watched"
+    elif not system.is_whole(found):
+        most = f"only the first {system.MAX_ENTRIES:,} files of {policy.path} are watched"
         warn_never_due(policy, f"{most}, so no change of the others is seen; name the folder of one model")
 
 

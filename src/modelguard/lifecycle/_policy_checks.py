@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 from modelguard import _units, telemetry
 from modelguard.errors import told
 from modelguard.facts._gpu import use_of
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.lifecycle._readings import Readings
 from modelguard.lifecycle._state import Generation, GuardContext, LoadJob, PostponedJob
 from modelguard.lifecycle.policies import Backoff, GpuPolicy, Policy, Snapshot, alternatives, source_part, subset
-from modelguard.lifecycle.runtime import Fingerprint
+from modelguard.lifecycle.system import Fingerprint
 from modelguard.runtime import call_context
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
@@ -129,7 +129,7 @@ class PolicyChecks(Generic[M]):
         if waits is None:
             return self._pause
         until = math.inf if waits.until is None else waits.until
-        return min(_UNHURRIED, max(0.0, until - self._guard.runtime.clock()))
+        return min(_UNHURRIED, max(0.0, until - self._guard.system.clock()))
 
     def tick(self) -> None:
         """:meth:`ask`, as the ticker calls it: a policy of the author's, which may block, has a thread of its own."""
@@ -138,7 +138,7 @@ class PolicyChecks(Generic[M]):
             self.ask(sample=True)
         elif self._ticking.acquire(blocking=False):  # else the last check has not ended yet
             try:
-                self._guard.runtime.start_thread(self._tick_aside, f"modelguard-check-{self._guard.name}")
+                self._guard.system.start_thread(self._tick_aside, f"modelguard-check-{self._guard.name}")
             except BaseException:  # the system gives no thread; the next tick tries again
                 self._ticking.release()
                 raise
@@ -179,7 +179,7 @@ class PolicyChecks(Generic[M]):
 
     def _postpones(self, due: Due[M], over: Generation[M]) -> bool:
         """Whether it must wait: the guard is paused, or its model young. Each policy is reported once."""
-        state, now = self._guard.state, self._guard.runtime.clock()
+        state, now = self._guard.state, self._guard.system.clock()
         until = over.born + self._guard.options.swap.min_lifetime
         if state.paused:
             job = PostponedJob(due.reasons, "paused", None)
@@ -352,7 +352,7 @@ class PolicyChecks(Generic[M]):
         if state.paused and state.current is not None:
             self._pause = _UNHURRIED
             return None
-        self._pause = max(0.0, state.retry_at - self._guard.runtime.clock())
+        self._pause = max(0.0, state.retry_at - self._guard.system.clock())
         return None if self._pause > 0 else Due((Reason("retry", f"retry after failure {state.failures}"),), None)
 
     def _ask(self, snapshot: Snapshot) -> dict[Reason, Policy]:
@@ -382,7 +382,7 @@ class PolicyChecks(Generic[M]):
         for part in policy.parts():
             detail = part.ignored_because(snapshot)
             if detail is not None and self._first_report(f"ignored {(named := _units.plain(repr(part)))}"):
-                grown = runtime.found() if part.reads_memory else None
+                grown = system.found() if part.reads_memory else None
                 event = telemetry.PolicyIgnored(
                     guard=self._guard.name,
                     generation=snapshot.generation,
@@ -427,15 +427,15 @@ class PolicyChecks(Generic[M]):
 
     def _check_gpu_cache(self, now: Snapshot) -> None:
         """Empty torch's cache if a policy finds it too large, and not too soon after the last time."""
-        runtime = self._guard.runtime
+        system = self._guard.system
         part = next((one for one in self._on_gpus if one.cache_too_large(now)), None)
-        if part is None or runtime.clock() < self._empty_again:
+        if part is None or system.clock() < self._empty_again:
             return
         self._emptied += 1
-        self._empty_again = runtime.clock() + _PAUSE.seconds(self._emptied, now.jitter)
-        before, started = use_of(runtime.gpu), runtime.clock()
-        runtime.gpu.empty_cache()
-        after = use_of(runtime.gpu)
+        self._empty_again = system.clock() + _PAUSE.seconds(self._emptied, now.jitter)
+        before, started = use_of(system.gpu), system.clock()
+        system.gpu.empty_cache()
+        after = use_of(system.gpu)
         if before is None or after is None:  # the device has failed
             return
         event = telemetry.GpuCacheEmptied(
@@ -445,7 +445,7 @@ class PolicyChecks(Generic[M]):
             reserved_before=before.reserved,
             reserved_after=after.reserved,
             allocated=after.allocated,
-            seconds=runtime.clock() - started,
+            seconds=system.clock() - started,
             advice=_ADVICE if self._emptied > 1 or after.reserved >= before.reserved else None,
         )
         telemetry.emit(event)

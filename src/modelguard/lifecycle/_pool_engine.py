@@ -38,8 +38,8 @@ from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._state import GuardState
-    from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
+    from modelguard.lifecycle.system import System
 
 
 K = TypeVar("K", bound=Hashable)
@@ -71,16 +71,16 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
     load, because a release would falsify the size that a load measures.
 
     Args:
-        make: Makes the engine of one key's model, with the runtime that it is to use.
+        make: Makes the engine of one key's model, with the system that it is to use.
         options: The pool's bounds.
-        runtime: Clock, chance and threads.
+        system: Clock, chance and threads.
     """
 
     fork_rank = fork_hooks.Rank.POOL
 
-    def __init__(self, make: Callable[[Any, Runtime], Engine[M]], options: PoolOptions, runtime: Runtime) -> None:
+    def __init__(self, make: Callable[[Any, System], Engine[M]], options: PoolOptions, system: System) -> None:
         self.options = options
-        self.runtime = runtime
+        self.system = system
         self.paused = False  # age, changed sources and idleness end no model
         self._make = make
         self._shown_pause = ShownPause(options.name)
@@ -172,7 +172,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=self.name))
 
     def _request_end(self, keys: tuple[K, ...]) -> dict[K, PooledModel[M]]:
-        now = self.runtime.clock()
+        now = self.system.clock()
         ending = {key: model for key, model in self._models.items() if not keys or key in keys}
         for model in ending.values():
             model.until_next_use = _REQUESTED
@@ -229,7 +229,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             self._release_evicted_in_background()
         self.line.serve()
         for probe in probes:
-            probe.poll(self.runtime)
+            probe.poll(self.system)
 
     def check_interval(self) -> float:
         source = self.options.source
@@ -242,12 +242,12 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
 
     def _tick_from_now_on(self) -> None:
         with suppress(RuntimeError):  # the system gives no thread; the next load tries again
-            if self.runtime.ticks:
+            if self.system.ticks:
                 TICKER.add(self)
 
     def _evict_due(self) -> None:
         """Evict what nobody uses and is to go: on request, or because nobody has used it for long enough."""
-        now, after = self.runtime.clock(), math.inf if self.paused else self.options.idle
+        now, after = self.system.clock(), math.inf if self.paused else self.options.idle
         for key, model in list(self._models.items()):
             if model.until_next_use is not None:
                 if model.unused:
@@ -270,7 +270,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         if not self._evicted or not one_load.acquire(blocking=False):
             return
         name = f"modelguard-release-{self.name}"
-        self._releasing = waiting.start(self._close_evicted, name, self.runtime.start_thread)
+        self._releasing = waiting.start(self._close_evicted, name, self.system.start_thread)
         self._releasing.add_done_callback(lambda _: one_load.release())  # also where the system gives no thread
 
     def _close_evicted(self) -> None:
@@ -297,7 +297,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                 guard=engine.name, generation=current.number, reasons=(model.until_next_use,)
             )
             telemetry.emit(event)
-        waiting.off_loop(engine.shut_down, f"modelguard-release-{self.name}", self.runtime.start_thread)
+        waiting.off_loop(engine.shut_down, f"modelguard-release-{self.name}", self.system.start_thread)
 
     # What the calling context may do
 
@@ -366,7 +366,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             try:
                 if pin.to_load:
                     load = partial(self._load, key, pin, limit)
-                    if not (yield Work(load, f"modelguard-{self.name}", self.runtime.start_thread)):
+                    if not (yield Work(load, f"modelguard-{self.name}", self.system.start_thread)):
                         continue  # it was larger than the room that was made
                 assert model.engine is not None  # noqa: S101 - set by _load, before anyone else finds it
                 if (lease := Lease.take_now(model.engine)) is not None:
@@ -381,7 +381,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
     def _until_found(self, key: K, limit: Timeout) -> Steps[Pin[M]]:
         """Wait for the pinned model of ``key``."""
         with self._lock:
-            want = Want(key, list(self._models.values()), self.runtime.clock())
+            want = Want(key, list(self._models.values()), self.system.clock())
         look = partial(self._press, want)
         found = partial(self._find, want)
         try:
@@ -412,7 +412,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             return shared, False
         future.add_done_callback(lambda _: self._fetches.pop(key, None))
         work = partial(self.take, key, self.options.wait_timeout)
-        return waiting.start(work, f"modelguard-{self.name}", self.runtime.start_thread, future), True
+        return waiting.start(work, f"modelguard-{self.name}", self.system.start_thread, future), True
 
     def take_now(self, key: K) -> Lease[M] | None:
         """Take a lease if the model of ``key`` is loaded; None if that needs a wait."""
@@ -440,7 +440,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         self._raise_if_closed()
         if want.awaits is not None and want.awaits.loading and want.awaits.failure is None:
             return None  # cheap: a thousand callers may wait for one load
-        key, now = want.key, self.runtime.clock()
+        key, now = want.key, self.system.clock()
         with self._lock:
             want.raise_failure()
             model = self._touch(key)
@@ -485,7 +485,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
     def _press(self, want: Want[K, M]) -> None:
         """As time passes: have the least used model end for the first in line."""
         if self._first is want:
-            now = self.runtime.clock()
+            now = self.system.clock()
             with self._lock:
                 if want.is_overdue(now):
                     self._stop_lending_oldest(now)
@@ -500,7 +500,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
 
     def _lends(self, model: PooledModel[M], want: Want[Any, M] | None = None) -> bool:
         """Whether the caller may use ``model`` now. While it loads, only its own warm-up may."""
-        overdue = model.overdue(self.runtime.clock(), paused=self.paused)
+        overdue = model.overdue(self.system.clock(), paused=self.paused)
         if overdue < 0 and not model.loading:
             return True
         if want is None:
@@ -531,7 +531,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             self._in_background(partial(self._return, found))
 
     def _in_background(self, work: Callable[[], None]) -> None:
-        self.runtime.in_background(work, f"modelguard-line-{self.name}")
+        self.system.in_background(work, f"modelguard-line-{self.name}")
 
     def _return(self, pin: Pin[M]) -> None:
         with self._lock:
@@ -583,16 +583,16 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                 known = self._known_of(key)
                 failed, woken, probe = known.failed, known.idle, known.probe
                 known.failed, known.idle = None, False
-            engine = model.engine = failed or self._make(key, self.runtime)
+            engine = model.engine = failed or self._make(key, self.system)
             engine.changed = self._call_ended
             with self._lock:  # who closes it from now on finds the engine, and closes that
                 self._raise_if_gone(key, model)
             if woken:
                 engine.state.await_next_use()
-            at_load = UNKNOWN if probe is None else probe.wait(probe.ask(self.runtime))
+            at_load = UNKNOWN if probe is None else probe.wait(probe.ask(self.system))
             waiting.block(engine.until_loaded(Timeout(None)))
             if probe is not None:
-                probe.loaded(at_load, self.runtime)
+                probe.loaded(at_load, self.system)
                 model.probe = probe
             if self.check_interval() < math.inf:
                 self._tick_from_now_on()
@@ -654,8 +654,8 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                 model.loading = False  # those who wait for it look again
                 return False
             ttl = self.options.ttl
-            age = math.inf if ttl is None else ttl.seconds * (1 - ttl.jitter * self.runtime.random())
-            model.expires = self.runtime.clock() + age
+            age = math.inf if ttl is None else ttl.seconds * (1 - ttl.jitter * self.system.random())
+            model.expires = self.system.clock() + age
             model.loading = False
             self._loads += 1
             engine.state.watch(watched=self._watching)
@@ -692,7 +692,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         self._renew_locks()
         probes = [one.probe for one in self._models.values()] + [one.probe for one in self._known.values()]
         for probe in {one for one in probes if one is not None}:
-            probe.after_fork_in_child(self.runtime)
+            probe.after_fork_in_child(self.system)
         for key, model in list(self._models.items()):
             model.pins = 0
             if model.loading:

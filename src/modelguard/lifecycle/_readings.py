@@ -29,12 +29,12 @@ from modelguard.lifecycle.policies import (
     ProbeAnswers,
     Snapshot,
 )
-from modelguard.lifecycle.runtime import MAX_ENTRIES, Fingerprint, is_whole
+from modelguard.lifecycle.system import MAX_ENTRIES, Fingerprint, is_whole
 from modelguard.runtime.waiting import resolve
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.system import System
 
 
 # What a probe has returned so far, and whether that is a change. It starts no thread and reads no clock.
@@ -162,49 +162,49 @@ class Probe:
         self._sound = 0
         self._reported: set[str] = set()
 
-    def after_fork_in_child(self, runtime: Runtime) -> None:
+    def after_fork_in_child(self, system: System) -> None:
         """The parent's threads do not exist here. What is known of the source stays true."""
         plan = self._next < math.inf
         self._start()
         if plan:
-            self._next = runtime.clock() + self._pause(runtime)
+            self._next = system.clock() + self._pause(system)
 
     @property
     def answers(self) -> ProbeAnswers:
         with self._lock:
             return ProbeAnswers(changed=self._source.changed, unsteady=self._source.unsteady)
 
-    def loaded(self, value: object, runtime: Runtime) -> None:
+    def loaded(self, value: object, system: System) -> None:
         """A model was loaded; ``value`` is what the probe returned just before."""
         with self._lock:
             self._source.loaded(value)
-            self._next = runtime.clock() + self._pause(runtime)
+            self._next = system.clock() + self._pause(system)
 
-    def poll(self, runtime: Runtime) -> None:
+    def poll(self, system: System) -> None:
         """Ask, if it is time. Does not wait for the answer."""
-        now = runtime.clock()
+        now = system.clock()
         with self._lock:
             late = [call for call, since in self._running.items() if now - since >= self._policy.timeout]
             for call in late:
                 self._give_up(call)
             ask = now >= self._next and not self._running
             if ask:
-                self._next = now + self._pause(runtime)
+                self._next = now + self._pause(system)
         if late:
             self._report_late()
         if ask:
-            self.ask(runtime)
+            self.ask(system)
 
-    def ask(self, runtime: Runtime) -> Future[object]:
+    def ask(self, system: System) -> Future[object]:
         """Ask now, in a thread; returns what becomes the value, ``UNKNOWN`` if the call fails."""
         call: Future[object] = Future()
         with self._lock:
             if len(self._hanging) + len(self._running) >= MOST_HANGING:
                 call.set_result(UNKNOWN)
                 return call
-            self._running[call] = runtime.clock()
+            self._running[call] = system.clock()
         try:
-            runtime.start_once(partial(self._call, call, runtime), f"modelguard-probe-{self._guard}")
+            system.start_once(partial(self._call, call, system), f"modelguard-probe-{self._guard}")
         except RuntimeError as error:  # the system gives no thread, or the interpreter is shutting down
             self._failed(call, error)
             call.set_result(UNKNOWN)
@@ -222,20 +222,20 @@ class Probe:
             self._report_late()
             return UNKNOWN
 
-    def _call(self, call: Future[object], runtime: Runtime) -> None:
+    def _call(self, call: Future[object], system: System) -> None:
         value: object = UNKNOWN
         try:
             value = resolve(self._policy.probe())
             if value is None:
                 raise TypeError("it returned None; return a value that changes with the model, such as an ETag")  # noqa: TRY301 - reported as what it raises is
-            self._answered(call, value, runtime)
+            self._answered(call, value, system)
         except BaseException as error:  # noqa: BLE001 - whatever a probe raises, it only does not answer
             value = UNKNOWN
             self._failed(call, error)
         finally:
             call.set_result(value)
 
-    def _answered(self, call: Future[object], value: object, runtime: Runtime) -> None:
+    def _answered(self, call: Future[object], value: object, system: System) -> None:
         with self._lock:
             made = self._running.get(call)
             if made is None or made < self._newest:  # too late: the value may be an old one
@@ -249,7 +249,7 @@ class Probe:
                 self._reported.clear()
             if self._source.expects_confirmation:
                 soon = max(_SOONEST, self._policy.every * _CONFIRM)
-                self._next = min(self._next, runtime.clock() + min(soon, self._policy.every))
+                self._next = min(self._next, system.clock() + min(soon, self._policy.every))
 
     def _failed(self, call: Future[object], error: BaseException) -> None:
         with self._lock:
@@ -278,8 +278,8 @@ class Probe:
         where = f"{error} (in {self._policy!r})"
         telemetry.emit(telemetry.CallbackErrored(guard=self._guard, callback="probe", error=where))
 
-    def _pause(self, runtime: Runtime) -> float:
-        return self._policy.every * (1 - self._policy.jitter * runtime.random())
+    def _pause(self, system: System) -> float:
+        return self._policy.every * (1 - self._policy.jitter * system.random())
 
 
 def _probed(policy: Policy | None) -> tuple[Changed, ...]:
@@ -370,7 +370,7 @@ class Readings:
         self._probes = {part: Probe(guard.name, part) for part in _probed(guard.options.reload_on)}
         self._before: dict[Path, Fingerprint | None] = {}  # the load that is under way
         self._at_load: dict[Path, Fingerprint | None] = {}
-        self._idle_since = guard.runtime.clock()
+        self._idle_since = guard.system.clock()
         self.start(None)
 
     def decide_by(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None] = MappingProxyType({})) -> None:
@@ -378,7 +378,7 @@ class Readings:
         parts = policy.parts() if policy is not None else ()
         self._reads_memory = any(part.reads_memory for part in parts)
         self._reads_gpu = any(part.reads_gpu for part in parts)
-        self._limit = self._guard.runtime.limit() if self._reads_memory else None
+        self._limit = self._guard.system.limit() if self._reads_memory else None
         self._paths = tuple({part.path for part in parts if isinstance(part, Modified)})
         self._asked = _probed(policy)
         self._before.update(files)
@@ -399,19 +399,19 @@ class Readings:
 
     @property
     def _polled(self) -> tuple[Changed, ...]:
-        return self._asked if self._guard.runtime.probes else ()
+        return self._asked if self._guard.system.probes else ()
 
     def after_fork_in_child(self, generation: Generation[Any] | None) -> None:
         """Start the child's own readings. Its model, and so what its source was, is the parent's."""
         for probe in self._probes.values():
-            probe.after_fork_in_child(self._guard.runtime)
+            probe.after_fork_in_child(self._guard.system)
         self.start(generation)
 
     def before_load(self) -> AtLoad:
         """The state of the source. Take it before the loader reads it. Waits for probes, up to their ``timeout``."""
-        asked = [(part, self._probes[part].ask(self._guard.runtime)) for part in self._polled]  # all of them at once
+        asked = [(part, self._probes[part].ask(self._guard.system)) for part in self._polled]  # all of them at once
         answers = {part: self._probes[part].wait(call) for part, call in asked}
-        found = {path: self._guard.runtime.fingerprint(path) for path in self._paths}
+        found = {path: self._guard.system.fingerprint(path) for path in self._paths}
         for path, files in found.items():
             if path not in self._told and not is_whole(files):
                 self._told.add(path)
@@ -429,9 +429,9 @@ class Readings:
         """
         self._at_load = at_load.files
         for part, value in at_load.answers.items():
-            self._probes[part].loaded(value, self._guard.runtime)
+            self._probes[part].loaded(value, self._guard.system)
         if not replaced:
-            self._idle_since = self._guard.runtime.clock()
+            self._idle_since = self._guard.system.clock()
         self.start(generation)
 
     def snapshot(self, generation: Generation[Any], *, settled: bool, sample: bool) -> Snapshot:
@@ -442,12 +442,12 @@ class Readings:
             settled: Whether all its predecessors are gone.
             sample: Whether there is time to read memory and files; if not, the latest readings are used.
         """
-        now = self._guard.runtime.clock()
+        now = self._guard.system.clock()
         age = now - generation.born
         if sample:
             self._read_files(now)
             for part in self._polled:
-                self._probes[part].poll(self._guard.runtime)
+                self._probes[part].poll(self._guard.system)
             if settled and (generation.uses >= SETTLE_USES or age >= SETTLE_SECONDS):
                 self._read_memory(now)
         # Read once, and copied in one step: the end of a load begins anew, in its own thread.
@@ -469,7 +469,7 @@ class Readings:
             pinned=gpu.pinned,
             jitter=generation.jitter,
             first=generation.number == 1 and self._guard.state.epoch == 0,
-            time=self._guard.runtime.wall_clock(),
+            time=self._guard.system.wall_clock(),
             files=MappingProxyType({path: self._change(path, *found, now) for path, found in seen.items()}),
             probes=MappingProxyType(dict(answers)),
             gauges=_gauges(generation),
@@ -479,7 +479,7 @@ class Readings:
     @property
     def interval(self) -> float:
         reads = self._reads_memory or self._reads_gpu
-        return max(0.0, self._next_reading - self._guard.runtime.clock()) if reads else math.inf
+        return max(0.0, self._next_reading - self._guard.system.clock()) if reads else math.inf
 
     def idle(self, generation: Generation[Any], now: float) -> float:
         """Seconds for which no call has run or ended, as far as those have seen who have asked.
@@ -494,17 +494,17 @@ class Readings:
     def _read_memory(self, now: float) -> None:
         if not (self._reads_memory or self._reads_gpu) or now < self._next_reading:
             return
-        runtime, memory, gpu = self._guard.runtime, self._memory, self._gpu
-        started = runtime.thread_cpu()  # waiting for a processor costs nothing, and then a leak is in a hurry
+        system, memory, gpu = self._guard.system, self._memory, self._gpu
+        started = system.thread_cpu()  # waiting for a processor costs nothing, and then a leak is in a hurry
         if self._reads_memory:
-            memory.add(runtime.private())
+            memory.add(system.private())
         if self._reads_gpu:
-            gpu.take(runtime.gpu)
-        self._next_reading = now + pause_after(runtime.thread_cpu() - started)
+            gpu.take(system.gpu)
+        self._next_reading = now + pause_after(system.thread_cpu() - started)
 
     def _read_files(self, now: float) -> None:
         for path in self._paths:
-            found = self._guard.runtime.fingerprint(path)
+            found = self._guard.system.fingerprint(path)
             known = self._seen.get(path)
             if known is None or known[0] != found:
                 self._seen[path] = (found, now)

@@ -16,7 +16,7 @@ from modelguard.lifecycle._state import Generation, GuardContext
 from modelguard.runtime.waiting import resolve
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle.runtime import Runtime, Trim
+    from modelguard.lifecycle.system import System, Trim
 
 
 M = TypeVar("M")
@@ -47,7 +47,7 @@ thaw: Callable[[], None] | None = None
 
 def drain_and_release(guard: GuardContext[M], old: Generation[M], timeout: float | None = None) -> None:
     """Wait for a retired generation's calls and release it; after its drain timeout, abandon it to them."""
-    started = guard.runtime.clock()
+    started = guard.system.clock()
     timeout = guard.options.swap.drain_timeout if timeout is None else timeout
     remaining = guard.state.drain(old, timeout)
     if remaining:
@@ -56,7 +56,7 @@ def drain_and_release(guard: GuardContext[M], old: Generation[M], timeout: float
         )
         telemetry.emit(event)
         return
-    release_and_report(guard, old, drain_seconds=guard.runtime.clock() - started)
+    release_and_report(guard, old, drain_seconds=guard.system.clock() - started)
 
 
 def release_and_report(guard: GuardContext[M], old: Generation[M], *, drain_seconds: float | None) -> None:
@@ -86,16 +86,16 @@ def release(
     enough if the model is still alive, or if less memory came back than the model took, or than came back from earlier
     models.
     """
-    with guard.runtime.returning():
+    with guard.system.returning():
         return _release(guard, generation, drain_seconds)
 
 
 def _release(
     guard: GuardContext[M], generation: Generation[M], drain_seconds: float | None
 ) -> telemetry.GenerationReleased:
-    runtime = guard.runtime
-    started, before, gpu_before = runtime.clock(), runtime.recent_private(), use_of(runtime.gpu)
-    handed_out = runtime.handed_out()
+    system = guard.system
+    started, before, gpu_before = system.clock(), system.recent_private(), use_of(system.gpu)
+    handed_out = system.handed_out()
     model = generation.drop()
     error = unload(guard, model)
     watch, immortal = _watch(model), _is_immortal(model)
@@ -103,16 +103,16 @@ def _release(
 
     collected = not immortal and (watch is None or watch() is not None)
     if collected:
-        _collect(runtime)
-    trim, after, gpu_after = _trim(runtime)
+        _collect(system)
+    trim, after, gpu_after = _trim(system)
     if not (collected or immortal) and (
         _too_little_came_back(guard, generation, before, after) or _stays_on_gpu(generation, gpu_before, gpu_after)
     ):
         # The model itself died by reference count, but memory is still held: most likely by cycles inside it.
-        _collect(runtime)
+        _collect(system)
         collected = True
-        trim, after, gpu_after = _trim(runtime)
-    alive = None if watch is None else immortal or _lives_on(watch, runtime)
+        trim, after, gpu_after = _trim(system)
+    alive = None if watch is None else immortal or _lives_on(watch, system)
     return telemetry.GenerationReleased(
         guard=guard.name,
         generation=generation.number,
@@ -124,11 +124,11 @@ def _release(
         collected=collected,
         trimmed_by=trim.allocator,
         trim_error=trim.error,
-        seconds=runtime.clock() - started,
+        seconds=system.clock() - started,
         drain_seconds=drain_seconds,
         error=error,
-        in_use=runtime.in_use(),
-        held=runtime.held(),
+        in_use=system.in_use(),
+        held=system.held(),
         immortal=immortal,
         gpu_reserved_before=None if gpu_before is None else gpu_before.reserved,
         gpu_reserved_after=None if gpu_after is None else gpu_after.reserved,
@@ -137,7 +137,7 @@ def _release(
     )
 
 
-def _collect(runtime: Runtime) -> None:
+def _collect(system: System) -> None:
     if thaw is not None:
         thaw()
     from modelguard.facts import _holders  # here: most models die by reference count
@@ -145,20 +145,20 @@ def _collect(runtime: Runtime) -> None:
     for _ in range(_COUNTED):
         if not _holders.is_counting():
             break
-        runtime.sleep(_PAUSE)
+        system.sleep(_PAUSE)
     for _ in range(_TRIES):
         before = _collections()
         gc.collect()
         if _collections() > before:
             return
-        runtime.sleep(_PAUSE)  # another thread collects, and may have looked at the model before it was dropped
+        system.sleep(_PAUSE)  # another thread collects, and may have looked at the model before it was dropped
 
 
-def _lives_on(watch: weakref.ref[Any], runtime: Runtime) -> bool:
+def _lives_on(watch: weakref.ref[Any], system: System) -> bool:
     for _ in range(_LOOKS):
         if watch() is None:
             return False
-        runtime.sleep(_PAUSE)  # another thread that takes its figures, as for a status, lets it go at once
+        system.sleep(_PAUSE)  # another thread that takes its figures, as for a status, lets it go at once
     return watch() is not None
 
 
@@ -182,7 +182,7 @@ def _why_kept(
         return None
     if generation.pid != os.getpid():
         return "it was loaded before a fork, so other processes still use its pages"
-    handed_out = guard.runtime.handed_out()
+    handed_out = guard.system.handed_out()
     back = None if handed_out is None or handed_out_before is None else handed_out_before - handed_out
     said = f"{_units.format_bytes(max(0, returned))} of {_units.format_bytes(took)} came back"
     if back is None:
@@ -224,10 +224,10 @@ def unload(guard: GuardContext[M], model: M) -> str | None:
     return None
 
 
-def _trim(runtime: Runtime) -> tuple[Trim, int, GpuUse | None]:
+def _trim(system: System) -> tuple[Trim, int, GpuUse | None]:
     """What came of it, and what the process has from then on: private memory, and GPU memory."""
-    runtime.gpu.empty_cache()
-    return runtime.try_trim(), runtime.private(), use_of(runtime.gpu)
+    system.gpu.empty_cache()
+    return system.try_trim(), system.private(), use_of(system.gpu)
 
 
 def _is_immortal(model: object) -> bool:

@@ -60,9 +60,9 @@ def _load_and_measure(
     guard: GuardContext[M], before: int, discard: Callable[[Generation[M], DiscardCause], None]
 ) -> Generation[M]:
     """Load, validate and warm up a model, and measure what that took; ``discard`` gets one that is rejected."""
-    runtime = guard.runtime
-    handed_out_before, started = runtime.handed_out(), runtime.clock()
-    on_gpus = {one.device: one.allocated for one in runtime.gpu.devices()}
+    system = guard.system
+    handed_out_before, started = system.handed_out(), system.clock()
+    on_gpus = {one.device: one.allocated for one in system.gpu.devices()}
     with StallMeter() as meter:
         generation = _load(guard)
         try:
@@ -70,24 +70,24 @@ def _load_and_measure(
         except BaseException:
             discard(generation, "rejected")
             raise
-        runtime.try_trim()  # what only the load needed: 30 to 60 MB for ja_ginza
+        system.try_trim()  # what only the load needed: 30 to 60 MB for ja_ginza
     # A load that reuses free memory makes the process grow by less than the model, but all of it is handed out.
-    growth, handed_out = runtime.private() - before, runtime.handed_out()
+    growth, handed_out = system.private() - before, system.handed_out()
     taken = 0 if handed_out is None or handed_out_before is None else handed_out - handed_out_before
     generation.written_bytes = max(0, growth, taken)
     mapped = _models.find(generation.model).size(generation.model) or 0
     generation.model_bytes = max(generation.written_bytes, mapped)
-    devices = runtime.gpu.devices()
+    devices = system.gpu.devices()
     generation.gpu_bytes = {one.device: max(0, one.allocated - on_gpus.get(one.device, 0)) for one in devices}
     generation.gpu_allocated = sum(one.allocated for one in devices) if devices else None
-    generation.born, generation.began = runtime.clock(), runtime.wall_clock()
+    generation.born, generation.began = system.clock(), system.wall_clock()
     generation.uses = generation.errors = 0
-    generation.load_seconds, generation.stall_seconds = runtime.clock() - started, meter.longest
+    generation.load_seconds, generation.stall_seconds = system.clock() - started, meter.longest
     return generation
 
 
 def _load(guard: GuardContext[M]) -> Generation[M]:
-    generation = guard.made(resolve(guard.options.load()), guard.runtime.random())
+    generation = guard.made(resolve(guard.options.load()), guard.system.random())
     if (model := generation.model) is None:
         raise Rejected("the loader returned None; return the model")
     if isinstance(model, GeneratorType):
@@ -110,7 +110,7 @@ def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
         if guard.options.swap.replay is not None and guard.recorded is not None:
             _replay(guard, generation, guard.recorded, guard.options.swap.replay)
     if generation.number == 1:
-        _guard_options.check_gpu(guard.options.reload_on, guard.runtime.gpu, loaded=True)
+        _guard_options.check_gpu(guard.options.reload_on, guard.system.gpu, loaded=True)
 
 
 def _validate(guard: GuardContext[M], generation: Generation[M], validate: Callable[..., object]) -> None:
@@ -144,13 +144,13 @@ def _replay(guard: GuardContext[M], generation: Generation[M], calls: RecordedCa
     with _lent_current(guard) as current:
         if current is None:
             return
-        started = guard.runtime.clock()
+        started = guard.system.clock()
         # Calls that the recorded ones make on the same guard are counted here, and not as traffic.
         shadow = Generation(current.number, current.model, born=current.born, began=current.began, jitter=0.0)
         found = compare(
             calls,
             rule,
-            guard.runtime.clock,
+            guard.system.clock,
             new=Side(generation.model, partial(running_on, generation)),
             current=Side(shadow.model, partial(running_on, shadow)),
             retired=lambda: current.retired,
@@ -165,7 +165,7 @@ def _replay(guard: GuardContext[M], generation: Generation[M], calls: RecordedCa
             compared=found.compared,
             agreed=found.agreed,
             slowdown=found.slowdown,
-            seconds=guard.runtime.clock() - started,
+            seconds=guard.system.clock() - started,
             accepted=objection is None,
         )
         telemetry.emit(event)
@@ -314,7 +314,7 @@ def free(
     Returns:
         Why the model must be replaced; empty if it need not.
     """
-    gpu = guard.runtime.gpu
+    gpu = guard.system.gpu
     before = use_of(gpu)
     free_after(gpu, error)
     after = use_of(gpu)
@@ -402,9 +402,9 @@ class Reload(Generic[M]):
         """End in failure: tell those who wait, and set the time of the next attempt."""
         if self._job.cancelled:  # nobody waits for it
             return
-        state, runtime = self._guard.state, self._guard.runtime
+        state, system = self._guard.state, self._guard.system
         attempt = state.failures + 1
-        wait = self._guard.options.loading.backoff.seconds(attempt, runtime.random())
+        wait = self._guard.options.loading.backoff.seconds(attempt, system.random())
         current = state.number
         failure = kind(self._guard.name, reason, attempt=attempt, retry_after=wait, current=current)
         failure.__cause__ = cause
@@ -417,7 +417,7 @@ class Reload(Generic[M]):
         except BaseException:  # noqa: BLE001 - whatever becomes of the event, those who wait must not wait for ever
             with suppress(BaseException):
                 logger.exception("modelguard could not report that the load of guard %r failed", self._guard.name)
-        state.fail(self._job, failure, retry_at=runtime.clock() + wait)
+        state.fail(self._job, failure, retry_at=system.clock() + wait)
 
     def _unload(self) -> None:
         """Release the model until its next use."""
@@ -430,17 +430,17 @@ class Reload(Generic[M]):
             drain_and_release(guard, old)
 
     def _replace(self) -> None:
-        runtime, lock = self._guard.runtime, self._guard.runtime.host_lock
+        system, lock = self._guard.system, self._guard.system.host_lock
         while True:  # without the turn while it waits for a pause: nobody else could load meanwhile
             self._wait_for_quiet()
-            with lock.held(sleep=runtime.sleep, clock=runtime.clock, cancelled=self._needs_no_turn) as held:
+            with lock.held(sleep=system.sleep, clock=system.clock, cancelled=self._needs_no_turn) as held:
                 if held in ("timed_out", "cancelled") or not self._pause_is_over():
                     self._host_lock, self._job.has_turn = held, True
                     self._replace_in_turn()
                     return
 
     def _replace_in_turn(self) -> None:
-        guard, runtime = self._guard, self._guard.runtime
+        guard, system = self._guard, self._guard.system
         if self._is_cancelled() and guard.state.put_off(self._job):
             return
         if self._protects_memory():
@@ -452,12 +452,12 @@ class Reload(Generic[M]):
         if swap == "load_first":
             old, since = guard.state.current, None
         else:
-            old, since = guard.state.retire_current(self._job), runtime.clock()
+            old, since = guard.state.retire_current(self._job), system.clock()
             if old is not None:
                 drain_and_release(guard, old)
         self._load_and_install(swap, since, at_load)
         if old is not None and old.dropped and guard.state.current is not None:
-            guard.state.left_behind.record(runtime.recent_private(), one_copy=swap == "drain_first")
+            guard.state.left_behind.record(system.recent_private(), one_copy=swap == "drain_first")
 
     # Before the load
 
@@ -474,13 +474,13 @@ class Reload(Generic[M]):
 
         The beginning, because that leaves most of the pause: a load that starts late in a pause meets the next calls.
         """
-        guard, runtime, job = self._guard, self._guard.runtime, self._job
-        started = since = runtime.clock()
+        guard, system, job = self._guard, self._guard.system, self._job
+        started = since = system.clock()
         before: int | None = None
         uses, call_ended, read = None, job.after_call or self._pause is not None, -math.inf
         self._pause, left = None, guard.options.swap.defer - self._deferred
         while not job.urgent and not self._is_cancelled():
-            generation, now = guard.state.current, runtime.clock()
+            generation, now = guard.state.current, system.clock()
             if generation is None or now - started >= left:
                 break
             if now - read >= _ROOM_INTERVAL:
@@ -493,10 +493,10 @@ class Reload(Generic[M]):
             elif call_ended and now - since >= QUIET:
                 self._pause = uses
                 break
-            before = runtime.private() if before is None else before  # of many processes, that takes 0.1 s of CPU time
-            runtime.sleep(_POLL)
-        self._deferred += runtime.clock() - started
-        self._growth_meanwhile += 0 if before is None else max(0, runtime.private() - before)
+            before = system.private() if before is None else before  # of many processes, that takes 0.1 s of CPU time
+            system.sleep(_POLL)
+        self._deferred += system.clock() - started
+        self._growth_meanwhile += 0 if before is None else max(0, system.private() - before)
 
     def _pause_is_over(self) -> bool:
         """Whether calls have come in the pause that was found, as while others had the turn."""
@@ -507,7 +507,7 @@ class Reload(Generic[M]):
         """Whether this reload is to free memory, and there is less than a second copy would need."""
         if not self._protects_memory():
             return False
-        room = self._guard.runtime.headroom()
+        room = self._guard.system.headroom()
         return room is not None and room < PEAK * (self._guard.state.model_bytes or 0)
 
     def _protects_memory(self) -> bool:
@@ -521,13 +521,13 @@ class Reload(Generic[M]):
 
     def _choose_swap(self) -> Swap:
         guard = self._guard
-        size, room = guard.state.model_bytes, guard.runtime.headroom()
+        size, room = guard.state.model_bytes, guard.system.headroom()
         chosen: Swap
         if guard.options.swap.mode == "auto":
             need = int(PEAK * (size or 0))
             if room is not None and room < need and guard.state.previous is not None:
                 self._release_previous()
-                room = guard.runtime.headroom()
+                room = guard.system.headroom()
             chosen = "load_first" if room is None or room >= need else "drain_first"
             free = "an unknown amount" if room is None else _units.format_bytes(room)
             why = f"a second copy needs {_units.format_bytes(need)} while it loads, and {free} is free"
@@ -545,7 +545,7 @@ class Reload(Generic[M]):
         """Why a GPU cannot hold a second copy; None if all can, or if it is not known."""
         current = self._guard.state.current
         for device, size in {} if current is None else current.gpu_bytes.items():
-            need, room = int(PEAK * size), self._guard.runtime.gpu.room(device)
+            need, room = int(PEAK * size), self._guard.system.gpu.room(device)
             if size and room is not None and room < need:
                 free = _units.format_bytes(room)
                 return f"a second copy needs {_units.format_bytes(need)} on GPU {device}, and {free} is free"
@@ -570,7 +570,7 @@ class Reload(Generic[M]):
             if generation is None:
                 return
             generation.fruitless_reloads = self._fruitless_reloads
-            waited = 0.0 if since is None else guard.runtime.clock() - since
+            waited = 0.0 if since is None else guard.system.clock() - since
             keep = guard.options.swap.keep_previous and swap == "load_first" and not self._protects_memory()
             installed = guard.state.install(self._job, generation, discardable=discardable, keep=keep)
             if installed is not None:
@@ -600,7 +600,7 @@ class Reload(Generic[M]):
             host_lock=self._host_lock,
         )
         telemetry.emit(event)
-        before = guard.runtime.private()
+        before = guard.system.private()
         try:
             return self._in_time(before)
         except Late:
@@ -612,12 +612,12 @@ class Reload(Generic[M]):
             ended_by: DiscardCause = "rolled_back" if self._job.cancelled else "closed"
             telemetry.emit(telemetry.LoadDiscarded(guard=guard.name, cause=ended_by))
         except Rejected as rejection:
-            free_after(guard.runtime.gpu, rejection.__cause__ or rejection)
+            free_after(guard.system.gpu, rejection.__cause__ or rejection)
             self.fail(ModelRejected, str(rejection), rejection.__cause__)
         except BaseException as error:  # noqa: BLE001 - whatever a loader raises is the load's failure
             shortage = self._shortage(before) if isinstance(error, MemoryError) else ""  # while the load still holds it
-            free_after(guard.runtime.gpu, error)  # who waits keeps the error, and would keep half a model
-            cause = named(guard.name, guard.runtime.gpu, error)
+            free_after(guard.system.gpu, error)  # who waits keeps the error, and would keep half a model
+            cause = named(guard.name, guard.system.gpu, error)
             said = "; ".join(filter(None, (text_of(cause), shortage)))
             self.fail(LoadFailed, f"{type(cause).__name__}: {said}", cause)
         return None
@@ -635,11 +635,11 @@ class Reload(Generic[M]):
             BaseException: Whatever the loader or the warm-up raised.
         """
         guard = self._guard
-        with guard.runtime.returning():  # ends here with the wait for a loader that does not end
+        with guard.system.returning():  # ends here with the wait for a loader that does not end
             return _within(
                 guard.options.loading.timeout,
                 partial(self._work, before),
-                start_thread=guard.runtime.start_thread,
+                start_thread=guard.system.start_thread,
                 name=f"modelguard-loader-{guard.name}",
                 when_late=lambda generation: self._discard(generation, "late"),
             )
@@ -657,8 +657,8 @@ class Reload(Generic[M]):
 
     def _shortage(self, before: int) -> str:
         """What a load that ran out of memory had taken, and what was left."""
-        runtime = self._guard.runtime
-        private, room = runtime.private(), runtime.headroom()
+        system = self._guard.system
+        private, room = system.private(), system.headroom()
         free = "an unknown amount" if room is None else _units.format_bytes(room)
         limits = "".join(f"; {_units.format_bytes(most)} is the most that {what}" for what, most in _ulimits())
         return (
@@ -667,7 +667,7 @@ class Reload(Generic[M]):
         )
 
     def _emit_finished(self, loaded: Generation[M], swap: Swap, waited: float) -> None:
-        gpu = use_of(self._guard.runtime.gpu)
+        gpu = use_of(self._guard.system.gpu)
         event = telemetry.LoadFinished(
             guard=self._guard.name,
             generation=loaded.number,

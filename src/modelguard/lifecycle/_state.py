@@ -28,7 +28,7 @@ from modelguard.runtime.waiting import promise
 if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import GuardOptions
     from modelguard.lifecycle._replay import RecordedCalls
-    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.system import System
     from modelguard.telemetry import GenerationReleased, PostponeCause, Reason
 
 
@@ -757,10 +757,10 @@ class GuardState(Generic[M]):
 class GuardContext(Generic[M]):
     """One guard, as loading, evaluating and releasing see it."""
 
-    def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
+    def __init__(self, options: GuardOptions[M], system: System) -> None:
         self.options = options  # set once, but for the guard of molds: see Engine.follow
         self.state: GuardState[M] = GuardState(options.name)
-        self.runtime = runtime  # a test may replace it, to move a guard to another clock: read it anew each time
+        self.system = system  # a test may replace it, to move a guard to another clock: read it anew each time
         self.family = options.family or KnownModels()  # what its loader has returned, and those of its replicas
         self.shown = ShownVersion(options.name)  # to `modelguard top`
         self.shown_pause = ShownPause(options.name)
@@ -774,7 +774,7 @@ class GuardContext(Generic[M]):
     def made(self, returned: object, jitter: float) -> Generation[M]:
         """Make the next generation of what the loader has returned."""
         model, version = unpacked(returned)
-        born, began = self.runtime.clock(), self.runtime.wall_clock()
+        born, began = self.system.clock(), self.system.wall_clock()
         return Generation(self.state.generations + 1, model, version=version, born=born, began=began, jitter=jitter)
 
     @property

@@ -18,8 +18,8 @@ from modelguard.runtime.fork_hooks import WeakRegistry
 if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import GuardOptions, Loading, Swap, SwapMode
     from modelguard.lifecycle._models import Loaded
-    from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import Status
+    from modelguard.lifecycle.system import System
     from modelguard.telemetry.reasons import Reason
 
 __all__ = ["ModelGuard", "guard", "guard_of"]
@@ -46,8 +46,8 @@ class ModelGuard(ModelHandle[M]):
     _status = "modelguard.lifecycle.status:Status"
     _what = "guard"
 
-    def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
-        self.engine: Engine[M] = Engine(options, runtime)
+    def __init__(self, options: GuardOptions[M], system: System) -> None:
+        self.engine: Engine[M] = Engine(options, system)
         super().__init__(self.engine.name, (self.engine,))
         guards.add(self)
         # The engine is in reference cycles: without this, it would reload for nobody until the collector finds it.
@@ -250,11 +250,11 @@ def guard(
         PolicyNeverFires: A policy can never be due as it is written.
     """
     # Here, to keep the import of modelguard light: only those who make a guard need them.
-    from modelguard.lifecycle import _guard_options, runtime
+    from modelguard.lifecycle import _guard_options, system
 
     _guard_options.check_loader(load)
     _misuse.check_keyword("reload_on", reload_on, others, fix=_FIX)
-    world, rule = runtime.default(), _guard_options.Swap.parse(swap)
+    world, rule = system.default(), _guard_options.Swap.parse(swap)
     if reload_on is not None:
         _guard_options.check_policy(reload_on, world.limit, world.gpu)
     _guard_options.check_min_lifetime(reload_on, rule.min_lifetime)

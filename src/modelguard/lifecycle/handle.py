@@ -19,7 +19,7 @@ from modelguard.runtime.waiting import Steps, Timeout
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._engine import Engine
-    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.system import System
 
 M = TypeVar("M")
 S = TypeVar("S")
@@ -74,7 +74,7 @@ class _Source(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def runtime(self) -> Runtime: ...
+    def system(self) -> System: ...
     def set_paused(self, *, paused: bool) -> None: ...
     def close(self, timeout: float | None) -> None: ...
     def reopen(self) -> None: ...
@@ -145,7 +145,7 @@ class Handle(Entered):
         await self._aside("close", partial(self.close, timeout))
 
     async def _aside(self, verb: str, work: Callable[[], None]) -> None:
-        await waiting.run(work, f"modelguard-{verb}-{self.name}", self._sources[0].runtime.start_thread)
+        await waiting.run(work, f"modelguard-{verb}-{self.name}", self._sources[0].system.start_thread)
 
     def _raise_on_loop(self, verb: str) -> None:
         waiting.raise_on_event_loop(self.name, verb, f"await {self._what.split()[-1]}.a{verb}()")

@@ -25,8 +25,8 @@ from modelguard.runtime.waiting import Timeout
 if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import GuardOptions, Loading
     from modelguard.lifecycle._models import Loaded
-    from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
+    from modelguard.lifecycle.system import System
 
 __all__ = ["ModelPool", "pool"]
 
@@ -201,7 +201,7 @@ def pool(
     """
     from dataclasses import replace
 
-    from modelguard.lifecycle import _guard_options, runtime
+    from modelguard.lifecycle import _guard_options, system
 
     _guard_options.check_loader(load, arguments=1)
     _misuse.check_keyword("max_memory", max_memory, others, fix='Write pool(load, max_memory="2 GB").')
@@ -209,7 +209,7 @@ def pool(
     if max_models is not None:
         _units.whole_number(max_models, "max_models")
     title = _guard_options.loader_name(load) if name is None else name
-    world = runtime.default()
+    world = system.default()
     budget = _units.size_or_percentage(max_memory, "max_memory")
     common = _guard_options.GuardOptions[Any](
         load=lambda: None,  # replaced for each key
@@ -226,10 +226,10 @@ def pool(
     def options_for(key: Any) -> GuardOptions[Any]:
         return replace(common, load=partial(load, key), name=_units.KeyedName(title, key))
 
-    def make(key: Any, runtime: Runtime) -> Engine[Any]:
+    def make(key: Any, system: System) -> Engine[Any]:
         # Without ticks: a key whose load failed is tried again when somebody asks for it.
-        runtime = replace(runtime, ticks=False) if runtime.ticks else runtime
-        return Engine(options_for(key), runtime)
+        system = replace(system, ticks=False) if system.ticks else system
+        return Engine(options_for(key), system)
 
     options = PoolOptions(
         name=common.name,

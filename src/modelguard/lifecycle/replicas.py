@@ -333,7 +333,7 @@ class ModelReplicas(ModelHandle[M]):
             roll.heard = roll.heard and heard
             if roll is own:
                 try:
-                    self._engines[0].runtime.start_thread(self._roll, f"modelguard-roll-{self._name}")
+                    self._engines[0].system.start_thread(self._roll, f"modelguard-roll-{self._name}")
                 except BaseException as error:
                     self._free.next_roll.clear()
                     roll.ended.set_exception(error)
@@ -421,7 +421,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
     if model.engine.state.generations:
         why = "has loaded a model of its own already"
         raise InvalidOption("model", model, why=why, fix="Make a guard for the replicas alone, and do not load it.")
-    options, world = model.engine.options, model.engine.runtime
+    options, world = model.engine.options, model.engine.system
     if options.reload_on is not None and options.reload_on.ends_workers:
         why = "is for isolated functions, and copies are in this process"
         raise InvalidOption("keep", "mold", why=why, fix="Leave it out, to release the copies that nobody uses.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard.facts._gpu import use_of
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.lifecycle._state import State as State  # noqa: PLC0414 - part of this module
 from modelguard.telemetry import GenerationReleased, GrowthFound, PostponeCause, Reason
 
@@ -127,8 +127,8 @@ class PoolStatus(Generic[K]):
 
 def of(engine: Engine[Any]) -> Status:
     """The figures of a guard at this moment."""
-    state, now = engine.state, engine.runtime.clock()
-    gpu = use_of(engine.runtime.gpu)
+    state, now = engine.state, engine.system.clock()
+    gpu = use_of(engine.system.gpu)
     with state.lock:
         current = state.current
         return Status(
@@ -144,7 +144,7 @@ def of(engine: Engine[Any]) -> Status:
             model_bytes=state.model_bytes,
             last_release=state.last_release,
             load_seconds=current.load_seconds if current is not None else 0.0,
-            growth=runtime.found(),
+            growth=system.found(),
             version=current.version if current is not None else None,
             previous=state.previous.number if state.previous is not None else 0,
             pinned=current is not None and current.pinned,

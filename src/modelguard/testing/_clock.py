@@ -11,7 +11,7 @@ from typing import Any
 from modelguard import _units, memory
 from modelguard.errors import InvalidOption
 from modelguard.facts._gpu import DeviceMemory, Gpu
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._pool_engine import pool_engines
 from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
@@ -84,7 +84,7 @@ class Clock(OfTest):
         self._limit: int | None = None
         self._headroom: int | None = None
         self._threads: list[threading.Thread] = []
-        self._runtime = runtime.Runtime(
+        self._system = system.System(
             clock=self._clock,
             wall_clock=lambda: self._wall_at_zero + self._clock(),
             cpu=self._clock,
@@ -229,8 +229,8 @@ class Clock(OfTest):
         guard: ModelGuard[Any] = guarded if isinstance(guarded, ModelGuard) else guard_of(guarded)
         TICKER.remove(guard.engine)
         with self._lock:  # its model's age must not become negative
-            self._ticks = max(self._ticks, math.ceil(guard.engine.runtime.clock()) * _TICKS)
-        guard.engine.runtime = self._runtime
+            self._ticks = max(self._ticks, math.ceil(guard.engine.system.clock()) * _TICKS)
+        guard.engine.system = self._system
         if (current := guard.engine.state.current) is not None:
             current.jitter = 0.0  # it was drawn when the model was loaded
 
@@ -242,7 +242,7 @@ class Clock(OfTest):
 
         At its end, wait for the test's threads, and move guards that outlive the test to real time.
         """
-        with runtime.use(lambda: self._runtime):
+        with system.use(lambda: self._system):
             yield
             try:
                 let_all_go()  # what they sleep passes on this clock
@@ -253,15 +253,15 @@ class Clock(OfTest):
 
     def _return(self) -> None:
         trimming = memory.running()
-        if trimming is not None and trimming.runtime is self._runtime:
+        if trimming is not None and trimming.system is self._system:
             trimming.stop()
         ahead = self._clock() - time.monotonic()
-        real = runtime.Runtime(clock=lambda: time.monotonic() + ahead)
+        real = system.System(clock=lambda: time.monotonic() + ahead)
         outliving = self._ticked()
         both: tuple[Any, ...] = (*engines, *pool_engines)
         for engine in both:
-            if engine.runtime is self._runtime:
-                engine.runtime = real
+            if engine.system is self._system:
+                engine.system = real
         for one in outliving:
             if not isinstance(one, Engine) or one.state.current is not None:
                 TICKER.add(one)  # a pool until it finds no model
@@ -272,7 +272,7 @@ class Clock(OfTest):
         """What the ticker would check: guards, ``memory.trim_every`` and pools, but not the models in these."""
         trimming = memory.running()
         all_ = (*(guard.engine for guard in guards), *([trimming] if trimming else ()), *pool_engines)
-        return [one for one in all_ if one.runtime is self._runtime]
+        return [one for one in all_ if one.system is self._system]
 
     def _evaluate(self) -> None:
         self._probed = True
@@ -289,10 +289,10 @@ class Clock(OfTest):
             return [thread for thread in self._threads if thread is not threading.current_thread()]
 
     def _waits_for_the_test(self) -> bool:
-        own = [engine for engine in engines if engine.runtime is self._runtime]  # not those of earlier tests
+        own = [engine for engine in engines if engine.system is self._system]  # not those of earlier tests
         return any(old.leases for engine in own for old in tuple(engine.state.draining)) or any_held()
 
-    # The runtime
+    # The system
 
     def _clock(self) -> float:
         return self._ticks / _TICKS

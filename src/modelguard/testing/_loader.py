@@ -10,7 +10,7 @@ from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.runtime.fork_hooks import WeakRegistry
 
 #: Real seconds to wait for a load.
@@ -106,7 +106,7 @@ class Loader(Strict):
             fails = self._failures > 0
             self._failures -= fails
         self._wait_until_open()
-        runtime.default().sleep(self._delay)
+        system.default().sleep(self._delay)
         if fails:
             raise self._error
         model = Model(number, *key) if self._make is None else self._make(*key)

@@ -20,7 +20,7 @@ from modelguard.environment import _allocator
 from modelguard.errors import InvalidOption, ModelGuardWarning, NotSupported
 from modelguard.facts import _memory
 from modelguard.facts._growth_judge import Judgement, judge
-from modelguard.lifecycle import _release, runtime
+from modelguard.lifecycle import _release, system
 
 # Caches with an upper limit, which grow until they are full and then stop: ``functools.lru_cache`` and cachetools.
 
@@ -244,8 +244,8 @@ def _decided(stretch: _Stretch, older: _Older, drive: Callable[[int], _Stretch])
 
 def _meters(spare: int) -> list[_Meter]:
     found = [_Meter("private memory", trimmed, "bytes", noise=2_000_000, per_call=max(spare, _PAGE / 4))]
-    if runtime.in_use() is not None:
-        found.insert(0, _Meter(_MALLOC, lambda: runtime.in_use() or 0, "bytes", _PAGE, spare))
+    if system.in_use() is not None:
+        found.insert(0, _Meter(_MALLOC, lambda: system.in_use() or 0, "bytes", _PAGE, spare))
     if sys.getallocatedblocks():  # none with PYTHONMALLOC=malloc, where malloc serves all objects
         # A block has at most 512 bytes, and about 64 on average, which is used here.
         blocks = max(0.5, spare / 64 - 0.5)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from modelguard import ModelGuard, guard, telemetry
-from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.lifecycle.system import System, use
 from modelguard.runtime.host_lock import HostLock
 
 
 @pytest.fixture
-def runtime(tmp_path: Path) -> Iterator[Runtime]:
+def system(tmp_path: Path) -> Iterator[System]:
     """Guards reload only on request, wait for no other process, and log nothing."""
     telemetry.set_hooks([])
-    made = Runtime(ticks=False, host_lock=HostLock(lambda: tmp_path))
+    made = System(ticks=False, host_lock=HostLock(lambda: tmp_path))
     with use(lambda: made):
         yield made
     telemetry.set_hooks(None)
@@ -30,7 +30,7 @@ def english() -> Any:
 
 
 @pytest.fixture
-def nlp(runtime: Runtime, english: Any) -> Iterator[ModelGuard[Any]]:
+def nlp(system: System, english: Any) -> Iterator[ModelGuard[Any]]:
     """Guard that pipeline. Not closed: the proof that it is gone would be long, and wrong."""
     yield guard(lambda: english, reload_on=None, name="en")
     assert not english.vocab.in_memory_zone, "a test has left its zone open"

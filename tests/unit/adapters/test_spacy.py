@@ -25,7 +25,7 @@ from modelguard import ModelGuard, Snapshot, Swap, guard, guard_of, telemetry  #
 from modelguard.adapters.spacy import ADAPTER, IndexGrowth, zoned  # noqa: E402
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported  # noqa: E402
 from modelguard.lifecycle import _models  # noqa: E402
-from modelguard.lifecycle.runtime import Runtime  # noqa: E402
+from modelguard.lifecycle.system import System  # noqa: E402
 from modelguard.telemetry import Reason  # noqa: E402
 
 Nlp = Any  # a spaCy pipeline; spaCy leaves most of its own types open
@@ -122,7 +122,7 @@ def test_index_growth_without_its_unit_is_refused() -> None:
     assert 1_000_000 == IndexGrowth(1_000_000).size
 
 
-def test_a_guard_replaces_a_pipeline_whose_index_has_grown(runtime: Runtime) -> None:
+def test_a_guard_replaces_a_pipeline_whose_index_has_grown(system: System) -> None:
     """Measured on the real thing: new words in zones bring a new generation, and the index is small again."""
     growing = guard(lambda: spacy.blank("en"), reload_on=IndexGrowth("500 kB"), swap=Swap(defer=0))
 
@@ -294,7 +294,7 @@ def test_a_zone_as_a_block(nlp: Guard) -> None:
         lease.__enter__()
 
 
-def test_an_own_pipeline_for_each_generation(runtime: Runtime) -> None:
+def test_an_own_pipeline_for_each_generation(system: System) -> None:
     """A reload inside a zone gives later calls the new pipeline, and nothing of the zone keeps the old one alive."""
     reloading = guard(lambda: spacy.blank("en"), reload_on=None)
     zone = zoned(reloading)
@@ -336,7 +336,7 @@ def test_a_generator_function_is_refused_where_it_is_defined(nlp: Guard) -> None
             zone(function)
 
 
-def test_only_guarded_pipelines_can_be_zoned(nlp: Guard, runtime: Runtime) -> None:
+def test_only_guarded_pipelines_can_be_zoned(nlp: Guard, system: System) -> None:
     """A pipeline without its guard, an invalid duration, a class, and a guard of something else are rejected."""
     with pytest.raises(InvalidOption, match=r"zoned\(guard\("):
         zoned(spacy.blank("en"))

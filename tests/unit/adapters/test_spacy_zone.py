@@ -22,7 +22,7 @@ spacy = pytest.importorskip("spacy")
 from modelguard import ModelGuard, guard  # noqa: E402 - after the check above
 from modelguard.adapters.spacy import Part, Zoned, ZoneLock, ZoneRequest, _current, _zone_of, zoned  # noqa: E402
 from modelguard.errors import NotSupported, Overloaded  # noqa: E402
-from modelguard.lifecycle.runtime import Runtime  # noqa: E402
+from modelguard.lifecycle.system import System  # noqa: E402
 from modelguard.runtime.waiting import Timeout  # noqa: E402
 
 Nlp = Any  # a spaCy pipeline; spaCy leaves most of its own types open
@@ -394,7 +394,7 @@ def test_an_exception_of_a_signal_handler_leaves_no_zone_taken(nlp: Guard, form:
     assert [] == _zone_of(english)._blocked  # else coroutines of this thread would wait for ever
 
 
-def test_two_pipelines_have_their_own_zones(nlp: Guard, runtime: Runtime) -> None:
+def test_two_pipelines_have_their_own_zones(nlp: Guard, system: System) -> None:
     """A call on one pipeline inside a call on another opens and closes its own zone only."""
     german = guard(lambda: spacy.blank("de"), reload_on=None)
     outer_zone, inner_zone = zoned(nlp, wait_timeout=0), zoned(german, wait_timeout=0)

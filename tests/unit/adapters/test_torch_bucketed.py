@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch", reason="the torch adapter needs torch")
 from modelguard import ModelGuard, guard, guard_of  # noqa: E402 - torch comes first, or nothing does
 from modelguard.adapters.torch import bucketed, pad_to_bucket  # noqa: E402
 from modelguard.errors import InvalidOption  # noqa: E402
-from modelguard.lifecycle.runtime import Runtime  # noqa: E402
+from modelguard.lifecycle.system import System  # noqa: E402
 
 LENGTHS = (1, 7, 37, 64, 65, 100)
 Sounds = namedtuple("Sounds", "wave score")  # noqa: PYI024 - a user's own, without types
@@ -425,7 +425,7 @@ def double(x: Any) -> Any:
 
 
 @pytest.fixture
-def model(runtime: Runtime) -> ModelGuard[Any]:
+def model(system: System) -> ModelGuard[Any]:
     """A guarded model."""
     return guard(lambda: double, reload_on=None, name="double")
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 from modelguard import Batched, guard
 from modelguard.adapters.transformers import batched_pipeline, portions
 from modelguard.errors import InvalidOption, ItemRefused, WrongResults
-from modelguard.lifecycle.runtime import Runtime
+from modelguard.lifecycle.system import System
 
 TIMEOUT = 20.0
 
@@ -207,7 +207,7 @@ def test_the_callers_arguments_are_not_written_to() -> None:
         assert [0, 0] == [f("a"), f("b")]
 
 
-def test_each_batch_leases_once(runtime: Runtime, together: Callable[..., list[Any]]) -> None:
+def test_each_batch_leases_once(system: System, together: Callable[..., list[Any]]) -> None:
     """A guard's batch is one use of the model, however many portions it is cut into; its name is the guard's."""
     pipe = Pipeline()
     nlp = guard(lambda: pipe, reload_on=None, name="nlp")

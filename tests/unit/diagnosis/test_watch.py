@@ -12,7 +12,7 @@ from modelguard import Swap, guard, telemetry
 from modelguard.diagnosis import watch
 from modelguard.diagnosis._watch import Look, Observed, Watch, World
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.telemetry import Event, GrowthFound
 
@@ -57,7 +57,7 @@ class Service:
 @pytest.fixture(autouse=True)
 def nothing_is_known() -> Iterator[None]:
     yield
-    runtime.note(None)
+    system.note(None)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_stopping_forgets(seen: list[Event]) -> None:
     with service.watch() as watching:
         for _ in range(24):
             watching.step()
-    assert runtime.found() is None
+    assert system.found() is None
 
 
 def test_steady_memory_is_no_event(seen: list[Event]) -> None:

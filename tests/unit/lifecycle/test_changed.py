@@ -353,7 +353,7 @@ def test_a_child_asks_for_itself(world: World, source: Source) -> None:
 
 def test_a_runtime_without_probes_asks_none(world: World, source: Source) -> None:
     """In a mold, whose owner asks."""
-    guard = world.guard(reload_on=Changed(source), runtime=replace(world.runtime, probes=False))
+    guard = world.guard(reload_on=Changed(source), system=replace(world.system, probes=False))
     guard.load()
     polls(world, guard, 3)
     assert 0 == source.asked
@@ -362,15 +362,15 @@ def test_a_runtime_without_probes_asks_none(world: World, source: Source) -> Non
 def test_no_thread_is_no_answer(world: World, source: Source) -> None:
     """Where the system gives no thread, the model stays, and the next poll tries again."""
     guard = probing(world, Changed(source))
-    real = guard.engine.runtime
+    real = guard.engine.system
 
     def refuse(work: Callable[[], None], name: str) -> None:
         raise RuntimeError("can't start new thread")
 
-    guard.engine.runtime = replace(real, start_once=refuse)
+    guard.engine.system = replace(real, start_once=refuse)
     assert 1 == polls(world, guard, 3)
     assert ["RuntimeError: can't start new thread (in Changed(Source))"] == errors(world)
-    guard.engine.runtime = real
+    guard.engine.system = real
     source.value = "b"
     assert 2 == polls(world, guard, 2)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.lifecycle import runtime
-from modelguard.lifecycle.runtime import fingerprint, is_whole
+from modelguard.lifecycle import system
+from modelguard.lifecycle.system import fingerprint, is_whole
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_what_cannot_be_read_has_no_identity(tmp_path: Path, make: object) -> No
 
 def test_a_huge_folder_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path with more entries than any model has is read only up to a bound."""
-    monkeypatch.setattr(runtime, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(system, "MAX_ENTRIES", 5)
     for n in range(9):
         (tmp_path / str(n)).touch()
     found = fingerprint(tmp_path)

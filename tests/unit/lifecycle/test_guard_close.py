@@ -12,7 +12,7 @@ from tests.unit.lifecycle.world import TIMEOUT, World, number, outcome, until
 
 from modelguard import Backoff, Loading, Uses, replicas, telemetry
 from modelguard.errors import GuardClosed, LoadFailed
-from modelguard.lifecycle.runtime import use
+from modelguard.lifecycle.system import use
 from modelguard.telemetry import GenerationAbandoned, GenerationReleased, LoadErrored, LoadFinished
 
 
@@ -125,7 +125,7 @@ def test_a_longer_timeout_than_the_drain_timeout_counts(world: World) -> None:
 def test_a_pool_and_replicas_share_the_timeout(world: World) -> None:
     """It bounds the wait for the calls on all their models together."""
     models = world.pool()
-    with use(lambda: world.runtime):
+    with use(lambda: world.system):
         pair = replicas(world.guard(drain_timeout="1h"), 2)
     with models.lease("a"), models.lease("b"), pair.lease():
         outcome(world.spawn(models.close, "1ms"))
@@ -153,8 +153,8 @@ def test_a_reload_under_way_ends_without_a_model(world: World) -> None:
 def test_a_reload_that_waits_for_its_turn_is_given_up(world: World, swap: str) -> None:
     """A reload that has not begun when the guard is closed loads nothing."""
     guard = world.guard(swap=swap, reload_on=Uses(1))
-    with world.runtime.host_lock.held(sleep=world.tick, clock=lambda: world.now, cancelled=lambda: False):
-        object.__setattr__(world.runtime, "sleep", lambda _seconds: guard.close())
+    with world.system.host_lock.held(sleep=world.tick, clock=lambda: world.now, cancelled=lambda: False):
+        object.__setattr__(world.system, "sleep", lambda _seconds: guard.close())
         guard(lambda model: model.number)()
         world.join()
     assert (1, "closed") == (world.loader.calls, guard.status().state)

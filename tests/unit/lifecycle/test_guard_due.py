@@ -245,7 +245,7 @@ class TestQuietMoments:
                 calls_to_come.pop(0)
                 number(guard)
 
-        object.__setattr__(world.runtime, "sleep", sleep)
+        object.__setattr__(world.system, "sleep", sleep)
         guard = world.guard(reload_on=TTL("1h", jitter=0), defer="10s")
         number(guard)
         world.tick(3600)
@@ -314,7 +314,7 @@ class TestQuietMoments:
             world.tick(seconds)
             world.memory += MB
 
-        object.__setattr__(world.runtime, "sleep", sleep)
+        object.__setattr__(world.system, "sleep", sleep)
         world.inline = True
         guard = world.guard(reload_on=Uses(1), defer="1s", drain_timeout=0)
         with guard.lease():
@@ -328,21 +328,19 @@ class TestQuietMoments:
         free: list[bool] = []  # whenever it sleeps: the turn
 
         def sleep(seconds: float) -> None:
-            with world.runtime.host_lock.held(
-                sleep=world.tick, clock=lambda: world.now, cancelled=lambda: True
-            ) as held:
+            with world.system.host_lock.held(sleep=world.tick, clock=lambda: world.now, cancelled=lambda: True) as held:
                 free.append(held == "host")
             world.tick(seconds)
             while calls and world.now - due >= calls[0]:
                 calls.pop(0)
                 number(guard)
                 if len(calls) == 2:
-                    lock = world.runtime.host_lock
+                    lock = world.system.host_lock
                     others.enter_context(lock.held(sleep=world.tick, clock=lambda: world.now, cancelled=bool))
             if not calls:
                 others.close()
 
-        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="10s", runtime=replace(world.runtime, sleep=sleep))
+        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="10s", system=replace(world.system, sleep=sleep))
         number(guard)
         world.tick(3600)
         due = world.now
@@ -364,7 +362,7 @@ class TestQuietMoments:
                 asked = True
                 guard.reload(wait=False)
 
-        object.__setattr__(world.runtime, "sleep", sleep)
+        object.__setattr__(world.system, "sleep", sleep)
         world.inline = True
         guard = world.guard(reload_on=Uses(1), defer="1h", drain_timeout=0)
         with guard.lease():

@@ -154,7 +154,7 @@ class TestNoThread:
         def start(_work: object, _name: str) -> None:
             raise RuntimeError("can't start new thread")
 
-        object.__setattr__(world.runtime, "start_thread", start)
+        object.__setattr__(world.system, "start_thread", start)
 
     def test_a_load_fails_by_name(self, world: World) -> None:
         """Callers that wait for a load that cannot be started get ``LoadFailed``, and it is tried again later."""
@@ -162,7 +162,7 @@ class TestNoThread:
         self.starve(world)
         with pytest.raises(LoadFailed, match="can't start new thread") as failure:
             guard.load()
-        object.__setattr__(world.runtime, "start_thread", world.start)
+        object.__setattr__(world.system, "start_thread", world.start)
         world.tick(failure.value.retry_after)
         guard.load()
         assert guard.ready
@@ -240,7 +240,7 @@ def test_a_fault_of_our_own_leaves_nobody_waiting(world: World) -> None:
 
     guard = world.guard()
     guard.load()
-    object.__setattr__(world.runtime, "headroom", unreadable)
+    object.__setattr__(world.system, "headroom", unreadable)
     with pytest.raises(LoadFailed, match="OSError: no such cgroup"):
         guard.reload()
     assert ("degraded", 1) == (guard.status().state, number(guard))

@@ -56,7 +56,7 @@ class TestReload:
             seen.append(len(readings))
             return world.loader()
 
-        guard = world.guard(load, replace(world.runtime, private=private))
+        guard = world.guard(load, replace(world.system, private=private))
         guard.load()
         readings.clear()
         guard.reload()
@@ -118,7 +118,7 @@ class TestAFailedReload:
                 yield "process"
                 assert not last or wind_up.wait(TIMEOUT)
 
-        object.__setattr__(world.runtime, "slot", Slow(Path))
+        object.__setattr__(world.system, "slot", Slow(Path))
         guard = world.guard()
         guard.load()
         world.loader.fails = True

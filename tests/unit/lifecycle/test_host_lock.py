@@ -225,7 +225,7 @@ class TestReloads:
             waiting.set()
             assert slow.open.wait(TIMEOUT)
 
-        object.__setattr__(world.runtime, "sleep", sleep)
+        object.__setattr__(world.system, "sleep", sleep)
         reload = world.spawn(second.reload)
         assert waiting.wait(TIMEOUT)
         assert (1, 3) == (second.status().generation, len(world.seen(LoadStarted)))

@@ -88,7 +88,7 @@ class TestIdle:
                 calls[0].__enter__()
             world.start(work, name)
 
-        guard = world.guard(reload_on=Idle("10s"), runtime=dataclasses.replace(world.runtime, start_thread=start))
+        guard = world.guard(reload_on=Idle("10s"), system=dataclasses.replace(world.system, start_thread=start))
         guard.load()
         number(guard)
         guard.check()
@@ -113,7 +113,7 @@ class TestIdle:
             world.start(work, name)
 
         guard = world.guard(
-            reload_on=Idle("10s"), defer=0, runtime=dataclasses.replace(world.runtime, start_thread=start)
+            reload_on=Idle("10s"), defer=0, system=dataclasses.replace(world.system, start_thread=start)
         )
         calls: list[Lease[Any]] = []
         guard.load()
@@ -140,7 +140,7 @@ class TestIdle:
             world.start(work, name)
 
         guard = world.guard(
-            reload_on=Idle("10s"), defer=0, runtime=dataclasses.replace(world.runtime, start_thread=start)
+            reload_on=Idle("10s"), defer=0, system=dataclasses.replace(world.system, start_thread=start)
         )
         idle = False
         guard.load()
@@ -293,7 +293,7 @@ def of_molds(world: World, policy: Policy, **options: Any) -> tuple[ModelGuard[A
     """A guard whose model has workers, as that of an isolated function."""
     guard, workers = world.guard(reload_on=policy, defer=0, **options), Workers()
     own = dataclasses.replace(guard.engine.options, workers=workers)
-    return ModelGuard(own, world.runtime), workers
+    return ModelGuard(own, world.system), workers
 
 
 class TestKeep:

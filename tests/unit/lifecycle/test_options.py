@@ -12,8 +12,8 @@ from tests.unit.lifecycle.world import MB, World
 import modelguard
 from modelguard import TTL, Backoff, Loading, MemoryGrowth, MemoryLimit, ModelGuard, Modified, Uses, guard, pool
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
-from modelguard.lifecycle import runtime
-from modelguard.lifecycle.runtime import use
+from modelguard.lifecycle import system
+from modelguard.lifecycle.system import use
 
 
 def load() -> object:
@@ -170,7 +170,7 @@ class TestNeverFires:
     def test_above_the_limit(self, world: World, policy: modelguard.Policy) -> None:
         """A bound at the process's own limit is never reached: the kernel kills the process first."""
         world.limit = 2000 * MB
-        with use(lambda: world.runtime):
+        with use(lambda: world.system):
             self.warned(
                 lambda: guard(load, reload_on=policy | Uses(5)),
                 r"\('2 GB'\) never fires: the process is killed before that, at its limit of 2 GB",
@@ -193,7 +193,7 @@ class TestNeverFires:
 
     def test_a_folder_with_more_files_than_are_watched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """No change of the others would be seen."""
-        monkeypatch.setattr(runtime, "MAX_ENTRIES", 2)
+        monkeypatch.setattr(system, "MAX_ENTRIES", 2)
         for name in "abc":
             (tmp_path / name).touch()
         self.warned(lambda: guard(load, reload_on=Modified(tmp_path)), "only the first 2 files of .* are watched")

@@ -48,7 +48,7 @@ def waits_for_quiet(world: World) -> tuple[ModelGuard[object], threading.Event, 
         assert go.wait(60)
         world.tick(seconds)
 
-    guard = world.guard(reload_on=TTL("1h", jitter=0), defer="5s", runtime=replace(world.runtime, sleep=sleep))
+    guard = world.guard(reload_on=TTL("1h", jitter=0), defer="5s", system=replace(world.system, sleep=sleep))
     guard.load()
     world.tick(3600)
     return guard, waiting, go

@@ -259,8 +259,8 @@ class TestAFailedLoad:
         def interrupt(_work: object, _name: str) -> None:
             raise KeyboardInterrupt
 
-        object.__setattr__(world.runtime, "start_thread", interrupt)
+        object.__setattr__(world.system, "start_thread", interrupt)
         with pytest.raises(KeyboardInterrupt):
             use(pool, "a")
-        object.__setattr__(world.runtime, "start_thread", world.start)
+        object.__setattr__(world.system, "start_thread", world.start)
         assert ["a"] == use(pool, "a")

@@ -41,7 +41,7 @@ def test_a_loaded_model_is_lent_at_once(world: World) -> None:
     async def main() -> tuple[Any, Any]:
         first = await key_of(pool, "a")
         await elsewhere(world.join)
-        object.__setattr__(world.runtime, "start_thread", lambda _work, _name: pytest.fail("a thread was started"))
+        object.__setattr__(world.system, "start_thread", lambda _work, _name: pytest.fail("a thread was started"))
         return first, await key_of(pool, "a")
 
     assert ("a", "a") == run(main)
@@ -73,7 +73,7 @@ def test_a_failed_load_fails_for_all_that_wait(world: World, kind: type[LoadFail
         threads.append(name)
         start(work, name)
 
-    object.__setattr__(world.runtime, "start_thread", count)
+    object.__setattr__(world.system, "start_thread", count)
 
     async def main() -> list[Any]:
         calls = [asyncio.create_task(key_of(pool, "a")) for _ in range(TASKS)]

@@ -19,7 +19,7 @@ from tests.unit.lifecycle.world import MB, World, outcome, until
 
 from modelguard import TTL, Changed, Idle, Policy, pool, telemetry
 from modelguard.errors import InvalidOption, LoadFailed
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import system
 from modelguard.runtime import background
 from modelguard.telemetry import GenerationReleased, LoadStarted, UnloadStarted
 
@@ -237,7 +237,7 @@ class TestReleases:
                 raise RuntimeError("can't start new thread")
             world.start(work, name)
 
-        with runtime.use(lambda: dataclasses.replace(world.runtime, start_thread=start)):
+        with system.use(lambda: dataclasses.replace(world.system, start_thread=start)):
             made = pool(Sizes(world, a=40), max_memory=100 * MB, reload_on=Idle("10s"), name="pool")
         use(made, "a")
         before = world.memory
@@ -287,7 +287,7 @@ class TestReleases:
 
         monkeypatch.setattr(background.TICKER, "add", note("add"))
         monkeypatch.setattr(background.TICKER, "remove", note("remove"))
-        with runtime.use(lambda: dataclasses.replace(world.runtime, ticks=True)):
+        with system.use(lambda: dataclasses.replace(world.system, ticks=True)):
             made = pool(world.loader.load, max_memory=100 * MB, reload_on=Idle("10s"), name="pool")
         use(made, "a")
         assert ["add"] == asked

@@ -415,13 +415,13 @@ def test_a_thousand_coroutines_on_a_cold_key_start_few_threads(world: World) -> 
     """They wait for one fetch; each then takes a lease of its own."""
     pool = world.pool()
     started: list[str] = []
-    start = world.runtime.start_thread
+    start = world.system.start_thread
 
     def count(work: Callable[[], None], name: str) -> None:
         started.append(name)
         start(work, name)
 
-    object.__setattr__(world.runtime, "start_thread", count)
+    object.__setattr__(world.system, "start_thread", count)
 
     async def main() -> list[Any]:
         return await asyncio.gather(*(_key_of(pool, "a") for _ in range(COROUTINES)))

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.lifecycle.world import MB, World, look, outcome
 
 from modelguard import MemoryGrowth, MemoryLimit, ModelGuard, Modified, Policy, Snapshot, Uses
-from modelguard.lifecycle import _models, runtime
+from modelguard.lifecycle import _models, system
 from modelguard.telemetry import GrowthFound, PolicyIgnored, ReloadDue
 
 OLD = (("", 1, 1, 100, 1),)
@@ -99,7 +99,7 @@ class TestMemory:
         guard.load()
         use(guard, 20)
         reading = world.memory
-        object.__setattr__(world.runtime, "private", lambda: pytest.fail("it was read"))
+        object.__setattr__(world.system, "private", lambda: pytest.fail("it was read"))
         assert (False, reading) == (look(world, guard, 5), world.memory)
 
     @pytest.mark.parametrize(("cost", "gap"), [(0.0, 0.1), (0.06, 6), (0.5, 10)])
@@ -115,7 +115,7 @@ class TestMemory:
         guard = world.guard(reload_on=MemoryGrowth("50 MB"))
         guard.load()
         use(guard, 10)
-        object.__setattr__(world.runtime, "private", private)
+        object.__setattr__(world.system, "private", private)
         while len(read) < 2:
             world.tick(0.01)
             guard.check()
@@ -142,7 +142,7 @@ class TestMemory:
     def test_a_cause_that_is_known_is_named(self, world: World) -> None:
         """If the process is watched, the event says what makes it grow."""
         found = GrowthFound(guard="service", cause="threads", share=1.0, seen="", fix="", growth=9 * MB, calls=9)
-        runtime.note(found)
+        system.note(found)
         try:
             guard = world.guard(reload_on=MemoryLimit("80 MB"))
             guard.load()
@@ -151,7 +151,7 @@ class TestMemory:
             assert ["threads"] == [event.cause for event in world.seen(PolicyIgnored)]
             assert found is guard.status().growth
         finally:
-            runtime.note(None)
+            system.note(None)
 
     def test_a_share_is_of_the_effective_limit(self, world: World) -> None:
         """``MemoryLimit("80%")`` asks about the limit that this process runs under."""
@@ -232,7 +232,7 @@ class TestFiles:
         """The ticker reads files and memory; no call waits for a disk."""
         guard = world.guard(reload_on=Modified(path) | Uses(1000))
         guard.load()
-        object.__setattr__(world.runtime, "fingerprint", lambda _path: pytest.fail("a call looked at a file"))
+        object.__setattr__(world.system, "fingerprint", lambda _path: pytest.fail("a call looked at a file"))
         use(guard, 20)
         assert 1 == guard.status().generation
 

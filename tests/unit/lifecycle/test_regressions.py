@@ -372,7 +372,7 @@ def test_a_policy_is_asked_again_after_a_lack_of_threads(world: World) -> None:
 
     asked: list[str] = []
     short = True
-    nlp = world.guard(reload_on=Own(), runtime=dataclasses.replace(world.runtime, start_thread=start))
+    nlp = world.guard(reload_on=Own(), system=dataclasses.replace(world.system, start_thread=start))
     nlp.load()
     with pytest.raises(RuntimeError):
         nlp.engine.tick()
@@ -584,9 +584,9 @@ def test_a_failed_load_answers_only_requests_that_it_covers(world: World) -> Non
 
 
 def test_guards_of_the_module_are_not_affected_by_a_world(world: World) -> None:
-    """A guard that is made outside of a test's runtime lives in real time."""
+    """A guard that is made outside of a test's system lives in real time."""
     nlp = guard(lambda: "model", reload_on=None)
-    assert nlp.engine.runtime is not world.runtime
+    assert nlp.engine.system is not world.system
 
 
 def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: World) -> None:

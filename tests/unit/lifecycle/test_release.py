@@ -176,7 +176,7 @@ def test_the_steps_come_in_order(world: World, collections: list[str]) -> None:
             super().__del__()
 
     trim = world.trim
-    object.__setattr__(world.runtime, "trim", lambda: (steps.append(f"trimmed after {len(collections)}"), trim())[1])
+    object.__setattr__(world.system, "trim", lambda: (steps.append(f"trimmed after {len(collections)}"), trim())[1])
     guard = world.guard(Cyclic, unload=lambda model: steps.append(f"unload {model.number}"))
     guard.load()
     steps.clear()
@@ -224,7 +224,7 @@ class TestCollection:
             model.key = model
             return model
 
-        guard = world.guard(load, runtime=replace(world.runtime, sleep=sleep))
+        guard = world.guard(load, system=replace(world.system, sleep=sleep))
         guard.load()
         Late()
         other = threading.Thread(target=gc.collect)
@@ -331,9 +331,9 @@ class TestAReleaseThatFails:
 
         guard = world.guard()
         guard.load()
-        trim = world.runtime.trim
+        trim = world.system.trim
         loaded = threading.Event()
-        object.__setattr__(world.runtime, "trim", lambda: broken() if loaded.is_set() else trim())
+        object.__setattr__(world.system, "trim", lambda: broken() if loaded.is_set() else trim())
         remove = telemetry.add_hook(lambda event: loaded.set() if isinstance(event, LoadFinished) else None)
         guard.reload()
         world.join()
@@ -372,7 +372,7 @@ class TestAModelThatLivesOn:
         """Who takes its figures, as for a status, has it for a moment, which is no leak."""
         model = Model(world, 1)
         held = [model]
-        guard = world.guard([model].pop, runtime=replace(world.runtime, sleep=lambda _: held.clear()))
+        guard = world.guard([model].pop, system=replace(world.system, sleep=lambda _: held.clear()))
         guard.load()
         del model
         guard.close()
@@ -392,7 +392,7 @@ class TestAModelThatLivesOn:
                 ended.set()
                 counting.join(60)
 
-        guard = world.guard([model].pop, runtime=replace(world.runtime, sleep=sleep))
+        guard = world.guard([model].pop, system=replace(world.system, sleep=sleep))
         guard.load()
         del model
         guard.close()

@@ -222,7 +222,7 @@ def test_what_is_kept_makes_room_for_a_load(world: World) -> None:
     world.model_size = 100 * MB
     guard = kept(world)
     limit = world.memory + 60 * MB
-    guard.engine.runtime = replace(world.runtime, headroom=lambda: limit - world.memory)
+    guard.engine.system = replace(world.system, headroom=lambda: limit - world.memory)
     guard.reload()
     world.join()
     assert "load_first" == world.last(telemetry.SwapChosen).swap

@@ -1,4 +1,4 @@
-"""The real runtime, and what a guard does on platforms that cannot report memory."""
+"""The real system, and what a guard does on platforms that cannot report memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.unit.lifecycle.world import TIMEOUT
 from modelguard.environment import _allocator
 from modelguard.errors import NotSupported
 from modelguard.facts import _memory
-from modelguard.lifecycle import runtime
-from modelguard.lifecycle.runtime import Runtime
+from modelguard.lifecycle import system
+from modelguard.lifecycle.system import System
 
 
 def untold(*_args: object, **_options: object) -> None:
@@ -22,7 +22,7 @@ def untold(*_args: object, **_options: object) -> None:
 
 def test_readings_are_this_process_s() -> None:
     """Memory, headroom, limit and trim are those of the process, if the platform can report them."""
-    world = Runtime()
+    world = System()
     assert 1_000_000 < world.private()
     headroom, limit = world.headroom(), world.limit()
     assert headroom is None or 0 <= headroom
@@ -34,13 +34,13 @@ def test_what_is_not_told_is_done_without(monkeypatch: pytest.MonkeyPatch) -> No
     """If a platform cannot report it, memory counts as 0 and headroom as unknown; time and use still count."""
     monkeypatch.setattr(_memory, "private", untold)
     monkeypatch.setattr(_memory, "usage", untold)
-    assert (0, None) == (runtime.private(), runtime.headroom())
+    assert (0, None) == (system.private(), system.headroom())
 
 
 def test_an_allocator_that_cannot_trim_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The release goes on, and its event says why nothing was trimmed."""
     monkeypatch.setattr(_allocator, "trim", untold)
-    assert (None, "there is no /proc") == Runtime(trim=runtime.trim).try_trim()
+    assert (None, "there is no /proc") == System(trim=system.trim).try_trim()
 
 
 def test_background_work_keeps_no_process_from_ending() -> None:
@@ -52,7 +52,7 @@ def test_background_work_keeps_no_process_from_ending() -> None:
         seen.append((threading.current_thread().name, threading.current_thread().daemon))
         done.set()
 
-    Runtime().start_thread(work, "modelguard-load-nlp")
+    System().start_thread(work, "modelguard-load-nlp")
     assert done.wait(TIMEOUT)
     assert [("modelguard-load-nlp", True)] == seen
 
@@ -66,9 +66,9 @@ def test_what_python_s_allocator_has_handed_out() -> None:
         pytest.skip("pymalloc does not serve objects here")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         pytest.skip("mimalloc serves objects here")
-    before = runtime.python_in_use()
+    before = system.python_in_use()
     objects = [object() for _ in range(1_000_000)]  # of 16 bytes each
-    after = runtime.python_in_use()
+    after = system.python_in_use()
     assert before is not None
     assert after is not None
     assert 16_000_000 == pytest.approx(after - before, abs=2_000_000)

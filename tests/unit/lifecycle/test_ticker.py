@@ -18,7 +18,7 @@ from modelguard import TTL, guard
 from modelguard.errors import LoadFailed
 from modelguard.lifecycle import _engine
 from modelguard.lifecycle.policies import Policy, Snapshot
-from modelguard.lifecycle.runtime import use
+from modelguard.lifecycle.system import use
 from modelguard.runtime.background import Ticker
 
 
@@ -259,7 +259,7 @@ class TestGuards:
     ) -> None:
         """A guard that is in use is asked in the background by itself: time passes for idle models too."""
         monkeypatch.setattr(_engine, "TICKER", ticker)
-        object.__setattr__(world.runtime, "ticks", True)
+        object.__setattr__(world.system, "ticks", True)
         guarded = world.guard(reload_on=TTL("1h"))
         assert guarded.engine not in list(ticker._guards)  # others of this process may be
         guarded.load()
@@ -273,8 +273,8 @@ class TestGuards:
     ) -> None:
         """Although the garbage collector has not run yet."""
         monkeypatch.setattr(_engine, "TICKER", ticker)
-        object.__setattr__(world.runtime, "ticks", True)
-        with use(lambda: world.runtime):
+        object.__setattr__(world.system, "ticks", True)
+        with use(lambda: world.system):
             guarded = guard(dict, reload_on=TTL("1h"))
         guarded.load()
         engine = weakref.ref(guarded.engine)
@@ -300,15 +300,15 @@ class TestGuards:
         policy = Counted()
         guarded = world.guard(reload_on=policy)
         guarded.load()
-        start = world.runtime.start_thread
+        start = world.system.start_thread
 
         def refuse(_work: Callable[[], None], _name: str) -> None:
             raise RuntimeError("can't start new thread")
 
-        object.__setattr__(world.runtime, "start_thread", refuse)
+        object.__setattr__(world.system, "start_thread", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             guarded.engine.tick()
-        object.__setattr__(world.runtime, "start_thread", start)
+        object.__setattr__(world.system, "start_thread", start)
         before = policy.asked
         guarded.engine.tick()
         world.join()
@@ -323,7 +323,7 @@ class TestGuards:
             add = staticmethod(lambda _guard: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
             remove = staticmethod(lambda _guard: None)
 
-        object.__setattr__(world.runtime, "ticks", True)
+        object.__setattr__(world.system, "ticks", True)
         guarded = world.guard()
         monkeypatch.setattr(_engine, "TICKER", Full)
         with pytest.raises(LoadFailed, match="can't start new thread") as failure:

@@ -12,7 +12,7 @@ from tests.unit.lifecycle.world import MB, World
 
 from modelguard import memory
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.lifecycle.system import System, use
 from modelguard.memory import Trimming, TrimSchedule, running
 from modelguard.runtime import background
 from modelguard.telemetry import MemoryTrimmed
@@ -21,18 +21,18 @@ from modelguard.telemetry import MemoryTrimmed
 @pytest.fixture(autouse=True)
 def in_this_world(world: World) -> Iterator[None]:
     """Time and memory of what is trimmed here are the world's; nothing goes on after the test."""
-    with use(lambda: world.runtime):
+    with use(lambda: world.system):
         yield
     trimming = running()
     if trimming is not None:
         trimming.stop()
 
 
-def started(every: Any, runtime: Runtime | None = None) -> Trimming:
-    """What `trim_every` starts, in another runtime than the world's if there is one."""
-    if runtime is None:
+def started(every: Any, system: System | None = None) -> Trimming:
+    """What `trim_every` starts, in another system than the world's if there is one."""
+    if system is None:
         return memory.trim_every(every)
-    with use(lambda: runtime):
+    with use(lambda: system):
         return memory.trim_every(every)
 
 
@@ -131,7 +131,7 @@ class TestGrowth:
             world.in_use = 20 * MB
             return world.trim()
 
-        trimming = started("100 MB", replace(world.runtime, trim=trim))
+        trimming = started("100 MB", replace(world.system, trim=trim))
         world.cpu += 1.0
         world.memory, world.in_use = 300 * MB, 200 * MB
         for _ in range(2):
@@ -149,7 +149,7 @@ class TestGrowth:
             world.tick(0.01)
             return world.memory
 
-        trimming = started("100 MB", replace(world.runtime, private=slow))
+        trimming = started("100 MB", replace(world.system, private=slow))
         world.cpu += 1.0
         world.tick(1)
         trimming.tick()
@@ -202,7 +202,7 @@ class TestTheProcess:
         def refuse() -> None:
             raise NotSupported("returning freed memory to the system", reason="it requires Linux, and this is darwin")
 
-        with use(lambda: replace(world.runtime, check_trim=refuse)), pytest.raises(NotSupported, match="darwin"):
+        with use(lambda: replace(world.system, check_trim=refuse)), pytest.raises(NotSupported, match="darwin"):
             memory.trim_every("30s")
 
     def test_without_a_thread_is_not_said_to_run(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ class TestTheProcess:
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(background.TICKER, "add", refuse)
-        with use(lambda: replace(world.runtime, ticks=True)), pytest.raises(RuntimeError, match="new thread"):
+        with use(lambda: replace(world.system, ticks=True)), pytest.raises(RuntimeError, match="new thread"):
             memory.trim_every("30s")
         assert running() is None
 

@@ -20,7 +20,7 @@ import pytest
 from tests.unit.lifecycle.gpus import FakeGpu
 
 from modelguard import ModelGuard, ModelPool, Swap, guard, pool, telemetry
-from modelguard.lifecycle.runtime import Fingerprint, Runtime, use
+from modelguard.lifecycle.system import Fingerprint, System, use
 from modelguard.runtime.host_lock import HostLock
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class World:
         self.threads: list[threading.Thread] = []
         self._own: set[threading.Thread] = set()
         self.gpu = FakeGpu()
-        self.runtime = Runtime(
+        self.system = System(
             clock=lambda: self.now,
             wall_clock=lambda: self.wall,
             cpu=lambda: self.cpu,
@@ -143,7 +143,7 @@ class World:
         )
 
     def guard(
-        self, load: Callable[[], Any] | None = None, runtime: Runtime | None = None, **options: Any
+        self, load: Callable[[], Any] | None = None, system: System | None = None, **options: Any
     ) -> ModelGuard[Any]:
         """Make a guard of this world. By default it loads numbered models and reloads only on request.
 
@@ -152,7 +152,7 @@ class World:
         rules = {name: options.pop(name) for name in _RULES if name in options}
         if rules:
             options["swap"] = Swap(options.get("swap", "auto"), **rules)
-        with use(lambda: runtime or self.runtime):
+        with use(lambda: system or self.system):
             made = guard(self.loader if load is None else load, **{"reload_on": None, "name": "model", **options})
         made.load = partial(self._load, made, made.load)  # type: ignore[method-assign]
         return made
@@ -166,7 +166,7 @@ class World:
 
     def pool(self, load: Callable[[Any], Any] | None = None, **options: Any) -> ModelPool[Any, Any]:
         """Make a pool of this world, with room for ten models of 10 MB."""
-        with use(lambda: self.runtime):
+        with use(lambda: self.system):
             return pool(
                 self.loader.load if load is None else load, **{"max_memory": 100 * MB, "name": "pool", **options}
             )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from modelguard.errors import NotSupported, PublishFailed, WeightsMissing, WeightsRefused
-from modelguard.lifecycle.runtime import fingerprint
+from modelguard.lifecycle.system import fingerprint
 from modelguard.sharing import _weights
 from modelguard.sharing._weights import Manifest, WeightsStore
 from modelguard.sharing._weights_formats import Create

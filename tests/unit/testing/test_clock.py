@@ -38,7 +38,7 @@ from modelguard import (
     replicas,
 )
 from modelguard.errors import CircuitOpen, DeadlineExceeded, InvalidOption, LoadFailed, NoMemoryLimit
-from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.lifecycle.system import System, use
 from modelguard.serving import Breaker, deadline, left
 from modelguard.telemetry import Event, MemoryTrimmed, add_hook
 from modelguard.testing import Clock, Loader
@@ -118,7 +118,7 @@ def test_what_a_load_starts_as_it_ends_is_waited_for(
 @own_context
 def test_guards_of_others_are_not_waited_for(modelguard_clock: Clock) -> None:
     """What an earlier test has left behind, a model with a call on it, ends no wait for this test's loads."""
-    with use(Runtime):
+    with use(System):
         other = guard(dict, reload_on=None, swap="load_first")
 
     def slowly() -> object:
@@ -325,7 +325,7 @@ def test_a_guard_from_before_the_test_can_be_driven(modelguard_clock: Clock) -> 
 
 def test_a_model_from_before_the_test_loses_its_jitter(modelguard_clock: Clock) -> None:
     """A process's first model is due after half of its time at the earliest; in a test after all of it."""
-    with use(lambda: Runtime(random=lambda: 0.9, ticks=False)):
+    with use(lambda: System(random=lambda: 0.9, ticks=False)):
         nlp = guard(dict, reload_on=TTL("1h"))
     nlp.load()
     modelguard_clock.drive(nlp)
@@ -402,7 +402,7 @@ def test_what_is_not_guarded_cannot_be_driven(modelguard_clock: Clock) -> None:
 def test_guards_of_other_tests_are_left_alone(modelguard_loader: Loader) -> None:
     """Without the fixture, a guard lives in real time, whatever tests before it did."""
     nlp = guard(modelguard_loader, reload_on=None)
-    assert time.monotonic is nlp.engine.runtime.clock
+    assert time.monotonic is nlp.engine.system.clock
 
 
 def test_a_misspelt_attribute_of_the_clock_is_an_error(modelguard_clock: Clock) -> None:
@@ -597,7 +597,7 @@ def test_guards_of_others_return_to_real_time_also_after_a_load_that_hangs(monke
         patch.setattr(Clock, "settle", settle)
         with pytest.raises(TimeoutError):
             test.close()
-    before = nlp.engine.runtime.clock()
-    assert before < nlp.engine.runtime.clock()
+    before = nlp.engine.system.clock()
+    assert before < nlp.engine.system.clock()
     with pytest.raises(InvalidOption, match="its test, which has ended"):
         clock.advance(1)

@@ -161,7 +161,7 @@ class Trim(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runtime:
+class System:
     """The outside world of one guard or pool."""
 
     clock: Callable[[], float] = time.monotonic
@@ -231,17 +231,17 @@ class Runtime:
             return Trim(None, str(error))
 
 
-_make: Callable[[], Runtime] = Runtime
+_make: Callable[[], System] = System
 
 
-def default() -> Runtime:
-    """The runtime of a guard or pool that is made now: the real one, unless :func:`use` says otherwise."""
+def default() -> System:
+    """The system of a guard or pool that is made now: the real one, unless :func:`use` says otherwise."""
     return _make()
 
 
 @contextmanager
-def use(make: Callable[[], Runtime]) -> Iterator[None]:
-    """Give guards and pools that are made inside the block the runtime that ``make`` returns. For tests."""
+def use(make: Callable[[], System]) -> Iterator[None]:
+    """Give guards and pools that are made inside the block the system that ``make`` returns. For tests."""
     global _make
     before, _make = _make, make
     try:
