@@ -35,18 +35,12 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The resources that the service may use.
+    """The resources that the service may use."""
 
-    Attributes:
-        cpus: How many CPUs it may keep busy; None if unknown.
-        limit: Its memory limit; None if a limit could not be seen (not Linux, or no ``/proc``).
-        swapped: Bytes in swap on the whole machine; None if unknown.
-        strain: How short of memory its cgroup is. For a command that was started, only what was killed since counts.
-    """
-
-    cpus: Cpus | None = None
-    limit: Limit | None = None
-    swapped: int | None = None
+    cpus: Cpus | None = None  # how many CPUs it may keep busy; None if unknown
+    limit: Limit | None = None  # its memory limit; None if a limit could not be seen (not Linux, or no ``/proc``)
+    swapped: int | None = None  # bytes in swap on the whole machine; None if unknown
+    #: How short of memory its cgroup is. For a command that was started, only what was killed since counts.
     strain: Strain = field(default_factory=Strain)
 
 
@@ -62,66 +56,41 @@ class Guarded:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What a process says of itself.
+    """What a process says of itself."""
 
-    Attributes:
-        gil_for: The module for which a build without the GIL has switched it on; empty if it does not say which; None
-            if the GIL is as it was chosen.
-        huge_pages: Whether it was built so that Python's small objects are kept in huge pages.
-        malloc: The file that serves ``malloc``; None if unknown.
-        frozen: The number of objects that its garbage collector ignores, because of ``gc.freeze``.
-        tracked: The number of objects that its garbage collector examines.
-        pools: The number of threads of each thread pool, by library.
-        cuda: Whether torch has initialised CUDA.
-        guards: Its guards.
-        variables: The variables that it has set since it started.
-        asgi: Whether the app that gunicorn serves is an ASGI application; None if unknown.
-    """
-
+    #: The module for which a build without the GIL has switched it on; empty if it does not say which; None if the GIL
+    #: is as it was chosen.
     gil_for: tuple[str, ...] | None = None
-    huge_pages: bool = False
-    malloc: str | None = None
-    frozen: int = 0
-    tracked: int = 0
-    pools: tuple[tuple[str, int], ...] = ()
-    cuda: bool = False
-    guards: tuple[Guarded, ...] = ()
-    variables: tuple[Variable, ...] = ()
-    asgi: bool | None = None
+    huge_pages: bool = False  # whether it was built so that Python's small objects are kept in huge pages
+    malloc: str | None = None  # the file that serves ``malloc``; None if unknown
+    frozen: int = 0  # the number of objects that its garbage collector ignores, because of ``gc.freeze``
+    tracked: int = 0  # the number of objects that its garbage collector examines
+    pools: tuple[tuple[str, int], ...] = ()  # the number of threads of each thread pool, by library
+    cuda: bool = False  # whether torch has initialised CUDA
+    guards: tuple[Guarded, ...] = ()  # its guards
+    variables: tuple[Variable, ...] = ()  # the variables that it has set since it started
+    asgi: bool | None = None  # whether the app that gunicorn serves is an ASGI application; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceProcess:
-    """A running process of the service.
+    """A running process of the service."""
 
-    Attributes:
-        pid: Its process id.
-        role: ``"main"`` for the given process, ``"forked"`` for a fork of it, ``"spawned"`` for a worker that was
-            started without a fork, ``"other"`` for any other program that it has started.
-        private: Bytes that only this process has written, including those in swap.
-        shared: Bytes that it shares with other processes and that were written to since they were mapped.
-        swap: Bytes in swap.
-        torch: Whether torch's libraries are mapped.
-        libraries: Libraries that compute models, as far as their compiled parts are mapped.
-        isolates: Whether it has started molds, in which the models of its isolated functions are.
-        cuda: Whether it holds an NVIDIA device.
-        compiled: Written bytes of machine code that libraries have compiled at run time, as oneDNN does for each shape.
-        grown: Bytes by which ``private`` grew during the requests; None if there were none.
-        inside: What it says of itself; None if it was not asked or did not answer.
-    """
-
-    pid: int
+    pid: int  # its process id
+    #: ``"main"`` for the given process, ``"forked"`` for a fork of it, ``"spawned"`` for a worker that was started
+    #: without a fork, ``"other"`` for any other program that it has started.
     role: Role = "main"
-    private: int = 0
-    shared: int = 0
-    swap: int = 0
-    torch: bool = False
-    libraries: tuple[str, ...] = ()
-    isolates: bool = False
-    cuda: bool = False
+    private: int = 0  # bytes that only this process has written, including those in swap
+    shared: int = 0  # bytes that it shares with other processes and that were written to since they were mapped
+    swap: int = 0  # bytes in swap
+    torch: bool = False  # whether torch's libraries are mapped
+    libraries: tuple[str, ...] = ()  # libraries that compute models, as far as their compiled parts are mapped
+    isolates: bool = False  # whether it has started molds, in which the models of its isolated functions are
+    cuda: bool = False  # whether it holds an NVIDIA device
+    #: Written bytes of machine code that libraries have compiled at run time, as oneDNN does for each shape.
     compiled: int = 0
-    grown: int | None = None
-    inside: Inside | None = None
+    grown: int | None = None  # bytes by which ``private`` grew during the requests; None if there were none
+    inside: Inside | None = None  # what it says of itself; None if it was not asked or did not answer
 
     @property
     def said(self) -> Inside:
@@ -131,37 +100,22 @@ class ServiceProcess:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The server that runs the app, with its settings as it has loaded them.
+    """The server that runs the app, with its settings as it has loaded them."""
 
-    Attributes:
-        kind: ``"gunicorn"``, ``"uvicorn"`` or ``"hypercorn"``; empty if there is none.
-        workers: The number of worker processes that run; 1 if the server itself serves.
-        forks: Whether workers are forks of the server's own process, and not newly started programs.
-        preload: Whether the app is loaded before the workers are forked; None if unknown.
-        config: The configuration file or module; empty if there is none.
-        worker_class: gunicorn's worker class, such as ``"sync"``; empty if unknown.
-        asgi_worker: gunicorn's own worker class for ASGI applications; empty if this version has none.
-        threads: Threads of one worker that answer requests.
-        max_requests: After how many requests a worker is replaced, 0 for never; None if unknown.
-        jitter: The most requests by which that number differs between workers.
-        reload: Whether the server restarts workers when a source file changes.
-        timeout: Seconds after which a worker that gives no sign of life is killed; 0 for never, or if unknown.
-        grace: Seconds that a worker gets to finish its requests when it is stopped; 0 if unknown.
-    """
-
-    kind: str = ""
-    workers: int = 1
-    forks: bool = False
-    preload: bool | None = None
-    config: str = ""
-    worker_class: str = ""
-    asgi_worker: str = ""
-    threads: int = 1
-    max_requests: int | None = None
-    jitter: int = 0
-    reload: bool = False
+    kind: str = ""  # ``"gunicorn"``, ``"uvicorn"`` or ``"hypercorn"``; empty if there is none
+    workers: int = 1  # the number of worker processes that run; 1 if the server itself serves
+    forks: bool = False  # whether workers are forks of the server's own process, and not newly started programs
+    preload: bool | None = None  # whether the app is loaded before the workers are forked; None if unknown
+    config: str = ""  # the configuration file or module; empty if there is none
+    worker_class: str = ""  # gunicorn's worker class, such as ``"sync"``; empty if unknown
+    asgi_worker: str = ""  # gunicorn's own worker class for ASGI applications; empty if this version has none
+    threads: int = 1  # threads of one worker that answer requests
+    max_requests: int | None = None  # after how many requests a worker is replaced, 0 for never; None if unknown
+    jitter: int = 0  # the most requests by which that number differs between workers
+    reload: bool = False  # whether the server restarts workers when a source file changes
+    #: Seconds after which a worker that gives no sign of life is killed; 0 for never, or if unknown.
     timeout: float = 0.0
-    grace: float = 0.0
+    grace: float = 0.0  # seconds that a worker gets to finish its requests when it is stopped; 0 if unknown
 
     @property
     def preforks(self) -> bool:

@@ -463,20 +463,13 @@ def _given_back(measured: Measured) -> _Found:
 
 
 class _Counted(NamedTuple):
-    """What the census counts, and the cause that it proves.
+    """What the census counts, and the cause that it proves."""
 
-    Attributes:
-        counted: The name in the census.
-        cause: The cause.
-        most: Bytes that one of them can hold at most.
-        marks: What is in the name of a container of them, or of its entries.
-        calls: By how many it has to grow with each call of a service: of what is at work, there is some at any time.
-    """
-
-    counted: str
-    cause: CauseName
-    most: float = math.inf
-    marks: tuple[str, ...] = ()
+    counted: str  # the name in the census
+    cause: CauseName  # the cause
+    most: float = math.inf  # bytes that one of them can hold at most
+    marks: tuple[str, ...] = ()  # what is in the name of a container of them, or of its entries
+    #: By how many it has to grow with each call of a service: of what is at work, there is some at any time.
     calls: float = _WITH_CALLS
 
 

@@ -153,14 +153,10 @@ def _thread_count(path: str, functions: tuple[str, ...]) -> int | None:
 
 
 class _Reading(NamedTuple):
-    """What has happened to a variable so far.
+    """What has happened to a variable so far."""
 
-    Attributes:
-        seen: The evidence.
-        in_force: Whether its reader uses the value that is wanted; None if it has not read it, as far as is known.
-    """
-
-    seen: str
+    seen: str  # the evidence
+    #: Whether its reader uses the value that is wanted; None if it has not read it, as far as is known.
     in_force: bool | None = None
 
 

@@ -46,31 +46,20 @@ _PROGRAM = (
 
 
 class Held(NamedTuple):
-    """A container that has grown, or objects of which each holds the one before.
+    """A container that has grown, or objects of which each holds the one before."""
 
-    Attributes:
-        path: The way to it from a module, a class, a call or a thread; empty if none was found.
-        kind: Its type.
-        more: By how many entries or objects it has grown.
-        of: What the new ones are, and what they consist of for the most part.
-        size: Bytes of the new ones, estimated from a few of them.
-        about: The cause that these entries are themselves, as tasks and connections are; empty if they are only kept.
-        state: What one of them does: where a task waits, what a traceback's frame holds; empty if that is not known.
-        fix: What to do.
-        unit: What ``more`` counts.
-        table: Bytes of ``size`` that are the container's own, for the places of these entries.
-    """
-
-    path: str
-    kind: str
-    more: int
-    of: str
-    size: int
+    path: str  # the way to it from a module, a class, a call or a thread; empty if none was found
+    kind: str  # its type
+    more: int  # by how many entries or objects it has grown
+    of: str  # what the new ones are, and what they consist of for the most part
+    size: int  # bytes of the new ones, estimated from a few of them
+    #: The cause that these entries are themselves, as tasks and connections are; empty if they are only kept.
     about: str = ""
+    #: What one of them does: where a task waits, what a traceback's frame holds; empty if that is not known.
     state: str = ""
-    fix: str = ""
-    unit: str = "entries"
-    table: int = 0
+    fix: str = ""  # what to do
+    unit: str = "entries"  # what ``more`` counts
+    table: int = 0  # bytes of ``size`` that are the container's own, for the places of these entries
 
     def __str__(self) -> str:
         where = self.path or "something without a name"

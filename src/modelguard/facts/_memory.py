@@ -126,17 +126,12 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Strain:
-    """How short of memory the cgroup of a process is, and has been. A field is None if it could not be seen.
+    """How short of memory the cgroup of a process is, and has been. A field is None if it could not be seen."""
 
-    Attributes:
-        killed: How many of its processes the kernel has killed for want of memory.
-        held: The bytes, without file cache, that the cgroup with the smallest limit uses: the kernel cannot drop them.
-        peak: The most bytes that this cgroup has used, file cache included.
-    """
-
-    killed: int | None = None
+    killed: int | None = None  # how many of its processes the kernel has killed for want of memory
+    #: The bytes, without file cache, that the cgroup with the smallest limit uses: the kernel cannot drop them.
     held: int | None = None
-    peak: int | None = None
+    peak: int | None = None  # the most bytes that this cgroup has used, file cache included
 
 
 def memory_limit(pid: int | None = None, *, root: Path = _proc.ROOT) -> Limit:

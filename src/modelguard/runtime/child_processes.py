@@ -336,19 +336,12 @@ _DONE = b"done"
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """How a trial ended.
+    """How a trial ended."""
 
-    Attributes:
-        ok: Whether the work succeeded.
-        hung: Whether it did not end in time.
-        report: What the work returned, the traceback of an error, or the stacks of a child that hung.
-        seconds: How long it took.
-    """
-
-    ok: bool
-    hung: bool
-    report: str
-    seconds: float
+    ok: bool  # whether the work succeeded
+    hung: bool  # whether it did not end in time
+    report: str  # what the work returned, the traceback of an error, or the stacks of a child that hung
+    seconds: float  # how long it took
 
 
 def run_trial(work: Callable[[], object], timeout: float) -> TrialResult:

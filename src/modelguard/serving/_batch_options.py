@@ -542,13 +542,7 @@ _ASGI_ARGUMENTS = 3
 
 
 class Arguments:
-    """Checks the arguments of calls, and puts them into requests.
-
-    Attributes:
-        weigh: Gives the weight of an item, or raises what :meth:`fill_in` does; None if nothing is weighed.
-        incomplete: Why a call without keyword arguments fails; None if it does not.
-        always_checked: Whether even a call with nothing but an item has to be checked, whatever the item is.
-    """
+    """Checks the arguments of calls, and puts them into requests."""
 
     def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
         self._function = function
@@ -557,8 +551,11 @@ class Arguments:
         self._fair_by = options.fair.by
         self._item_type = item_type_name(function)
         self._accepted: set[tuple[str, ...]] = set()
+        #: Gives the weight of an item, or raises what :meth:`fill_in` does; None if nothing is weighed.
         self.weigh = None if options.weight is None else functools.partial(self._weight, options.weight.of)
+        #: Why a call without keyword arguments fails; None if it does not.
         self.incomplete = self._unbound() or self._mismatch({})
+        #: Whether even a call with nothing but an item has to be checked, whatever the item is.
         self.always_checked = self.incomplete is not None or self._fair_by is not None
 
     def fill_in(self, request: Request, extras: dict[str, Any]) -> None:

@@ -246,23 +246,17 @@ _WHOLE_BATCH = (Overloaded, LoadFailed, GuardClosed, WouldDeadlock, NotSupported
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFunction:
-    """A batch function and how to treat its errors.
-
-    Attributes:
-        isolate: Whether to run a batch that raised again in halves, to find the items at fault.
-        ignore: Errors that the breaker does not count.
-        caught: What becomes an outcome if the function raises it: on a thread of the batcher anything, since not even
-            sys.exit() in a model may end that; in a caller's own thread no Ctrl-C.
-        suspects: What it has learned about bad items.
-    """
+    """A batch function and how to treat its errors."""
 
     run: Callable[..., Any]
     name: str
-    isolate: bool
-    ignore: tuple[type[BaseException], ...] = ()
+    isolate: bool  # whether to run a batch that raised again in halves, to find the items at fault
+    ignore: tuple[type[BaseException], ...] = ()  # errors that the breaker does not count
+    #: What becomes an outcome if the function raises it: on a thread of the batcher anything, since not even sys.exit()
+    #: in a model may end that; in a caller's own thread no Ctrl-C.
     caught: type[BaseException] = BaseException
     clock: Callable[[], float] = time.monotonic
-    suspects: Suspects = field(default_factory=Suspects)
+    suspects: Suspects = field(default_factory=Suspects)  # what it has learned about bad items
 
     def __call__(self, items: list[Any], extras: dict[str, Any]) -> list[Any]:
         """One result for each item, or ``WrongResults``."""

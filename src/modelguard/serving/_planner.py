@@ -125,21 +125,17 @@ class GoalSize:
 
     What arrives while a batch runs has to wait for its end, and then needs the time of its own batch. So a batch may
     take half of the goal. An item that takes longer than that runs alone.
-
-    Attributes:
-        slo: The latency goal in seconds, from arrival to answer; infinity for none.
-        seconds: How long a batch may take; infinity without a goal.
-        size: How many items a batch may have, by what was measured last: 1 before the first measurement.
-        reachable: Whether one item alone meets the goal; None until that was measured, and without a goal.
-        item_seconds: How long one item alone takes, of the kind that takes longest; 0 until that was measured.
     """
 
     def __init__(self, slo: float, max_wait: float, ceiling: int) -> None:
-        self.slo = slo
+        self.slo = slo  # the latency goal in seconds, from arrival to answer; infinity for none
         self._ceiling = ceiling
-        self.seconds = min(slo / 2, slo - max_wait)
+        self.seconds = min(slo / 2, slo - max_wait)  # how long a batch may take; infinity without a goal
+        #: How many items a batch may have, by what was measured last: 1 before the first measurement.
         self.size = ceiling if slo == math.inf else 1
+        #: Whether one item alone meets the goal; None until that was measured, and without a goal.
         self.reachable: bool | None = None
+        #: How long one item alone takes, of the kind that takes longest; 0 until that was measured.
         self.item_seconds = 0.0
         self._items: deque[float] = deque(maxlen=_REMEMBERED)
         self._fits: tuple[Curve | None, float, int] = None, 0.0, 0  # how many items, for this curve and mean
@@ -230,13 +226,12 @@ class Planner:
     """Sizes batches and prices requests by what was measured. Without a clock, a lock or a queue of its own.
 
     Attributes:
-        arrivals: Has to be told of all requests that are admitted without an estimate.
         most: Most items in a batch of the kind that was measured last.
     """
 
     def __init__(self, limits: Limits, times: BatchTimes) -> None:
         self._times = times
-        self.arrivals = Arrivals()
+        self.arrivals = Arrivals()  # has to be told of all requests that are admitted without an estimate
         self._mean = 0.0  # weight of an item in the last batch
         self.configure(limits)
         self._padding = 1.0  # what a batch weighs over what its items weigh

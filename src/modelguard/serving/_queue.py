@@ -104,11 +104,7 @@ class BatchQueue:
     """The state of one batcher.
 
     Attributes:
-        inbox: Requests that wait as well, and are not counted yet.
         sure: While fewer wait, one more has room, and its answer in time if no batch runs for longer than expected.
-        overdue: When one does; infinity while none runs.
-        waiting: Requests that wait, without those that expired or were cancelled.
-        undelivered: Requests that failed out of turn, with their failures.
         may_refuse: Whether requests may be refused for other reasons than a full queue or their deadlines.
     """
 
@@ -119,12 +115,12 @@ class BatchQueue:
         self._lines = Lines(limits, self._planner.latest_start)
         self._limits = limits
         self._expiry = Expiry()
-        self.inbox: deque[Request] = deque()
+        self.inbox: deque[Request] = deque()  # requests that wait as well, and are not counted yet
         self._emptying = False  # whether the inbox is: a finalizer that calls meanwhile leaves it alone
-        self.waiting = 0
+        self.waiting = 0  # requests that wait, without those that expired or were cancelled
         self.running: list[Batch] = []
-        self.overdue = math.inf
-        self.undelivered: list[tuple[Request, Failure]] = []
+        self.overdue = math.inf  # when one does; infinity while none runs
+        self.undelivered: list[tuple[Request, Failure]] = []  # requests that failed out of turn, with their failures
         self.reopen()
         self.counters = Counters()
         # Size, longest wait, run time, weight and padding of the last batches.

@@ -70,26 +70,17 @@ _NO_BAD = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """How long batches of one group take: by a line, and by what batches of each size have taken where that is known.
+    """How long batches of one group take: by a line, and by what those of each size have taken, where that is known."""
 
-    Attributes:
-        fixed: Seconds for any batch.
-        each: Seconds for each item.
-        unit: Seconds for each unit of weight.
-        most: Seconds for the only size that was measured, if there was only one: larger batches may take as long.
-        reach: How many items the largest batch had.
-        margin: The factor by which all of these are longer than what is usual, to be on the safe side.
-        points: Sizes of batches, and their seconds, where these were measured; both rise.
-        again: The share of a run that bad items add, for each item beside the first: a batch is run again in parts.
-    """
-
-    fixed: float
-    each: float
-    unit: float
-    most: float
-    reach: float
-    margin: float = 1.0
+    fixed: float  # seconds for any batch
+    each: float  # seconds for each item
+    unit: float  # seconds for each unit of weight
+    most: float  # seconds for the only size that was measured, if there was only one: larger batches may take as long
+    reach: float  # how many items the largest batch had
+    margin: float = 1.0  # the factor by which all of these are longer than what is usual, to be on the safe side
+    #: Sizes of batches, and their seconds, where these were measured; both rise.
     points: tuple[tuple[float, float], ...] = ()
+    #: The share of a run that bad items add, for each item beside the first: a batch is run again in parts.
     again: float = 0.0
 
     def seconds(self, count: float, weight: float) -> float:

@@ -106,7 +106,7 @@ def test_where_the_system_gives_no_thread(function: Isolated[Any, Any], monkeypa
 
     engine = molds_of(function).guard.engine
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "runtime", dataclasses.replace(engine.runtime, start_thread=refuse))
+        patched.setattr(engine, "system", dataclasses.replace(engine.system, start_thread=refuse))
         molds_of(function).end_workers(WHY)
     assert not Mold.made[0].idle
     end_workers(function)
