@@ -102,7 +102,7 @@ _MANY_THREADS = 16
 @check("MG101 LD_PRELOAD is set, but not in force")
 def _preload_not_in_force(facts: Facts) -> Evidence | None:
     """The dynamic linker reads it when a program starts. Set later, as by gunicorn's raw_env, it has no effect."""
-    late = [variable for variable in _variables_set_late(facts, "LD_PRELOAD") if not _serves(facts, variable.value)]
+    late = [variable for variable in _set_after_start(facts, "LD_PRELOAD") if not _serves(facts, variable.value)]
     served = f"malloc is served by {facts.allocators[0]}" if facts.allocators else "it is not loaded"
     seen = [f"{variable.where} sets LD_PRELOAD, and {served}" for variable in late]
     seen += [problem.seen for problem in _problems(facts, "placebo")]
@@ -128,9 +128,9 @@ def _background_threads(facts: Facts) -> Evidence | None:
 
 
 @check("MG104 A variable that is read at program start is set later")
-def _too_late_for_start(facts: Facts) -> Evidence | None:
+def _variable_too_late_for_start(facts: Facts) -> Evidence | None:
     """When the program starts, glibc, jemalloc and Python read it. Later it has no effect."""
-    late = _variables_set_late(facts, *_AT_EXEC)
+    late = _set_after_start(facts, *_AT_EXEC)
     remedy = Remedy(environ=tuple(f"{variable.name}={variable.value}" for variable in late))
     seen = [f"{variable.where} sets {variable.name}" for variable in late]
     return Evidence(seen, "Set it before the program starts: in the shell, the unit file or the image.", remedy=remedy)
@@ -199,7 +199,7 @@ def _sets(variable: Variable) -> str:
     return f"{variable.where} sets {variable.name}={variable.value}"
 
 
-def _variables_set_late(facts: Facts, *names: str) -> list[Variable]:
+def _set_after_start(facts: Facts, *names: str) -> list[Variable]:
     named = facts.named(*names)
     started_with = {(variable.name, variable.value) for variable in named if variable.moment == "exec"}
     late = {v.name: v for v in named if v.moment != "exec" and v.value and (v.name, v.value) not in started_with}
@@ -275,7 +275,7 @@ def _may_run_torch(facts: Facts) -> bool:
 
 
 @check("MG202 A variable is set too late")
-def _too_late_for_import(facts: Facts) -> Evidence | None:
+def _variable_too_late_for_import(facts: Facts) -> Evidence | None:
     """OpenMP and BLAS read theirs when they are loaded, oneDNN and ideep at their first use. Later it has no effect."""
     late = [variable for variable in facts.named(*_facts.THREAD_VARIABLES) if variable.moment == "after import"]
     ignored = [(variable, pool) for variable in late if (pool := _larger_pool(facts, variable))]

@@ -125,7 +125,7 @@ class Mold(MoldOrders):
         self._ending = True
         if not self._loaded.done():
             self._kill()
-        self.workers.close()
+        self.workers.retire_all()
         self._supervisor.call(self._ask_to_end)
 
     @property
@@ -180,8 +180,8 @@ class Mold(MoldOrders):
     def give_up(self) -> None:
         self._supervisor.call(lambda: self._condemn("its workers end before they can take a call"))
 
-    def settle_later(self, seconds: float) -> None:
-        self._supervisor.later(seconds, self.workers.settle)
+    def look_again_later(self, seconds: float) -> None:
+        self._supervisor.later(seconds, self.workers.start_and_end_due)
 
     # In the supervisor's thread
 
@@ -273,7 +273,7 @@ class Mold(MoldOrders):
     def _heed(self, control: Channel, what: str, *details: Any) -> None:
         if what == "ready":
             _, self.code, self.version = details
-            self.workers.settle()
+            self.workers.start_and_end_due()
         elif what == "found":
             if not self._found and not self._loaded.done():  # of spawned workers, the first of a load speaks for all
                 self._found = True
@@ -343,7 +343,7 @@ class Mold(MoldOrders):
     def _fail(self, error: BaseException) -> None:
         if not self._loaded.done():
             self._ending = True
-            self.workers.close()  # others may still load: their end is no news
+            self.workers.retire_all()  # others may still load: their end is no news
             self._loaded.set_exception(error)
 
     def _kill_if_ending(self) -> None:
@@ -387,7 +387,7 @@ class SpawnedWorkers(Mold):
     # In the supervisor's thread
 
     def _begin(self) -> None:
-        self.workers.settle()
+        self.workers.start_and_end_due()
 
     def _ask_to_end(self) -> None:
         """Workers that still load take no calls; the others read the end of their channels."""
@@ -587,7 +587,7 @@ class MoldGuard:
         (engine if reported else engine.state).set_paused(paused=paused)
         for mold in (self.current, self.previous):
             if mold is not None:
-                mold.workers.settle()
+                mold.workers.start_and_end_due()
 
     @property
     def postponed(self) -> Postponed | None:

@@ -177,7 +177,7 @@ class MoldOrders:
     def give_up(self) -> None:
         """No worker of this mold comes up: make another mold. Once, and again when no other is left either."""
 
-    def settle_later(self, seconds: float) -> None:
+    def look_again_later(self, seconds: float) -> None:
         """Call :meth:`Workers.settle` after so many seconds."""
 
 
@@ -293,7 +293,7 @@ class Workers:
             else:
                 self._make_idle(worker)
             if worn or ended or troubled:
-                self._settle(time.monotonic())
+                self._start_and_end_due(time.monotonic())
             if self._waiters:
                 self._hand_over()
         if self._events or self._answers:
@@ -370,13 +370,13 @@ class Workers:
             if self.presence == "ended":
                 self.presence = "returning"
 
-    def close(self) -> None:
+    def retire_all(self) -> None:
         """Start no more workers, and end those that are idle; the others end after their calls."""
         with self._change():
             self.gone = True
             self._end(list(self._members.values()))
 
-    def settle(self) -> None:
+    def start_and_end_due(self) -> None:
         """Do what has become due; also what a pause has held back until now."""
         with self._change():
             if not self._is_paused():
@@ -476,14 +476,14 @@ class Workers:
         with self._lock:
             now = time.monotonic()
             yield now
-            self._settle(now)
+            self._start_and_end_due(now)
             self._hand_over()
         self._emit_all()
 
     def _up(self) -> list[Worker]:
         return [worker for worker in self._members.values() if worker.state in {"idle", "busy"}]
 
-    def _settle(self, now: float) -> None:
+    def _start_and_end_due(self, now: float) -> None:
         """Start the workers that are missing and end those that have been replaced, as far as it is time for it."""
         if not (self.gone or self.presence == "ended"):
             self._end_surplus_worn()
@@ -508,7 +508,7 @@ class Workers:
         if missing <= 0:
             return
         if now < self._start_at:
-            self._mold.settle_later(self._start_at - now)
+            self._mold.look_again_later(self._start_at - now)
             return
         if to_replace:
             missing = 0 if any(worker.state == "starting" for worker in workers) else 1

@@ -175,14 +175,14 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         elif (future := self.join_load()) is not None:
             yield from until_there(self.state, future, limit)
 
-    def until_entered(self, mine: Enclosing, timeout: float | None) -> Steps[Generation[M]]:
+    def until_leased(self, mine: Enclosing, timeout: float | None) -> Steps[Generation[M]]:
         """Take a lease, after a load if need be.
 
         Raises:
             GuardClosed, LoadFailed, Reloading, WouldDeadlock: There is no generation to run on.
         """
         limit = Timeout(self.load_patience if timeout is None else timeout)
-        while (generation := self.state.enter(mine)) is None:
+        while (generation := self.state.take_lease(mine)) is None:
             yield from self.until_loaded(limit)
         return generation
 
@@ -237,17 +237,17 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
 
     # Calls
 
-    def enter(self, mine: Enclosing) -> Generation[M]:
-        generation = self.state.enter(mine)
-        return waiting.block(self.until_entered(mine, None)) if generation is None else generation
+    def take_lease(self, mine: Enclosing) -> Generation[M]:
+        generation = self.state.take_lease(mine)
+        return waiting.block(self.until_leased(mine, None)) if generation is None else generation
 
-    def plain_wrapper(  # noqa: C901, PLR0915 - the hot path is written out
+    def leasing_wrapper(  # noqa: C901, PLR0915 - the hot path is written out
         self, keep: Callable[[Generation[M], Any], Any]
     ) -> Wrapper:
         """Make the body of a decorated plain function.
 
-        This is the hot path. It writes out :meth:`GuardState.enter`, :meth:`GuardState.leave` and a lease, and makes
-        nothing but the context's list and token: 300 ns over a bare decorator. Everything else uses leases.
+        This is the hot path. It writes out :meth:`GuardState.take_lease`, :meth:`GuardState.count_use` and a lease,
+        and makes nothing but the context's list and token: 300 ns over a bare decorator. Everything else uses leases.
 
         Args:
             keep: Has a lazy result take a lease of its own on this generation.
@@ -277,13 +277,13 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
                 generation = state.current
                 if generation is None or enclosing.get():
                     mine = []
-                    generation = self.enter(mine)
+                    generation = self.take_lease(mine)
                     mine[1] = state.depth(generation)
                 else:
                     mine = [generation, 1]
                     generation.leases.append(None)
                     if generation.retired:  # in this very moment
-                        generation = self._enter_instead_of(mine)
+                        generation = self._take_lease_instead_of(mine)
                 token = enclosing.set(mine)
                 try:
                     result = wrapped(generation.model, *args, **kwargs)
@@ -309,7 +309,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
                     del mine[:]
                     used.leases.pop()
                     if failed is not False:
-                        look_further = state.leave(used, failed)
+                        look_further = state.count_use(used, failed)
                     else:
                         used.uses = uses = used.uses + 1
                         used.errors = 0
@@ -338,13 +338,13 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             self._wake_checks()  # it may have to wait
         return retry
 
-    def _enter_instead_of(self, mine: Enclosing) -> Generation[M]:
+    def _take_lease_instead_of(self, mine: Enclosing) -> Generation[M]:
         """Take a lease again, after one that was taken in the moment of the generation's retirement."""
         retired = mine[0]
         del mine[:]
         retired.leases.pop()
         self.after_call(retired)
-        return self.enter(mine)
+        return self.take_lease(mine)
 
     def after_call(self, generation: Generation[M]) -> None:
         if not generation.retired:

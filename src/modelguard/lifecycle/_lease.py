@@ -63,7 +63,7 @@ class Lease(Generic[M]):
     def take_now(cls, engine: Engine[M]) -> Lease[M] | None:
         """Take a lease if that needs no waiting; None if it does."""
         lease = cls(engine)
-        return None if engine.state.enter(lease.slot()) is None else lease
+        return None if engine.state.take_lease(lease.slot()) is None else lease
 
     @classmethod
     async def atake(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
@@ -73,14 +73,14 @@ class Lease(Generic[M]):
 
     def _take(self) -> None:
         engine, mine = self._engine, self.slot()
-        if engine.state.enter(mine) is None:
-            waiting.block(engine.until_entered(mine, self._timeout))
+        if engine.state.take_lease(mine) is None:
+            waiting.block(engine.until_leased(mine, self._timeout))
 
     async def _atake(self) -> None:
         engine, mine = self._engine, self.slot()
-        if engine.state.enter(mine) is None:
+        if engine.state.take_lease(mine) is None:
             engine.state.raise_if_closed()  # whatever the loop
-            await waiting.suspend(engine.until_entered(mine, self._timeout))
+            await waiting.suspend(engine.until_leased(mine, self._timeout))
 
     def slot(self) -> Enclosing:
         """What this thread is about to take."""
@@ -211,7 +211,7 @@ class Lease(Generic[M]):
     def end(self, *, failed: bool | None) -> None:
         """Return the lease; ``failed`` is None if nothing is known of the model."""
         generation = self._give_up()
-        if generation is not None and self._engine.state.leave(generation, failed):
+        if generation is not None and self._engine.state.count_use(generation, failed):
             self._engine.after_call(generation)
 
     def drop(self) -> None:
@@ -221,7 +221,7 @@ class Lease(Generic[M]):
         asks, or the ticker.
         """
         generation, engine = self._give_up(), self._engine
-        if generation is not None and engine.state.leave(generation, False):  # noqa: FBT003 - by position, it is the hot path
+        if generation is not None and engine.state.count_use(generation, False):  # noqa: FBT003 - by position, it is the hot path
             engine.after_dropped(generation)
 
     def _give_up(self) -> Generation[M] | None:
@@ -554,7 +554,7 @@ class _MethodFunction(wrapt.CallableObjectProxy[Any]):
 def decorate(engine: Engine[Any], function: Any, *, owner: object) -> Guarded:
     return wrap(
         function,
-        call=engine.plain_wrapper(lambda generation, result: keep(Lease.of(engine, generation), result)),
+        call=engine.leasing_wrapper(lambda generation, result: keep(Lease.of(engine, generation), result)),
         take=lambda _args, _kwargs: Lease.take(engine),
         atake=lambda _args, _kwargs: Lease.take_now(engine) or Lease.atake(engine),
         owner=owner,

@@ -382,7 +382,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         """Wait for the pinned model of ``key``."""
         with self._lock:
             want = Want(key, list(self._models.values()), self.system.clock())
-        look = partial(self._press, want)
+        look = partial(self._make_room_when_overdue, want)
         found = partial(self._find, want)
         try:
             pin: Pin[M] = yield from self.line.wait(found, limit, look=look, search=self._search, every=OVERDUE)
@@ -471,7 +471,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
             raise ModelTooLarge(want.key, model_bytes=need, max_memory=self.options.max_memory)
         if not want.nested and self._first not in (None, want):
             return None
-        if not self._evict_until_fits(need, models=1):
+        if not self._evict_least_used(need, models=1):
             if not want.nested:
                 self._first = want
             return None
@@ -482,16 +482,16 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         self._models[want.key] = pin.model
         return pin
 
-    def _press(self, want: Want[K, M]) -> None:
+    def _make_room_when_overdue(self, want: Want[K, M]) -> None:
         """As time passes: have the least used model end for the first in line."""
         if self._first is want:
             now = self.system.clock()
             with self._lock:
                 if want.is_overdue(now):
-                    self._stop_lending_oldest(now)
+                    self._close_least_used_to_calls(now)
             self.line.serve()
 
-    def _stop_lending_oldest(self, now: float) -> None:
+    def _close_least_used_to_calls(self, now: float) -> None:
         """Close the least recently used of the models in use to new calls, so that steady traffic makes room."""
         for model in self._models.values():
             if not model.loading and model.overdue(now, paused=self.paused) < 0:
@@ -543,7 +543,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         pin.to_load = False
         self.line.serve()
 
-    def _evict_until_fits(self, need: int, *, models: int = 0) -> bool:
+    def _evict_least_used(self, need: int, *, models: int = 0) -> bool:
         """Evict unused models, the least recently used first, until so many more bytes and models fit."""
         while self._used + need > self.options.max_memory or len(self._models) + models > self.options.max_models:
             unused = next((key for key, model in self._models.items() if model.unused), None)
@@ -649,7 +649,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
                 raise ModelTooLarge(key, model_bytes=size, max_memory=self.options.max_memory)
             self._raise_if_gone(key, model)
             model.size = size  # and no longer what was estimated
-            if not self._evict_until_fits(0):
+            if not self._evict_least_used(0):
                 self._evict(key)
                 model.loading = False  # those who wait for it look again
                 return False

@@ -251,10 +251,10 @@ class GuardState(Generic[M]):
             enclosing.clear()
             self.enclosing.reset(token)
 
-    def enter(self, mine: Enclosing) -> Generation[M] | None:
+    def take_lease(self, mine: Enclosing) -> Generation[M] | None:
         """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
 
-        :meth:`Engine.plain_wrapper` writes out the common case of this.
+        :meth:`Engine.leasing_wrapper` writes out the common case of this.
         """
         outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:
@@ -287,7 +287,7 @@ class GuardState(Generic[M]):
             return self.current
 
     @staticmethod
-    def leave(generation: Generation[M], failed: bool | None) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
+    def count_use(generation: Generation[M], failed: bool | None) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
         """Count a use whose lease was returned.
 
         Args:

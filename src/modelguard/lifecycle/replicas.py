@@ -108,7 +108,7 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
         if enclosing is not None:
             return Lease.take_now(enclosing)
         lease = None if self.line else self._take_free(or_load=False)
-        if lease is None or lease.enter_now():
+        if lease is None or lease.take_lease_now():
             return lease
         lease.drop()
         return None
@@ -125,7 +125,7 @@ class FreeReplicas(fork_hooks.Forkable, Generic[M]):
                     f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s"
                 ) from None
             try:
-                yield from lease.until_entered(timeout)
+                yield from lease.until_leased(timeout)
             except LoadFailed:
                 lease.drop()
                 if not self._has_model():  # else another one is in use, and becomes free
@@ -237,11 +237,11 @@ class _ExclusiveLease(Lease[M]):
         if getattr(self, "places", None) or getattr(self, "_taken", None):
             self.drop()
 
-    def enter_now(self) -> bool:
-        return self._engine.state.enter(self.slot()) is not None
+    def take_lease_now(self) -> bool:
+        return self._engine.state.take_lease(self.slot()) is not None
 
-    def until_entered(self, timeout: float | None) -> Steps[object]:
-        return self._engine.until_entered(self.slot(), timeout)
+    def until_leased(self, timeout: float | None) -> Steps[object]:
+        return self._engine.until_leased(self.slot(), timeout)
 
     def end(self, *, failed: bool | None) -> None:
         """Return the lease, once; the replica is free then."""

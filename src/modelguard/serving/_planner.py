@@ -51,7 +51,7 @@ class AlikeBatches:
     most: int
     max_weight: float  # padding included; a heavier item runs alone
 
-    def choose(self, waiting: list[Request]) -> list[Request]:
+    def choose_alike(self, waiting: list[Request]) -> list[Request]:
         compared = waiting[: _COMPARED * self.most]
         chosen = self._around(compared[0], compared)
         urgent = self._harmed_by(chosen, waiting)
@@ -250,7 +250,7 @@ class Planner:
         self._ceiling = limits.max_size
         if self.auto:
             self.auto.follow(self._times, self._times.curve(), self._mean)
-        self.most = self.auto.size
+        self.max_size = self.auto.size
         self._full = math.inf  # seconds of a full batch, for a quick look; infinity where that is not enough
         self._full_by: tuple[Curve | None, int] = None, 0
 
@@ -272,7 +272,7 @@ class Planner:
                 self._unplanned = 0.0
                 best = self._best.next(self._times.curve(batch.group), mean)
                 self._worth = max(min(best, int(_BAD_IN_BATCH / self._times.bad)), 1) if self._times.bad else best
-        self._bound()
+        self._set_max_size()
         if self._asked or self.arrivals.offered:
             self._full = self._full_batch()
         if self._asked:
@@ -289,11 +289,11 @@ class Planner:
             self._safe = max(count // 2, 1)
         elif count >= self._safe < self._limits.max_size:
             self._safe = min(self._safe * 2, self._limits.max_size)
-        self._bound()
+        self._set_max_size()
 
-    def _bound(self) -> None:
+    def _set_max_size(self) -> None:
         self._ceiling = min(self._worth, self._safe)
-        self.most = min(self._ceiling, self.auto.size)
+        self.max_size = min(self._ceiling, self.auto.size)
 
     def _confirm(self, batch: Batch, seconds: float, now: float) -> None:
         """Note whether a run took as long as expected, and shows for a while what cannot be in time."""
@@ -316,7 +316,7 @@ class Planner:
         limits = self._limits
         if limits.deadline == math.inf or not self._full:
             return limits.max_queue
-        return min(max(int(limits.deadline / self._full) - 1, 0) * self.most, limits.max_queue)
+        return min(max(int(limits.deadline / self._full) - 1, 0) * self.max_size, limits.max_queue)
 
     def overdue(self, running: list[Batch]) -> float:
         """When the batch that has run for the longest takes longer than a full one."""
@@ -324,7 +324,7 @@ class Planner:
 
     def surely_in_time(self, waiting: int, left: float, running: list[Batch], now: float) -> bool:
         """:meth:`sure` for any deadline."""
-        return (waiting // self.most + 2) * self._full <= left and now <= self.overdue(running)
+        return (waiting // self.max_size + 2) * self._full <= left and now <= self.overdue(running)
 
     def estimate_if_late(
         self, request: Request, lines: Lines, waiting: int, running: list[Batch], now: float
@@ -355,10 +355,10 @@ class Planner:
 
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
-        if curve is self._full_by[0] and self.most == self._full_by[1]:
+        if curve is self._full_by[0] and self.max_size == self._full_by[1]:
             return self._full
-        self._full_by = curve, self.most
-        return math.inf if curve is None else curve.seconds(self.most, 0.0)
+        self._full_by = curve, self.max_size
+        return math.inf if curve is None else curve.seconds(self.max_size, 0.0)
 
     def _most(self, curve: Curve | None, mean: float) -> int:
         """How many items a batch of this group may have."""
@@ -437,7 +437,7 @@ class Planner:
 
     # What is computed next
 
-    def takes_first(
+    def quick_size(
         self, waiting: int, group: Group | None, nearest: float, now: float, *, lines: int, in_order: bool
     ) -> int:
         """How many of the first requests of a line are the next batch: a quick look, which is enough in most cases.
@@ -457,12 +457,12 @@ class Planner:
             return count
         return 0 if count > self.arrivals.crowd(group, curve, 0.0, lines=lines, ceiling=self._ceiling) else count
 
-    def choose(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
+    def choose_batch(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
         """The requests of the next batch, and those that will be late in any case.
 
         Where requests go by keys and priorities, their turns stand for the nearest deadlines.
         """
-        waiting = lines.in_order(line, self.most)
+        waiting = lines.in_order(line, self.max_size)
         curve = self._times.curve(line.group)
         limits = self._limits
         late = [] if curve is None else self._late(waiting, curve, now)
@@ -474,7 +474,7 @@ class Planner:
                 return [], late
             return [newest], _without(late, [newest])
         if limits.padded:
-            return AlikeBatches(curve, now, self.most, limits.max_weight).choose(waiting), late
+            return AlikeBatches(curve, now, self.max_size, limits.max_weight).choose_alike(waiting), late
         if curve is None:
             return self._fill(waiting, None, now), []
         ordered = self._by_deadline(waiting) if lines.fairness is None else waiting

@@ -314,7 +314,7 @@ class BatchQueue:
         if not self.waiting:
             if not self.inbox:
                 return None
-            if (count := self._straight(now)) and (requests := self._note(count)):
+            if (count := self._size_from_inbox(now)) and (requests := self._note(count)):
                 return self._start(requests, now)
         self.take_in()
         self.expire(now)
@@ -328,29 +328,29 @@ class BatchQueue:
                 batch.oldest = min(request.arrived for request in requests)
                 return batch
 
-    def _straight(self, now: float) -> int:
+    def _size_from_inbox(self, now: float) -> int:
         """How many come straight from the inbox as the next batch; 0 if that takes a closer look."""
         limits = self._limits
         if limits.max_weight != math.inf or limits.padded or self.ordered or limits.max_wait:
             return 0
         bounded = limits.deadline != math.inf
         if not bounded and limits.slo == math.inf:
-            return min(len(self.inbox), self._planner.most)
+            return min(len(self.inbox), self._planner.max_size)
         nearest = self.inbox[0].deadline
-        return self._planner.takes_first(len(self.inbox), None, nearest, now, lines=1, in_order=bounded)
+        return self._planner.quick_size(len(self.inbox), None, nearest, now, lines=1, in_order=bounded)
 
     def _take(self, line: Line, now: float) -> list[Request]:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
-        limits, count = self._limits, self._planner.most
+        limits, count = self._limits, self._planner.max_size
         others_first = self.ordered or limits.max_weight != math.inf or limits.slo != math.inf or limits.padded
         if self._expiry or others_first:
             in_order = limits.deadline != math.inf and not self._expiry.early and not self.ordered
             nearest, lines = self._expiry.nearest, len(self._lines)
-            count = self._planner.takes_first(line.waiting, line.group, nearest, now, lines=lines, in_order=in_order)
+            count = self._planner.quick_size(line.waiting, line.group, nearest, now, lines=lines, in_order=in_order)
         if count:
             requests = list(itertools.islice(line.requests, count))
         else:
-            requests, late = self._planner.choose(line, self._lines, now)
+            requests, late = self._planner.choose_batch(line, self._lines, now)
             for request in late:
                 self._drop_late(request, now)
         self.waiting -= len(requests)
@@ -443,8 +443,8 @@ class BatchQueue:
         self._planner.note_batch(batch, seconds, now)
 
     def _note_most(self) -> None:
-        if self._planner.most != self._lines.full_size:
-            self._lines.fill_at(self._planner.most)
+        if self._planner.max_size != self._lines.full_size:
+            self._lines.fill_at(self._planner.max_size)
         special = self.may_refuse or self.ordered or self._limits.max_wait
         self.sure = 0 if special else self._planner.sure()
 
@@ -528,7 +528,7 @@ class BatchQueue:
             running=sum(batch.count for batch in self.running),
             running_seconds=max((now - batch.started for batch in self.running), default=0.0),
             rate=self.times.rate(now),
-            max_size=self._planner.most,
+            max_size=self._planner.max_size,
             slo_reachable=self._planner.auto.reachable,
             batch_size=Quantiles.of(sizes),
             wait=Quantiles.of(waits),

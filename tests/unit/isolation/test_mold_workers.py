@@ -59,7 +59,7 @@ class FakeMold:
         self.starting: set[int] = set()
         self.gave_up = False
         self.closed = False
-        self.workers.settle()
+        self.workers.start_and_end_due()
 
     def start_worker(self, worker: Worker) -> None:
         assert not self.closed
@@ -72,7 +72,7 @@ class FakeMold:
     def give_up(self) -> None:
         self.gave_up = True
 
-    def settle_later(self, seconds: float) -> None:
+    def look_again_later(self, seconds: float) -> None:
         assert seconds > 0
 
     def alive(self) -> list[Worker]:
@@ -96,7 +96,7 @@ class WorkersMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for mold in self.molds:
-            mold.workers.close()
+            mold.workers.retire_all()
         for mold, worker in self.calls:
             mold.workers.release(worker, worn=())
         for mold in self.molds:
@@ -120,7 +120,7 @@ class WorkersMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.now += seconds
         for mold in self.molds:
-            mold.workers.settle()
+            mold.workers.start_and_end_due()
 
     @precondition(lambda self: any(mold.starting for mold in self.molds))
     @rule(comes_up=st.booleans(), pick=st.integers(0, 10))
@@ -174,7 +174,7 @@ class WorkersMachine(RuleBasedStateMachine):
     def pause_or_resume(self) -> None:
         mold = self.current
         mold.paused = not mold.paused
-        mold.workers.settle()
+        mold.workers.start_and_end_due()
 
     @rule(pick=st.integers(0, 10))
     def idle_worker_dies(self, pick: int) -> None:
@@ -199,7 +199,7 @@ class WorkersMachine(RuleBasedStateMachine):
             mold.workers.listed(),
             mold.workers.counts["idle"],
         )
-        mold.workers.settle()
+        mold.workers.start_and_end_due()
         assert ([], "ended") == (mold.workers.listed(), mold.workers.presence)
 
     @precondition(lambda self: len(self.molds) < 4)
@@ -218,7 +218,7 @@ class WorkersMachine(RuleBasedStateMachine):
                 assert worker.exit is not None
                 mold.workers.end_worker(worker, "crashed")
         else:
-            old.workers.close()
+            old.workers.retire_all()
         self.molds.append(FakeMold(len(self.molds) + 1))
 
     @invariant()

@@ -123,7 +123,7 @@ class TestWorkersOfAMold:
         self.wear(mold.workers, USES)
         assert (USES,) == mold.workers.postponed
         mold.paused = False
-        mold.workers.settle()
+        mold.workers.start_and_end_due()
         mold.paused = True
         assert () == mold.workers.postponed
 
@@ -138,7 +138,7 @@ class TestWorkersOfAMold:
         """The worker is replaced instead."""
         mold.paused = False
         self.wear(mold.workers, USES)
-        mold.workers.settle()
+        mold.workers.start_and_end_due()
         for number in tuple(mold.starting):
             mold.workers.ready(mold.made[number])
         assert [] == of(ReloadPostponed, seen)

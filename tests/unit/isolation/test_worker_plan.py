@@ -71,7 +71,7 @@ class Plan:
         """Note it."""
         self._orders.append(ReplaceMold())
 
-    def settle_later(self, seconds: float) -> None:
+    def look_again_later(self, seconds: float) -> None:
         """The tests look when they like."""
 
     # What happens
@@ -89,7 +89,7 @@ class Plan:
     def settle(self, now: float) -> list[Order]:
         """What was ordered since the last look, and is now."""
         with self._at(now):
-            self.workers.settle()
+            self.workers.start_and_end_due()
         return self._new_orders()
 
     def started(self, number: int) -> bool:
@@ -131,7 +131,7 @@ class Plan:
             self.workers.call_back()
 
     def close(self) -> list[Order]:
-        self.workers.close()
+        self.workers.retire_all()
         return self._new_orders()
 
     # What there is
