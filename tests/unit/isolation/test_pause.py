@@ -161,7 +161,7 @@ class Process:
         self.settled = 0
         self.pid, self.idle = 1, False
         self.workers = SimpleNamespace(
-            settle=self.settle,
+            start_and_end_due=self.settle,
             postponed=(),
             listed=list,
             pids=list,
@@ -170,7 +170,7 @@ class Process:
             presence="present",
             gone=False,
             send_on=lambda: None,
-            close=lambda: None,
+            retire_all=lambda: None,
         )
 
     def settle(self) -> None:
