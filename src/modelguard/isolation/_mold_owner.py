@@ -181,7 +181,7 @@ class Mold(MoldOrders):
         self._supervisor.call(lambda: self._condemn("its workers end before they can take a call"))
 
     def look_again_later(self, seconds: float) -> None:
-        self._supervisor.later(seconds, self.workers.start_and_end_due)
+        self._supervisor.later(seconds, self.workers.look_again)
 
     # In the supervisor's thread
 
@@ -273,7 +273,7 @@ class Mold(MoldOrders):
     def _heed(self, control: Channel, what: str, *details: Any) -> None:
         if what == "ready":
             _, self.code, self.version = details
-            self.workers.start_and_end_due()
+            self.workers.look_again()
         elif what == "found":
             if not self._found and not self._loaded.done():  # of spawned workers, the first of a load speaks for all
                 self._found = True
@@ -387,7 +387,7 @@ class SpawnedWorkers(Mold):
     # In the supervisor's thread
 
     def _begin(self) -> None:
-        self.workers.start_and_end_due()
+        self.workers.look_again()
 
     def _ask_to_end(self) -> None:
         """Workers that still load take no calls; the others read the end of their channels."""
@@ -587,7 +587,7 @@ class MoldGuard:
         (engine if reported else engine.state).set_paused(paused=paused)
         for mold in (self.current, self.previous):
             if mold is not None:
-                mold.workers.start_and_end_due()
+                mold.workers.look_again()
 
     @property
     def postponed(self) -> Postponed | None:

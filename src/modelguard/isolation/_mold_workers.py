@@ -376,7 +376,7 @@ class Workers:
             self.gone = True
             self._end(list(self._members.values()))
 
-    def start_and_end_due(self) -> None:
+    def look_again(self) -> None:
         """Do what has become due; also what a pause has held back until now."""
         with self._change():
             if not self._is_paused():

@@ -237,7 +237,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
 
     # Calls
 
-    def take_lease(self, mine: Enclosing) -> Generation[M]:
+    def wait_for_lease(self, mine: Enclosing) -> Generation[M]:
         generation = self.state.take_lease(mine)
         return waiting.block(self.until_leased(mine, None)) if generation is None else generation
 
@@ -277,7 +277,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
                 generation = state.current
                 if generation is None or enclosing.get():
                     mine = []
-                    generation = self.take_lease(mine)
+                    generation = self.wait_for_lease(mine)
                     mine[1] = state.depth(generation)
                 else:
                     mine = [generation, 1]
@@ -344,7 +344,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         del mine[:]
         retired.leases.pop()
         self.after_call(retired)
-        return self.take_lease(mine)
+        return self.wait_for_lease(mine)
 
     def after_call(self, generation: Generation[M]) -> None:
         if not generation.retired:

@@ -322,7 +322,7 @@ class BatchQueue:
             found = self._lines.next(now, closed=self.closed)
             if not isinstance(found, Line):
                 return None if found is None else found - now
-            requests = self._take(found, now)
+            requests = self._take_next_batch(found, now)
             if requests:
                 batch = self._start(requests, now)
                 batch.oldest = min(request.arrived for request in requests)
@@ -337,20 +337,22 @@ class BatchQueue:
         if not bounded and limits.slo == math.inf:
             return min(len(self.inbox), self._planner.max_size)
         nearest = self.inbox[0].deadline
-        return self._planner.quick_size(len(self.inbox), None, nearest, now, lines=1, in_order=bounded)
+        return self._planner.size_at_a_glance(len(self.inbox), None, nearest, now, lines=1, in_order=bounded)
 
-    def _take(self, line: Line, now: float) -> list[Request]:
+    def _take_next_batch(self, line: Line, now: float) -> list[Request]:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
         limits, count = self._limits, self._planner.max_size
         others_first = self.ordered or limits.max_weight != math.inf or limits.slo != math.inf or limits.padded
         if self._expiry or others_first:
             in_order = limits.deadline != math.inf and not self._expiry.early and not self.ordered
             nearest, lines = self._expiry.nearest, len(self._lines)
-            count = self._planner.quick_size(line.waiting, line.group, nearest, now, lines=lines, in_order=in_order)
+            count = self._planner.size_at_a_glance(
+                line.waiting, line.group, nearest, now, lines=lines, in_order=in_order
+            )
         if count:
             requests = list(itertools.islice(line.requests, count))
         else:
-            requests, late = self._planner.choose_batch(line, self._lines, now)
+            requests, late = self._planner.choose_requests(line, self._lines, now)
             for request in late:
                 self._drop_late(request, now)
         self.waiting -= len(requests)

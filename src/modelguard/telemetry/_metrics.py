@@ -83,7 +83,7 @@ class Metric(NamedTuple):
 
 #: Each metric in a line: its kind, name, unit, the events that it is read from, and what it shows. ``max`` and ``sum``
 #: are gauges, by how those of several processes are combined. An event without a field or a number counts 1.
-_TABLES: dict[Subject, str] = {
+_DEFINITIONS: dict[Subject, str] = {
     "guard": """
 counter   loads.started {event}        LoadStarted.host_lock         Loads that started, by the lock that they held.
 counter   load.reasons {event}         LoadStarted.by_reason         Loads that started, counted once for each reason.
@@ -213,7 +213,7 @@ def _read_source(source: str) -> tuple[str, Callable[[Any], Amount]]:
 METRICS = {
     metric.name: metric
     for metric in (
-        *(_read(subject, line) for subject, table in _TABLES.items() for line in table.strip().splitlines()),
+        *(_read(subject, line) for subject, table in _DEFINITIONS.items() for line in table.strip().splitlines()),
         _MODEL_INFO,
     )
 }
@@ -233,7 +233,7 @@ class Measure(NamedTuple):
     amount: float
 
 
-def measures(event: events.Event) -> Iterator[Measure]:
+def amounts_of(event: events.Event) -> Iterator[Measure]:
     kind = type(event).__name__
     for metric in _METRICS_OF.get(kind, ()):
         amount = metric.sources[kind](event)
@@ -274,7 +274,7 @@ _OF_ONE_MODEL = frozenset({"load.failing", "generation", "model.size", "idle"})
 
 
 class Recorder:
-    """Passes the measures of events to a recording function, one event at a time.
+    """Passes the amounts of events to a recording function, one event at a time.
 
     The garbage collector may end an abandoned call at any point, even while a metric is being written and its lock is
     held. The event of that call then waits until the metric is written; otherwise the thread would wait for itself.
@@ -313,7 +313,7 @@ class Recorder:
         return f"<{self._name} hook: {len(METRICS)} metrics>"
 
     def _record_event(self, event: events.Event) -> None:
-        told = tuple(measures(event))
+        told = tuple(amounts_of(event))
         if not told:
             return
         subject, name = told[0].metric.subject, event.guard

@@ -169,7 +169,7 @@ class Connections(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.broker = Broker()
-        self.broker.mold.workers.start_and_end_due()
+        self.broker.mold.workers.look_again()
         self.clients = [Client(self.broker, bytes([number % 3])) for number in range(CLIENTS)]
         self.come_up()
 
@@ -223,7 +223,7 @@ class Connections(RuleBasedStateMachine):
     def nothing_is_kept(self) -> None:
         """Leases, workers and places in the queue belong to calls under way, and no call waits for an idle worker."""
         self.broker.supervisor.run()
-        self.broker.mold.workers.start_and_end_due()
+        self.broker.mold.workers.look_again()
         for client in self.clients:
             client.listen()
         states = [client.state for client in self.clients]
@@ -248,7 +248,7 @@ def test_a_connection_of_no_client_gets_no_worker() -> None:
     """Whoever does not say whose it is, or says nonsense, is hung up on, and nobody else notices."""
     for message in (("take",), ("leave",), ("release", (), True), ("nonsense",), (), 5):
         broker = Broker()
-        broker.mold.workers.start_and_end_due()
+        broker.mold.workers.look_again()
         ours, theirs = pair()
         channel, connection = Channel(ours), ClientConnection(Channel(theirs), broker, os.getpid())  # type: ignore[arg-type]
         channel.send(message)
@@ -264,7 +264,7 @@ def test_a_connection_of_no_client_gets_no_worker() -> None:
 def test_a_worker_that_is_granted_to_a_call_that_has_gone_goes_back(first: str) -> None:
     """Its client hangs up before it has read that: nothing has begun, and no worker ends for it."""
     broker = Broker()
-    broker.mold.workers.start_and_end_due()
+    broker.mold.workers.look_again()
     for worker in broker.mold.starting:
         broker.mold.workers.ready(worker)
     clients = [Client(broker, b"a") for _ in range(SIZE + 1)]

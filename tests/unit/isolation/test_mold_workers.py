@@ -59,7 +59,7 @@ class FakeMold:
         self.starting: set[int] = set()
         self.gave_up = False
         self.closed = False
-        self.workers.start_and_end_due()
+        self.workers.look_again()
 
     def start_worker(self, worker: Worker) -> None:
         assert not self.closed
@@ -120,7 +120,7 @@ class WorkersMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.now += seconds
         for mold in self.molds:
-            mold.workers.start_and_end_due()
+            mold.workers.look_again()
 
     @precondition(lambda self: any(mold.starting for mold in self.molds))
     @rule(comes_up=st.booleans(), pick=st.integers(0, 10))
@@ -174,7 +174,7 @@ class WorkersMachine(RuleBasedStateMachine):
     def pause_or_resume(self) -> None:
         mold = self.current
         mold.paused = not mold.paused
-        mold.workers.start_and_end_due()
+        mold.workers.look_again()
 
     @rule(pick=st.integers(0, 10))
     def idle_worker_dies(self, pick: int) -> None:
@@ -199,7 +199,7 @@ class WorkersMachine(RuleBasedStateMachine):
             mold.workers.listed(),
             mold.workers.counts["idle"],
         )
-        mold.workers.start_and_end_due()
+        mold.workers.look_again()
         assert ([], "ended") == (mold.workers.listed(), mold.workers.presence)
 
     @precondition(lambda self: len(self.molds) < 4)

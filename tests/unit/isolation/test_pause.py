@@ -123,7 +123,7 @@ class TestWorkersOfAMold:
         self.wear(mold.workers, USES)
         assert (USES,) == mold.workers.postponed
         mold.paused = False
-        mold.workers.start_and_end_due()
+        mold.workers.look_again()
         mold.paused = True
         assert () == mold.workers.postponed
 
@@ -138,7 +138,7 @@ class TestWorkersOfAMold:
         """The worker is replaced instead."""
         mold.paused = False
         self.wear(mold.workers, USES)
-        mold.workers.start_and_end_due()
+        mold.workers.look_again()
         for number in tuple(mold.starting):
             mold.workers.ready(mold.made[number])
         assert [] == of(ReloadPostponed, seen)
@@ -161,7 +161,7 @@ class Process:
         self.settled = 0
         self.pid, self.idle = 1, False
         self.workers = SimpleNamespace(
-            start_and_end_due=self.settle,
+            look_again=self.settle,
             postponed=(),
             listed=list,
             pids=list,

@@ -89,7 +89,7 @@ class Plan:
     def settle(self, now: float) -> list[Order]:
         """What was ordered since the last look, and is now."""
         with self._at(now):
-            self.workers.start_and_end_due()
+            self.workers.look_again()
         return self._new_orders()
 
     def started(self, number: int) -> bool:

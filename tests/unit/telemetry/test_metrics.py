@@ -22,7 +22,7 @@ from modelguard import (
 )
 from modelguard.adapters.spacy import IndexGrowth
 from modelguard.telemetry import Event, _metrics
-from modelguard.telemetry._metrics import METRICS, REASONS, Metric, Recorder, measures
+from modelguard.telemetry._metrics import METRICS, REASONS, Metric, Recorder, amounts_of
 
 
 class _Own(Policy):
@@ -35,7 +35,7 @@ class _Own(Policy):
 
 def test_every_event_counts() -> None:
     """No kind of event is left out, so a new one has to be given a metric."""
-    assert set(Event.__subclasses__()) == {type(event) for event in EVERY if [*measures(event)]}
+    assert set(Event.__subclasses__()) == {type(event) for event in EVERY if [*amounts_of(event)]}
 
 
 def test_every_metric_is_measured_by_some_event() -> None:
@@ -50,7 +50,7 @@ def test_every_metric_is_measured_by_some_event() -> None:
 def test_labels_have_the_values_that_they_were_given() -> None:
     """The second label's value is one of a fixed few, and is there where the metric has such a label."""
     for event in EVERY:
-        for measure in measures(event):
+        for measure in amounts_of(event):
             assert measure.value in (measure.metric.values or (None,)), (event, measure)
 
 

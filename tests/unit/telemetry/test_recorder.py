@@ -1,4 +1,4 @@
-"""How the measures of events are passed on: each event once, and zeros and versions besides."""
+"""How the amounts of events are passed on: each event once, and zeros and versions besides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.serving.gated import until
 
 from modelguard import Loaded, _units, pool, telemetry
 from modelguard.telemetry import Event, _metrics
-from modelguard.telemetry._metrics import Metric, Recorder, measures
+from modelguard.telemetry._metrics import Metric, Recorder, amounts_of
 
 REFUSED = telemetry.RequestsRefused(guard="predict", full=1, late=0, open=0, quota=0, expired=0, cancelled=0, waiting=0)
 
@@ -27,7 +27,7 @@ def test_a_first_increase_can_be_seen() -> None:
     assert {"predict"} == {labels[0] for _, labels, _ in seen}, "nothing of guards"
     told = len(seen)
     recorder(REFUSED)
-    assert len([*measures(REFUSED)]) == len(seen) - told, "zeros are reported once"
+    assert len([*amounts_of(REFUSED)]) == len(seen) - told, "zeros are reported once"
 
 
 def test_the_models_of_a_pool_are_counted_together() -> None:
