@@ -52,6 +52,7 @@ class Machine:
         self.acts: list[str] = []
         self.now = 0.0
         self.interrupt_at = 10**6
+        self.interrupt_before = 10**6
 
     def follow(self, config: Mapping[str, Any], *_: object, **__: object) -> Said:
         self.now += 10
@@ -81,10 +82,14 @@ class Machine:
             measured(**fields),
             seconds=seconds,
             environ={"LD_PRELOAD": "x.so"},
-            progress=lambda _: None,
+            progress=self._progress,
             follow=self.follow,
             clock=lambda: self.now,
         )
+
+    def _progress(self, _phase: object) -> None:
+        if len(self.acts) >= self.interrupt_before:
+            raise KeyboardInterrupt
 
 
 def test_rounds_are_interleaved_and_losers_are_stopped() -> None:
@@ -112,6 +117,15 @@ def test_ctrl_c_keeps_what_there_is() -> None:
     trials = machine.run(["spacy strings"], zones=True, importable=True)
     assert trials is not None
     assert (["zoned"], 3) == ([one.name for one in trials.tried], len(machine.acts))
+    assert "the other rounds: they were interrupted" in trials.left_out
+
+
+def test_ctrl_c_between_two_runs_keeps_what_they_have_shown() -> None:
+    machine = Machine(zones={"growth": 1e3})
+    machine.interrupt_before = 2
+    trials = machine.run(["spacy strings"], zones=True, importable=True)
+    assert trials is not None
+    assert ["zoned"] == [one.name for one in trials.tried]
     assert "the other rounds: they were interrupted" in trials.left_out
 
 
