@@ -121,6 +121,7 @@ def test_ctrl_c_keeps_what_there_is() -> None:
 
 
 def test_ctrl_c_between_two_runs_keeps_what_they_have_shown() -> None:
+    """The report has what was tried, as after a Ctrl-C in the middle of a run."""
     machine = Machine(zones={"growth": 1e3})
     machine.interrupt_before = 2
     trials = machine.run(["spacy strings"], zones=True, importable=True)
