@@ -112,11 +112,7 @@ class Allocator:
         self._function = function
 
     def release(self) -> None:
-        """Return freed memory to the system.
-
-        Raises:
-            NotSupported: It is unknown how, or the allocator refused.
-        """
+        """Return freed memory to the system."""
         raise NotSupported(TRIMMING, reason=f"malloc is served by an unknown allocator ({self.library.path})")
 
     def version(self) -> str | None:

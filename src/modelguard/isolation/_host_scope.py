@@ -63,11 +63,7 @@ class Connection(Channel):
             raise BrokerGone from error
 
     def ask(self, what: Request, *details: Any, limit: float | None = None) -> Any:
-        """Send a message, and wait for the answer. This connection can be used again unless it fails.
-
-        Raises:
-            BlockingIOError: The time is over.
-        """
+        """Send a message, and wait for the answer. This connection can be used again unless it fails."""
         self.say(what, *details, limit=limit)
         answer = self._received()
         self.give_back()

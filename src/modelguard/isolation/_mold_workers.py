@@ -234,11 +234,7 @@ class Workers:
     # Calls
 
     def take_now(self, holder: Holder | None = None) -> Worker | None:
-        """Take a free worker, if there is one and nobody waits for it. Does not block.
-
-        Raises:
-            CircuitOpen: There is no worker for this call.
-        """
+        """Take a free worker, if there is one and nobody waits for it. Does not block."""
         with self._lock:
             if self._circuit.state != "closed" and (refusal := self._refusal()) is not None:
                 raise refusal

@@ -192,11 +192,7 @@ class WorkerScope:
     # Calls
 
     def take(self, limits: CallTimes, key: Any = None) -> Taken:
-        """Take a worker; start what is missing. Blocks.
-
-        Raises:
-            GuardClosed, LoadFailed, Reloading, QueueFull, CircuitOpen, DeadlineExceeded: There is none.
-        """
+        """Take a worker; start what is missing. Blocks."""
         return waiting.block(self.until_taken(Claim(limits, key, blocks=True)))
 
     def until_taken(self, claim: Claim) -> Steps[Taken]:

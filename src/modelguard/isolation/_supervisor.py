@@ -363,9 +363,6 @@ def start_interpreter(
     ``/dev/null``: what it prints must not reach a descriptor of another purpose. The module's ``main`` gets the numbers
     of the descriptors, and lists of processes show the words. One that outlives this process has a session of its own,
     without this one's output.
-
-    Raises:
-        OSError: No process or no descriptor is left.
     """
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing
     executable = os.fsdecode(spawn.get_executable() or sys.executable)

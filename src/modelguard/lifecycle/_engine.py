@@ -176,22 +176,14 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
             yield from until_there(self.state, future, limit)
 
     def until_leased(self, mine: Enclosing, timeout: float | None) -> Steps[Generation[M]]:
-        """Take a lease, after a load if need be.
-
-        Raises:
-            GuardClosed, LoadFailed, Reloading, WouldDeadlock: There is no generation to run on.
-        """
+        """Take a lease, after a load if need be; an error if there is no generation to run on."""
         limit = Timeout(self.load_patience if timeout is None else timeout)
         while (generation := self.state.take_lease(mine)) is None:
             yield from self.until_loaded(limit)
         return generation
 
     def join_load(self) -> Future[Outcome] | None:
-        """Join the one load, started here if need be; None if there is a current generation already. Does not block.
-
-        Raises:
-            GuardClosed, LoadFailed: None begins.
-        """
+        """Join the one load, started here if need be; None if there is a current generation already. Does not block."""
         if call_context.is_inline():
             Inline(self).block()
             return None
@@ -228,9 +220,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
     def follow(self, options: GuardOptions[M], files: Mapping[Path, Fingerprint | None]) -> None:
         """Go by other options from now on. For the guard of molds, whose load under way has found them.
 
-        Args:
-            options: The options.
-            files: What the paths were that their policy watches, before that load read them.
+        ``files`` are what the paths were that their policy watches, before that load read them.
         """
         self.options = options
         self.checks.decide_by(options.reload_on, files)
@@ -249,8 +239,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         This is the hot path. It writes out :meth:`GuardState.take_lease`, :meth:`GuardState.count_use` and a lease,
         and makes nothing but the context's list and token: 300 ns over a bare decorator. Everything else uses leases.
 
-        Args:
-            keep: Has a lazy result take a lease of its own on this generation.
+        ``keep`` has a lazy result take a lease of its own on the generation.
         """
         state = self.state
         enclosing = state.enclosing
@@ -322,11 +311,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         return call
 
     def repair(self, generation: Generation[M], error: Exception, *, last: bool = False) -> bool:
-        """Free the GPU memory that a failed call has left, if that was its trouble; whether to run the call again.
-
-        Raises:
-            CudaAfterFork: CUDA cannot be used in this process.
-        """
+        """Free the GPU memory that a failed call has left, if that was its trouble; whether to run the call again."""
         if (better := named(self.name, self.system.gpu, error)) is not error:
             raise better
         if not self.system.gpu.is_out_of_memory(error):
@@ -387,10 +372,6 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         """Make the generation that the current one has replaced current again; a load under way is cancelled.
 
         The one that took calls is released in the background. Nothing is loaded.
-
-        Raises:
-            NoPreviousModel: None is kept.
-            GuardClosed: The guard is closed.
         """
         swapped = self.state.roll_back(LoadFailed(self.name, "rollback() was called during the load"), self.end_load)
         if swapped is None:
@@ -428,11 +409,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         return state.current is not None or ready_when_idle
 
     def raise_inside_call(self, action: str) -> None:
-        """Refuse an action that would wait for the end of a call that encloses it.
-
-        Raises:
-            WouldDeadlock: This context is inside a call on the guard.
-        """
+        """Refuse an action that would wait for the end of a call that encloses it."""
         generation = self.state.enclosing_generation()
         if generation is not None and not generation.dropped:
             why = f"{action}() inside a call on the same guard would wait for that call to end"
@@ -529,12 +506,9 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
 
 
 class LoadWait:
-    """Inside the block, this thread waits for a load of the guard with this ``state``.
+    """Inside the block, this thread waits for a load of the guard with this ``state``, if that does not wait for it.
 
     Known by a weak reference, so that a wait which a signal handler ends at any point ends with its frame.
-
-    Raises:
-        WouldDeadlock: That load waits for this thread: its loader waits here, or for a load whose loader does.
     """
 
     __slots__ = ("__weakref__", "state", "thread")
@@ -573,9 +547,6 @@ def search(states: Iterable[GuardState[Any]]) -> None:
 
     A warm-up that calls the guarded function by way of an executor waits for a thread that waits for the new model.
     Which thread that is can be read off the stacks only, so this is for those who have waited for some time.
-
-    Raises:
-        WouldDeadlock: One of them does.
     """
     loads = [(state.name, list(job.threads)) for state in states if (job := state.job) is not None]
     frames = sys._current_frames() if loads else {}  # noqa: SLF001 - there is no public way to the stacks
@@ -623,11 +594,7 @@ _WAITS = {Future.result.__code__, Future.exception.__code__, threading.Thread.jo
 
 
 def raise_on_circle(state: GuardState[Any]) -> None:
-    """Check that a load does not wait for this thread: its loader runs here, or waits for a load whose loader does.
-
-    Raises:
-        WouldDeadlock: It does.
-    """
+    """Check that a load does not wait for this thread: its loader runs here, or waits for a load whose loader does."""
     if any(threading.get_ident() in threads for _, threads in _waited_for(state)):
         why = "its loader, its unload or a hook would wait for the load that runs it"
         fix = "Use the model itself, move the call to warmup, which has the new model, or write wait=False."
@@ -676,13 +643,7 @@ def _waited_for(state: GuardState[Any]) -> Iterator[tuple[GuardState[Any], list[
 
 
 def until_there(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> Steps[None]:
-    """Wait until there is a current generation.
-
-    Raises:
-        LoadFailed, GuardClosed: The wait ended without one.
-        Reloading: ``timeout`` has passed.
-        WouldDeadlock: The load waits for this thread.
-    """
+    """Wait until there is a current generation; an error if the wait ends without one."""
     try:
         with LoadWait(state):
             yield Wait(future, timeout, search=partial(search, [state]))
@@ -694,12 +655,7 @@ def until_there(state: GuardState[Any], future: Future[Outcome], timeout: Timeou
 
 
 def until_ended(state: GuardState[Any], job: LoadJob | None, timeout: Timeout) -> Steps[None]:
-    """Wait until a job has ended, if there is one.
-
-    Raises:
-        Reloading: ``timeout`` has passed.
-        GuardClosed: The guard was closed meanwhile.
-    """
+    """Wait until a job has ended, if there is one."""
     if job is not None:
         yield Wait(job.ended, timeout, search=partial(search, [state]))
         if not job.ended.done():
@@ -709,11 +665,7 @@ def until_ended(state: GuardState[Any], job: LoadJob | None, timeout: Timeout) -
 
 
 def raise_outcome(outcome: Outcome) -> None:
-    """Raise what a wait has ended with, unless that is a model.
-
-    Raises:
-        LoadFailed, GuardClosed: There is none.
-    """
+    """Raise what a wait has ended with, unless that is a model."""
     # A new object for each caller: an exception that is raised in several threads mixes up their tracebacks.
     if isinstance(outcome, LoadFailed):
         raise outcome.again(outcome.retry_after, outcome.current) from outcome.__cause__

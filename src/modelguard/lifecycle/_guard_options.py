@@ -306,11 +306,7 @@ class PoolOptions(NamedTuple):
 
 
 def policies_of_keys(given: Policy | None) -> tuple[TTL | None, Idle | None, Changed | None]:
-    """The policies of a pool, which go for each key by itself.
-
-    Raises:
-        InvalidOption: It has others, two of one kind, or a part that says nothing of one key.
-    """
+    """The policies of a pool, which go for each key by itself."""
     fix = "A pool takes TTL, Idle and Changed, each once: reload_on=TTL('6h') | Idle('10m') | Changed(probe)."
     found: dict[type[Policy], Any] = {}
     for member in alternatives(given):
@@ -346,11 +342,7 @@ def takes_old_model(validate: Any) -> bool:
 
 
 def check_callable(argument: str, value: object, *, arguments: int, fix: str) -> None:
-    """Check that ``value`` can be called with this many arguments, and runs then.
-
-    Raises:
-        InvalidOption: It cannot.
-    """
+    """Check that ``value`` can be called with this many arguments, and runs then."""
     _units.called_as(_HOW[arguments], value, argument, arguments, fix=fix)
     if "generator" in _units.function_kind(value):
         why = "is a generator function, whose body does not run when it is called"
@@ -358,11 +350,7 @@ def check_callable(argument: str, value: object, *, arguments: int, fix: str) ->
 
 
 def check_loader(load: object, *, arguments: int = 0) -> None:
-    """Check that ``load`` makes a model when it is called with this many arguments.
-
-    Raises:
-        InvalidOption: It cannot, or it is a model itself.
-    """
+    """Check that ``load`` makes a model when it is called with this many arguments."""
     if is_model(load):
         why = "is a model itself; the guard needs a function that makes one, to be able to replace it"
         raise InvalidOption("load", load, why=why, fix="Write for example load=lambda: make_model().")
@@ -386,13 +374,7 @@ def loader_name(load: object) -> str:
 
 
 def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> None:
-    """Check a policy, and warn of one that can never be due.
-
-    Raises:
-        InvalidOption: It is not a policy.
-        NoMemoryLimit: It asks for a percentage of a memory limit, and there is none.
-        NotSupported: It reads GPU memory, and this installation has no torch with CUDA.
-    """
+    """Check a policy, and warn of one that can never be due."""
     if not isinstance(policy, Policy):
         why = f"must be a policy or None, not {_units.kind_of(policy)}"
         raise InvalidOption("reload_on", policy, why=why, fix=policies.fix_for(policy))
@@ -412,11 +394,7 @@ def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> N
 
 
 def check_gpu(policy: Policy | None, gpu: Gpu, *, loaded: bool) -> None:
-    """Check that the GPU memory that a policy reads can be read.
-
-    Raises:
-        NotSupported: It cannot.
-    """
+    """Check that the GPU memory that a policy reads can be read."""
     part = next((part for part in policy.parts() if part.reads_gpu), None) if policy is not None else None
     why = None if part is None else gpu.missing(loaded=loaded)
     if why is not None:
@@ -431,11 +409,7 @@ def _check_idle(members: list[Idle]) -> None:
 
 
 def check_min_lifetime(policy: Policy | None, seconds: float) -> None:
-    """Check that no ``TTL`` alone replaces the model before its minimum age.
-
-    Raises:
-        InvalidOption: One does.
-    """
+    """Check that no ``TTL`` alone replaces the model before its minimum age."""
     for member in alternatives(policy):
         if isinstance(member, TTL) and member.seconds < seconds:
             given, why = _units.format_seconds(seconds), f"is longer than {member!r}, which is due before"
@@ -444,11 +418,7 @@ def check_min_lifetime(policy: Policy | None, seconds: float) -> None:
 
 
 def memory_bound(argument: str, size: int | _units.Percentage, limit: int | None) -> int:
-    """The bytes of a size, or of a percentage of the memory limit.
-
-    Raises:
-        NoMemoryLimit: It is a percentage, and nothing limits this process.
-    """
+    """The bytes of a size, or of a percentage of the memory limit."""
     if not isinstance(size, _units.Percentage):
         return size
     if limit is None:

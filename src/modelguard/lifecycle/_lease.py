@@ -580,9 +580,6 @@ def wrap(
         owner: What :func:`owner_of` returns.
         call: Runs a plain function, if there is a faster way than with a lease.
         recorded: Records the calls; None if nobody asks for that, and then it costs nothing.
-
-    Raises:
-        InvalidOption: It is not a function, or has no parameter to take the model.
     """
     plain = plain_function(function)
     check_function(plain, owner)
@@ -694,12 +691,7 @@ def _generator(run: Callable[..., Any], take: Take | AsyncTake) -> Wrapper:
 
 
 def check_function(plain: Any, owner: object) -> None:
-    """Check that a guard can decorate ``plain``.
-
-    Raises:
-        InvalidOption: It is not a function, has no parameter to take the model, is batched, or is decorated by
-            ``owner`` already.
-    """
+    """Check that a guard can decorate ``plain``."""
     why = fix = ""
     if not callable(plain) or isinstance(plain, type):
         why = f"must be a function, not {_units.kind_of(plain)}"

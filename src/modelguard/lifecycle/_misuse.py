@@ -113,10 +113,6 @@ def check_keyword(argument: str, value: object, others: tuple[object, ...], *, f
         value: What was given; :data:`REQUIRED` if nothing was.
         others: What was passed by position instead.
         fix: What to write.
-
-    Raises:
-        InvalidOption: It is passed by position.
-        TypeError: It is missing.
     """
     if others:
         raise InvalidOption(argument, others[0], why="is passed by position", fix=fix)
@@ -134,9 +130,6 @@ def check_not_routed(function: Any) -> None:
     ``@nlp`` above ``@app.get(...)`` decorates too late: the framework has registered the plain function, takes the
     model for a parameter of the request, and answers 422. The search takes milliseconds, so it is made only for
     functions that are :func:`in_use`.
-
-    Raises:
-        InvalidOption: It is registered as the handler of a route.
     """
     kinds = tuple(vars(sys.modules[module])[name] for module, name in _HOLDERS if module in sys.modules)
     if not kinds or not isinstance(function, FunctionType):

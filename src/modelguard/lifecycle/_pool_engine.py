@@ -136,11 +136,7 @@ class PoolEngine(fork_hooks.Forkable, Generic[K, M]):
         self.tick()
 
     def unload(self, keys: tuple[K, ...], timeout: Timeout) -> None:
-        """:meth:`reload`, and wait until these models are released.
-
-        Raises:
-            GuardClosed, Reloading, UnhashableKey, WouldDeadlock: As for a guard and a lease.
-        """
+        """:meth:`reload`, and wait until these models are released."""
         _check_keys(keys)
         with self._lock:
             self._raise_if_closed()

@@ -483,9 +483,6 @@ class GuardState(Generic[M]):
 
         Returns:
             What gets its outcome, and the job that the caller must start (None: one is under way).
-
-        Raises:
-            GuardClosed: The guard is closed.
         """
         with self.lock:
             self.raise_if_closed()

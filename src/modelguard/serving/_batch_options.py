@@ -559,14 +559,7 @@ class Arguments:
         self.always_checked = self.incomplete is not None or self._fair_by is not None
 
     def fill_in(self, request: Request, extras: dict[str, Any]) -> None:
-        """Check the arguments of one call, and set the request's group, weight and key.
-
-        Raises:
-            TypeError: The function does not accept these keyword arguments, or needs others.
-            ItemRefused: The item is a list by mistake, cannot be weighed or has no key, or a keyword argument is not
-                hashable.
-            ItemTooHeavy: It weighs more than a batch may.
-        """
+        """Check the arguments of one call, and set the request's group, weight and key."""
         if type(request.item) is list and self._item_type is not None:
             why = f"one item ({self._item_type}) is needed, not a list; for many items, write f.map(items)"
             raise ItemRefused(self._name, why=why)

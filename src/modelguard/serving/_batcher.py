@@ -265,11 +265,7 @@ class Batcher(fork_hooks.Forkable):
         request.deadline = deadline
 
     def put(self, *requests: Request, together: bool = False) -> None:
-        """Queue one request, or several ``together``: all or none, of which none has a nearer deadline than the first.
-
-        Raises:
-            Overloaded, DeadlineExceeded, GuardClosed: They were not queued.
-        """
+        """Queue one request, or several ``together``: all or none, none with a nearer deadline than the first."""
         if call_context.open_blocks and call_context.required():
             for request in requests:
                 self._compute_inline(request)

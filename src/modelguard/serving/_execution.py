@@ -150,11 +150,7 @@ _NOT_LISTS = (Mapping, AbstractSet, str, bytes, bytearray, memoryview)
 
 
 def check_results(results: Any, name: str, count: int, how: Literal["returned", "yielded"] = "returned") -> list[Any]:
-    """The results, or the parts of results that were yielded, as a list.
-
-    Raises:
-        WrongResults: There is not one for each item.
-    """
+    """The results, or the parts of results that were yielded, as a list."""
     kind = type(results)
     if kind is list and len(results) == count:
         return list(results)  # the function may keep its own list and change it

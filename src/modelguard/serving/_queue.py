@@ -183,12 +183,7 @@ class BatchQueue:
             self._emptying = False
 
     def admit(self, request: Request, now: float) -> None:
-        """Queue a request whose deadline, weight and group are set.
-
-        Raises:
-            GuardClosed, CircuitOpen, QuotaExceeded, QueueFull, DeadlineUnreachable, DeadlineExceeded: It was not
-                queued.
-        """
+        """Queue a request whose deadline, weight and group are set."""
         if self.inbox:
             self.take_in()
         self.expire(now)
@@ -272,11 +267,7 @@ class BatchQueue:
                 self.circuit.forget(request)
 
     def _check_room(self, request: Request, now: float, *, joining: bool) -> Request | None:
-        """The request that loses its place to this one; None if there is room.
-
-        Raises:
-            GuardClosed, CircuitOpen, QuotaExceeded, QueueFull: It must not wait.
-        """
+        """The request that loses its place to this one; None if there is room."""
         limits, fairness = self._limits, self._lines.fairness
         if self.closed:
             raise GuardClosed(limits.name)
