@@ -262,7 +262,7 @@ def as_html(report: GrowthReport) -> str:
         "This run": f"<dl>{about}</dl>" if about else "",
     }
     inside = "".join(f"<h2>{title}</h2>{content}" for title, content in sections.items() if content)
-    style = files(__package__).joinpath("_growth_page.css").read_text(encoding="utf-8")
+    style = files("modelguard.diagnosis").joinpath("_growth_page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
