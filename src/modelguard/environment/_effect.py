@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -15,6 +14,7 @@ from modelguard.environment._allocator import AllocatorInForce
 from modelguard.environment._knobs import Knob
 from modelguard.errors import NotSupported
 from modelguard.facts import _gpu, _proc
+from modelguard.runtime.background import start_thread
 
 if TYPE_CHECKING:
     from modelguard.environment._allocator_files import Kind
@@ -143,9 +143,7 @@ def _thread_count(path: str, functions: tuple[str, ...]) -> int | None:
         return None
     found: list[int] = []
     # In a new thread, because OpenMP keeps a number for each thread: it may have been changed in the calling one.
-    thread = threading.Thread(target=lambda: found.append(int(library[function]())), name="modelguard-threads")
-    thread.start()
-    thread.join()
+    start_thread(lambda: found.append(int(library[function]())), "modelguard-threads").join()
     return found[0]
 
 
