@@ -191,17 +191,19 @@ class _Run:
         whole = self.rate()
         if whole.high < self.least or any(self.is_flat_from(eighth) for eighth in (2, 3, 4, 5)):
             if len(self.steps) == _STEPS and self.readings[-1].calls - self.steps[-1].calls < _LONG * self.total:
-                return self.verdict("undecided", whole, "memory rose in steps, which may be the first of more", 3.0)
-            return self.verdict("steady", whole)
+                return self.as_judgement(
+                    "undecided", whole, "memory rose in steps, which may be the first of more", 3.0
+                )
+            return self.as_judgement("steady", whole)
         late = self.rate(4)
         beyond_noise = len(self.readings) < FEWEST or (late.low > 0 and late.middle > self.least)
         if whole.low <= 0 or whole.middle <= self.least or not beyond_noise:
             if self.returns_to_floor():
-                return self.verdict("steady", whole)
-            return self.verdict(
+                return self.as_judgement("steady", whole)
+            return self.as_judgement(
                 "undecided", whole, "what memory grows by cannot be told from its noise", self.more(whole)
             )
-        return self.going_on(whole, late)
+        return self.grows_or_levels_off(whole, late)
 
     def returns_to_floor(self) -> bool:
         """Whether readings lie at the lowest one until the end, as under calls that take much and keep nothing."""
@@ -215,14 +217,14 @@ class _Run:
         end = statistics.median(one.size for one in self.readings[-_STAYS + 1 :])
         return end > max(one.size for one in before) + self.least + 2 * each
 
-    def going_on(self, whole: _Rate, late: _Rate) -> Judgement:
+    def grows_or_levels_off(self, whole: _Rate, late: _Rate) -> Judgement:
         """Of what has grown: whether it goes on."""
         early, third, fourth = self.rate(0, 4), self.rate(4, 6), self.rate(6)
         goes_on = fourth.middle >= _PERSISTS * third.middle and late.middle >= _PERSISTS * early.middle
         constant = fourth.low > 0 and fourth.middle >= _CONSTANT * third.middle
         if goes_on or constant:
-            return self.verdict("grows", whole)
-        return self.verdict("undecided", whole, "memory grows less and less", 3.0)
+            return self.as_judgement("grows", whole)
+        return self.as_judgement("undecided", whole, "memory grows less and less", 3.0)
 
     def is_flat_from(self, eighth: int) -> bool:
         begin = self._at(eighth)
@@ -245,7 +247,7 @@ class _Run:
         width = whole.high - max(whole.low, 2 * whole.middle - whole.high)
         return (self.least + width) / max(whole.middle, self.least, 1.0)
 
-    def verdict(self, verdict: Verdict, whole: _Rate, reason: str = "", more: float = 1.0) -> Judgement:
+    def as_judgement(self, verdict: Verdict, whole: _Rate, reason: str = "", more: float = 1.0) -> Judgement:
         if verdict == "undecided":
             more = min(_MOST_MORE, max(1.5, more))
         return Judgement(verdict, *whole, self.steps, reason, more)

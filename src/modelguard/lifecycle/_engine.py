@@ -231,7 +231,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
         generation = self.state.take_lease(mine)
         return waiting.block(self.until_leased(mine, None)) if generation is None else generation
 
-    def leasing_wrapper(  # noqa: C901, PLR0915 - the hot path is written out
+    def leased_call(  # noqa: C901, PLR0915 - the hot path is written out
         self, keep: Callable[[Generation[M], Any], Any]
     ) -> Wrapper:
         """Make the body of a decorated plain function.

@@ -437,7 +437,7 @@ class Planner:
 
     # What is computed next
 
-    def size_at_a_glance(
+    def next_size_at_a_glance(
         self, waiting: int, group: Group | None, nearest: float, now: float, *, lines: int, in_order: bool
     ) -> int:
         """How many of the first requests of a line are the next batch: a quick look, which is enough in most cases.
@@ -457,7 +457,7 @@ class Planner:
             return count
         return 0 if count > self.arrivals.crowd(group, curve, 0.0, lines=lines, ceiling=self._ceiling) else count
 
-    def choose_requests(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
+    def choose_next_batch(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
         """The requests of the next batch, and those that will be late in any case.
 
         Where requests go by keys and priorities, their turns stand for the nearest deadlines.

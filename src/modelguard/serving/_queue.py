@@ -328,7 +328,7 @@ class BatchQueue:
         if not bounded and limits.slo == math.inf:
             return min(len(self.inbox), self._planner.max_size)
         nearest = self.inbox[0].deadline
-        return self._planner.size_at_a_glance(len(self.inbox), None, nearest, now, lines=1, in_order=bounded)
+        return self._planner.next_size_at_a_glance(len(self.inbox), None, nearest, now, lines=1, in_order=bounded)
 
     def _take_next_batch(self, line: Line, now: float) -> list[Request]:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
@@ -337,13 +337,13 @@ class BatchQueue:
         if self._expiry or others_first:
             in_order = limits.deadline != math.inf and not self._expiry.early and not self.ordered
             nearest, lines = self._expiry.nearest, len(self._lines)
-            count = self._planner.size_at_a_glance(
+            count = self._planner.next_size_at_a_glance(
                 line.waiting, line.group, nearest, now, lines=lines, in_order=in_order
             )
         if count:
             requests = list(itertools.islice(line.requests, count))
         else:
-            requests, late = self._planner.choose_requests(line, self._lines, now)
+            requests, late = self._planner.choose_next_batch(line, self._lines, now)
             for request in late:
                 self._drop_late(request, now)
         self.waiting -= len(requests)

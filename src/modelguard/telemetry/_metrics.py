@@ -83,7 +83,7 @@ class Metric(NamedTuple):
 
 #: Each metric in a line: its kind, name, unit, the events that it is read from, and what it shows. ``max`` and ``sum``
 #: are gauges, by how those of several processes are combined. An event without a field or a number counts 1.
-_DEFINITIONS: dict[Subject, str] = {
+_METRIC_TABLES: dict[Subject, str] = {
     "guard": """
 counter   loads.started {event}        LoadStarted.host_lock         Loads that started, by the lock that they held.
 counter   load.reasons {event}         LoadStarted.by_reason         Loads that started, counted once for each reason.
@@ -213,7 +213,7 @@ def _read_source(source: str) -> tuple[str, Callable[[Any], Amount]]:
 METRICS = {
     metric.name: metric
     for metric in (
-        *(_read(subject, line) for subject, table in _DEFINITIONS.items() for line in table.strip().splitlines()),
+        *(_read(subject, line) for subject, table in _METRIC_TABLES.items() for line in table.strip().splitlines()),
         _MODEL_INFO,
     )
 }
