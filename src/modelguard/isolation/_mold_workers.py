@@ -178,7 +178,7 @@ class MoldOrders:
         """No worker of this mold comes up: make another mold. Once, and again when no other is left either."""
 
     def look_again_later(self, seconds: float) -> None:
-        """Call :meth:`Workers.settle` after so many seconds."""
+        """Call :meth:`Workers.look_again` after so many seconds."""
 
 
 #: Seconds of ``retry_after`` where no rate is known.

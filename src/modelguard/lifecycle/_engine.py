@@ -227,9 +227,8 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
 
     # Calls
 
-    def wait_for_lease(self, mine: Enclosing) -> Generation[M]:
-        generation = self.state.take_lease(mine)
-        return waiting.block(self.until_leased(mine, None)) if generation is None else generation
+    def wait_for_lease(self, mine: Enclosing, timeout: float | None = None) -> Generation[M]:
+        return waiting.block(self.until_leased(mine, timeout))
 
     def leased_call(  # noqa: C901, PLR0915 - the hot path is written out
         self, keep: Callable[[Generation[M], Any], Any]
@@ -266,7 +265,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
                 generation = state.current
                 if generation is None or enclosing.get():
                     mine = []
-                    generation = self.wait_for_lease(mine)
+                    generation = state.take_lease(mine) or self.wait_for_lease(mine)
                     mine[1] = state.depth(generation)
                 else:
                     mine = [generation, 1]

@@ -56,7 +56,7 @@ class Lease(Generic[M]):
     @classmethod
     def take(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
         lease = cls(engine, timeout)
-        lease._wait_for_lease()
+        lease._take_lease()
         return lease
 
     @classmethod
@@ -68,15 +68,15 @@ class Lease(Generic[M]):
     @classmethod
     async def atake(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
         lease = cls(engine, timeout)
-        await lease._await_lease()
+        await lease._atake_lease()
         return lease
 
-    def _wait_for_lease(self) -> None:
+    def _take_lease(self) -> None:
         engine, mine = self._engine, self.slot()
         if engine.state.take_lease(mine) is None:
-            waiting.block(engine.until_leased(mine, self._timeout))
+            engine.wait_for_lease(mine, self._timeout)
 
-    async def _await_lease(self) -> None:
+    async def _atake_lease(self) -> None:
         engine, mine = self._engine, self.slot()
         if engine.state.take_lease(mine) is None:
             engine.state.raise_if_closed()  # whatever the loop
@@ -103,11 +103,11 @@ class Lease(Generic[M]):
             )
 
     def __enter__(self) -> M:
-        self._wait_for_lease()
+        self._take_lease()
         return self.enter_taken()
 
     async def __aenter__(self) -> M:
-        await self._await_lease()
+        await self._atake_lease()
         return self.enter_taken()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -313,10 +313,7 @@ class BatchQueue:
             found = self._lines.next(now, closed=self.closed)
             if not isinstance(found, Line):
                 return None if found is None else found - now
-            requests = self._take_next_batch(found, now)
-            if requests:
-                batch = self._start(requests, now)
-                batch.oldest = min(request.arrived for request in requests)
+            if (batch := self._take_next_batch(found, now)) is not None:
                 return batch
 
     def _size_from_inbox(self, now: float) -> int:
@@ -330,8 +327,8 @@ class BatchQueue:
         nearest = self.inbox[0].deadline
         return self._planner.next_size_at_a_glance(len(self.inbox), None, nearest, now, lines=1, in_order=bounded)
 
-    def _take_next_batch(self, line: Line, now: float) -> list[Request]:
-        """Take the requests of the next batch out of their line. None if all of them would be late."""
+    def _take_next_batch(self, line: Line, now: float) -> Batch | None:
+        """Start the next batch of a line; None if all of its requests would be late."""
         limits, count = self._limits, self._planner.max_size
         others_first = self.ordered or limits.max_weight != math.inf or limits.slo != math.inf or limits.padded
         if self._expiry or others_first:
@@ -348,7 +345,12 @@ class BatchQueue:
                 self._drop_late(request, now)
         self.waiting -= len(requests)
         self._lines.taken(line, requests)
-        return requests
+        if not requests:
+            return None
+        batch = self._start(requests, now)
+        if not count:  # chosen, so the first of them may not have come first
+            batch.oldest = min(request.arrived for request in requests)
+        return batch
 
     def _start(self, requests: list[Request], now: float) -> Batch:
         for request in requests:
