@@ -58,6 +58,18 @@ def told(program: str, seconds: float = 60) -> Any:
     return run_python(textwrap.dedent(SETTING) + textwrap.dedent(program), seconds)
 
 
+def test_a_warm_up_in_a_child_finds_what_the_application_restores_there() -> None:
+    """Whatever is registered until ``prepare()`` runs first, also if ``prefork`` was imported before."""
+    program = """
+        restored = [os.getpid()]
+        guarded = guard(load, reload_on=None, warmup=lambda model: warmed.append(restored[0]))
+        os.register_at_fork(after_in_child=lambda: restored.__setitem__(0, os.getpid()))
+        prefork.prepare(guarded)
+        print(json.dumps(in_child(lambda: warmed[-1] == os.getpid())))
+    """
+    assert told(program) is True
+
+
 @pytest.mark.timeout(90)
 def test_children_share_the_parents_generation_and_are_warm_before_their_first_request() -> None:
     """A child has the parent's very model, has warmed it up by itself, and counts from zero."""

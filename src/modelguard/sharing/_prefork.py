@@ -77,6 +77,7 @@ _current: Prepared | None = None  # by this process, or by the one that forked i
 _signal_mask = threading.local()  # of the thread that forks
 _mode: Literal["", "trial", "twice"] = ""
 _forker = 0  # the process that forked last; its child cannot ask for its parent, which may have ended
+_first = threading.Lock()  # taken by the first preparation, and never released
 
 
 @contextmanager
@@ -158,9 +159,6 @@ def _repair(prepared: Prepared) -> None:
             guard.engine.warm_up()
     except BaseException as error:  # noqa: BLE001 - a fork hook cannot raise; in_child() does
         prepared.failure = error
-
-
-fork_hooks.at_fork(fork_hooks.Rank.REPAIR, before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork)
 
 
 OnHazard = Literal["fix", "refuse", "warn"]
@@ -403,6 +401,11 @@ def _installed(state: Prepared) -> Iterator[None]:
     """Have children repair themselves from now on, unless the block fails: then all is as it was."""
     global _current
     before, _current = _current, state
+    # Not at the import: what the application has registered meanwhile comes first. Once: else signals stayed blocked.
+    if _first.acquire(blocking=False):
+        fork_hooks.at_fork(
+            fork_hooks.Rank.REPAIR, before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork
+        )
     try:
         yield
     except BaseException:
