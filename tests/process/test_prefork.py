@@ -58,6 +58,7 @@ def told(program: str, seconds: float = 60) -> Any:
     return run_python(textwrap.dedent(SETTING) + textwrap.dedent(program), seconds)
 
 
+@pytest.mark.timeout(90)
 def test_a_warm_up_in_a_child_finds_what_the_application_restores_there() -> None:
     """Whatever is registered until ``prepare()`` runs first, also if ``prefork`` was imported before."""
     program = """
