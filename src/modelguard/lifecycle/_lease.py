@@ -56,7 +56,7 @@ class Lease(Generic[M]):
     @classmethod
     def take(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
         lease = cls(engine, timeout)
-        lease._take_lease()
+        lease._take_or_wait()
         return lease
 
     @classmethod
@@ -68,15 +68,15 @@ class Lease(Generic[M]):
     @classmethod
     async def atake(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
         lease = cls(engine, timeout)
-        await lease._atake_lease()
+        await lease._atake_or_wait()
         return lease
 
-    def _take_lease(self) -> None:
+    def _take_or_wait(self) -> None:
         engine, mine = self._engine, self.slot()
         if engine.state.take_lease(mine) is None:
             engine.wait_for_lease(mine, self._timeout)
 
-    async def _atake_lease(self) -> None:
+    async def _atake_or_wait(self) -> None:
         engine, mine = self._engine, self.slot()
         if engine.state.take_lease(mine) is None:
             engine.state.raise_if_closed()  # whatever the loop
@@ -103,11 +103,11 @@ class Lease(Generic[M]):
             )
 
     def __enter__(self) -> M:
-        self._take_lease()
+        self._take_or_wait()
         return self.enter_taken()
 
     async def __aenter__(self) -> M:
-        await self._atake_lease()
+        await self._atake_or_wait()
         return self.enter_taken()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
