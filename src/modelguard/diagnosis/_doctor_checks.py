@@ -102,7 +102,7 @@ _MANY_THREADS = 16
 @check("MG101 LD_PRELOAD is set, but not in force")
 def _preload_not_in_force(facts: Facts) -> Evidence | None:
     """The dynamic linker reads it when a program starts. Set later, as by gunicorn's raw_env, it has no effect."""
-    late = [variable for variable in _set_after_start(facts, "LD_PRELOAD") if not _serves(facts, variable.value)]
+    late = [one for one in _variables_set_after_start(facts, "LD_PRELOAD") if not _serves(facts, one.value)]
     served = f"malloc is served by {facts.allocators[0]}" if facts.allocators else "it is not loaded"
     seen = [f"{variable.where} sets LD_PRELOAD, and {served}" for variable in late]
     seen += [problem.seen for problem in _problems(facts, "placebo")]
@@ -130,7 +130,7 @@ def _background_threads(facts: Facts) -> Evidence | None:
 @check("MG104 A variable that is read at program start is set later")
 def _variable_too_late_for_start(facts: Facts) -> Evidence | None:
     """When the program starts, glibc, jemalloc and Python read it. Later it has no effect."""
-    late = _set_after_start(facts, *_AT_EXEC)
+    late = _variables_set_after_start(facts, *_AT_EXEC)
     remedy = Remedy(environ=tuple(f"{variable.name}={variable.value}" for variable in late))
     seen = [f"{variable.where} sets {variable.name}" for variable in late]
     return Evidence(seen, "Set it before the program starts: in the shell, the unit file or the image.", remedy=remedy)
@@ -199,7 +199,7 @@ def _sets(variable: Variable) -> str:
     return f"{variable.where} sets {variable.name}={variable.value}"
 
 
-def _set_after_start(facts: Facts, *names: str) -> list[Variable]:
+def _variables_set_after_start(facts: Facts, *names: str) -> list[Variable]:
     named = facts.named(*names)
     started_with = {(variable.name, variable.value) for variable in named if variable.moment == "exec"}
     late = {v.name: v for v in named if v.moment != "exec" and v.value and (v.name, v.value) not in started_with}

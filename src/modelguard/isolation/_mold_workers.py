@@ -289,7 +289,7 @@ class Workers:
             else:
                 self._make_idle(worker)
             if worn or ended or troubled:
-                self._start_and_end_due(time.monotonic())
+                self._start_missing_and_end_worn(time.monotonic())
             if self._waiters:
                 self._hand_over()
         if self._events or self._answers:
@@ -472,28 +472,25 @@ class Workers:
         with self._lock:
             now = time.monotonic()
             yield now
-            self._start_and_end_due(now)
+            self._start_missing_and_end_worn(now)
             self._hand_over()
         self._emit_all()
 
     def _up(self) -> list[Worker]:
         return [worker for worker in self._members.values() if worker.state in {"idle", "busy"}]
 
-    def _start_and_end_due(self, now: float) -> None:
+    def _start_missing_and_end_worn(self, now: float) -> None:
         """Start the workers that are missing and end those that have been replaced, as far as it is time for it."""
-        if not (self.gone or self.presence == "ended"):
-            self._end_surplus_worn()
-            self._start_missing(now)
-
-    def _start_missing(self, now: float) -> None:
+        if self.gone or self.presence == "ended":
+            return
+        up, replaces = self._up(), not self._is_paused()
+        if replaces and len(up) > self._size:
+            self._end([worker for worker in up if worker.worn][: len(up) - self._size])
         if self._failed_starts >= FAILED_STARTS:
-            up = len(self._up())
-            if self._gave_up is None or self._gave_up > up == 0:
-                self._gave_up = up
-                self._mold.give_up()
+            self._give_up()
             return
         workers = self._members.values()
-        to_replace = [] if self._is_paused() else [worker for worker in workers if worker.worn]
+        to_replace = [worker for worker in workers if worker.worn] if replaces else []
         self._keeps_spare = self._keeps_spare or bool(to_replace)
         spare = self._spare if self._keeps_spare else 0
         # While workers keep dying, one is enough: for the probe.
@@ -513,11 +510,12 @@ class Workers:
             worker = self._members[self._last] = Worker(self._last)
             self._mold.start_worker(worker)
 
-    def _end_surplus_worn(self) -> None:
-        up = self._up()
-        excess = len(up) - self._size
-        if excess > 0 and not self._is_paused():
-            self._end([worker for worker in up if worker.worn][:excess])
+    def _give_up(self) -> None:
+        """Tell the mold, once for each worker that is left."""
+        up = len(self._up())
+        if self._gave_up is None or self._gave_up > up == 0:
+            self._gave_up = up
+            self._mold.give_up()
 
     def _end(self, workers: Sequence[Worker]) -> None:
         for worker in workers:

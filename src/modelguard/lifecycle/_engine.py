@@ -230,7 +230,7 @@ class Engine(GuardContext[M], fork_hooks.Forkable):
     def wait_for_lease(self, mine: Enclosing, timeout: float | None = None) -> Generation[M]:
         return waiting.block(self.until_leased(mine, timeout))
 
-    def leased_call(  # noqa: C901, PLR0915 - the hot path is written out
+    def take_lease_and_call(  # noqa: C901, PLR0915 - the hot path is written out
         self, keep: Callable[[Generation[M], Any], Any]
     ) -> Wrapper:
         """Make the body of a decorated plain function.

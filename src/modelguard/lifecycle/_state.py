@@ -254,7 +254,7 @@ class GuardState(Generic[M]):
     def take_lease(self, mine: Enclosing) -> Generation[M] | None:
         """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
 
-        :meth:`Engine.leased_call` writes out the common case of this.
+        :meth:`Engine.take_lease_and_call` writes out the common case of this.
         """
         outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:

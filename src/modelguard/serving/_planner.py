@@ -242,6 +242,7 @@ class Planner:
     def configure(self, limits: Limits) -> None:
         """Plan with these bounds from now on. What was measured stays."""
         self._limits = limits
+        self._by_weight = limits.max_weight != math.inf or limits.padded  # how many fit depends on their weights
         self.auto = GoalSize(limits.slo, limits.max_wait, limits.max_size)
         self.arrivals.configure(limits.max_size, limits.max_weight, self.auto.seconds)
         self._best, self._unplanned = BestSize(limits.max_size), 0.0
@@ -437,7 +438,34 @@ class Planner:
 
     # What is computed next
 
-    def next_size_at_a_glance(
+    def choose_next_batch(
+        self, line: Line, lines: Lines, now: float, nearest: float, *, early: bool
+    ) -> tuple[list[Request], list[Request]]:
+        """The requests of the next batch of a line, and those that will be late in any case.
+
+        No deadline is before ``nearest``; ``early``: some are before that of a request that came earlier.
+        """
+        limits, ordered = self._limits, lines.fairness is not None
+        count = self.max_size
+        if nearest != math.inf or limits.slo != math.inf or self._by_weight or ordered:
+            in_order = limits.deadline != math.inf and not (early or ordered)
+            count = self._size_at_a_glance(line.waiting, line.group, nearest, now, lines=len(lines), in_order=in_order)
+        return (list(itertools.islice(line.requests, count)), []) if count else self._choose(line, lines, now)
+
+    def next_size_from_inbox(self, waiting: int, nearest: float, now: float) -> int:
+        """How many of ``waiting`` that are in no line yet are the next batch; 0 if that takes a closer look.
+
+        ``nearest`` is the deadline of the first.
+        """
+        limits = self._limits
+        if self._by_weight or limits.max_wait:
+            return 0
+        bounded = limits.deadline != math.inf
+        if not bounded and limits.slo == math.inf:
+            return min(waiting, self.max_size)
+        return self._size_at_a_glance(waiting, None, nearest, now, lines=1, in_order=bounded)
+
+    def _size_at_a_glance(
         self, waiting: int, group: Group | None, nearest: float, now: float, *, lines: int, in_order: bool
     ) -> int:
         """How many of the first requests of a line are the next batch: a quick look, which is enough in most cases.
@@ -457,11 +485,8 @@ class Planner:
             return count
         return 0 if count > self.arrivals.crowd(group, curve, 0.0, lines=lines, ceiling=self._ceiling) else count
 
-    def choose_next_batch(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
-        """The requests of the next batch, and those that will be late in any case.
-
-        Where requests go by keys and priorities, their turns stand for the nearest deadlines.
-        """
+    def _choose(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
+        """A closer look. Where requests go by keys and priorities, their turns stand for the nearest deadlines."""
         waiting = lines.in_order(line, self.max_size)
         curve = self._times.curve(line.group)
         limits = self._limits

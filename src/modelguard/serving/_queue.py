@@ -305,7 +305,9 @@ class BatchQueue:
         if not self.waiting:
             if not self.inbox:
                 return None
-            if (count := self._size_from_inbox(now)) and (requests := self._note(count)):
+            nearest = self.inbox[0].deadline
+            count = 0 if self.ordered else self._planner.next_size_from_inbox(len(self.inbox), nearest, now)
+            if count and (requests := self._note(count)):
                 return self._start(requests, now)
         self.take_in()
         self.expire(now)
@@ -316,39 +318,18 @@ class BatchQueue:
             if (batch := self._take_next_batch(found, now)) is not None:
                 return batch
 
-    def _size_from_inbox(self, now: float) -> int:
-        """How many come straight from the inbox as the next batch; 0 if that takes a closer look."""
-        limits = self._limits
-        if limits.max_weight != math.inf or limits.padded or self.ordered or limits.max_wait:
-            return 0
-        bounded = limits.deadline != math.inf
-        if not bounded and limits.slo == math.inf:
-            return min(len(self.inbox), self._planner.max_size)
-        nearest = self.inbox[0].deadline
-        return self._planner.next_size_at_a_glance(len(self.inbox), None, nearest, now, lines=1, in_order=bounded)
-
     def _take_next_batch(self, line: Line, now: float) -> Batch | None:
         """Start the next batch of a line; None if all of its requests would be late."""
-        limits, count = self._limits, self._planner.max_size
-        others_first = self.ordered or limits.max_weight != math.inf or limits.slo != math.inf or limits.padded
-        if self._expiry or others_first:
-            in_order = limits.deadline != math.inf and not self._expiry.early and not self.ordered
-            nearest, lines = self._expiry.nearest, len(self._lines)
-            count = self._planner.next_size_at_a_glance(
-                line.waiting, line.group, nearest, now, lines=lines, in_order=in_order
-            )
-        if count:
-            requests = list(itertools.islice(line.requests, count))
-        else:
-            requests, late = self._planner.choose_next_batch(line, self._lines, now)
-            for request in late:
-                self._drop_late(request, now)
+        early = self._expiry.early > 0
+        requests, late = self._planner.choose_next_batch(line, self._lines, now, self._expiry.nearest, early=early)
+        for request in late:
+            self._drop_late(request, now)
         self.waiting -= len(requests)
         self._lines.taken(line, requests)
         if not requests:
             return None
         batch = self._start(requests, now)
-        if not count:  # chosen, so the first of them may not have come first
+        if self.ordered or self._limits.padded:  # so the first of them may not have come first
             batch.oldest = min(request.arrived for request in requests)
         return batch
 
