@@ -1,4 +1,4 @@
-"""Exceptions of signal handlers, at each point of a piece of work at which CPython may run one."""
+"""Exceptions of signal handlers, and what other threads do, at each point of a piece of work where either may come."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import opcode
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -33,8 +34,9 @@ def _handler(*_: object) -> None:
 
 
 class _Interrupt:
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, act: Callable[[], object]) -> None:
         self.left = after
+        self._act = act
         self.where = ""
         self._last: dict[FrameType, int] = {}
 
@@ -58,7 +60,7 @@ class _Interrupt:
             sys.settrace(None)
             self._last.clear()
             self.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
-            _handler()
+            self._act()
 
 
 def interrupted_everywhere(
@@ -69,9 +71,19 @@ def interrupted_everywhere(
     Yields:
         What was used so, and where it was.
     """
-    before, handler = sys.gettrace(), signal.signal(signal.SIGUSR1, _handler)
+    handler = signal.signal(signal.SIGUSR1, _handler)
+    yield from met_everywhere(make, use, _handler, step=step)
+    signal.signal(signal.SIGUSR1, handler)
+
+
+def met_everywhere(
+    make: Callable[[], T], use: Callable[[T], object], act: Callable[[T], object], *, step: int = 1
+) -> Iterator[tuple[T, str]]:
+    """The same with any ``act``, which is told what is used, such as what another thread does in that moment."""
+    before = sys.gettrace()
     for after in range(0, 10_000, step):
-        made, interrupt = make(), _Interrupt(after)
+        made = make()
+        interrupt = _Interrupt(after, partial(act, made))
         sys.settrace(interrupt)
         try:
             use(made)
@@ -80,7 +92,6 @@ def interrupted_everywhere(
         finally:
             sys.settrace(before)
         if interrupt.left >= 0:
-            assert after > 10, "nothing was interrupted"
-            signal.signal(signal.SIGUSR1, handler)
+            assert after > 5, "nothing was interrupted"
             return
         yield made, interrupt.where

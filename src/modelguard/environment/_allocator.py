@@ -177,7 +177,7 @@ def trim(library: Library | None = None, *, private: Callable[[], int] | None = 
     allocator = _serving(library)
     private = private or (lambda: _memory.private(fresh=True))
     before = private()
-    allocator.release()
+    allocator.trim()
     return max(0, before - private())
 
 

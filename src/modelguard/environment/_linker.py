@@ -111,7 +111,7 @@ class Allocator:
         self.library = library
         self._function = function
 
-    def release(self) -> None:
+    def trim(self) -> None:
         """Return freed memory to the system."""
         raise NotSupported(TRIMMING, reason=f"malloc is served by an unknown allocator ({self.library.path})")
 
@@ -147,7 +147,7 @@ class _Mallinfo2(ctypes.Structure):
 class _Glibc(Allocator):
     kind = "glibc"
 
-    def release(self) -> None:
+    def trim(self) -> None:
         self.library.call("malloc_trim", 0)
 
     def version(self) -> str | None:
@@ -164,7 +164,7 @@ class _Glibc(Allocator):
 class _Jemalloc(Allocator):
     kind = "jemalloc"
 
-    def release(self) -> None:
+    def trim(self) -> None:
         # 4096 stands for all arenas at once since jemalloc 5.0: MALLCTL_ARENAS_ALL in jemalloc.h.
         code = self._call(b"arena.4096.purge")
         if code:
@@ -203,7 +203,7 @@ class _Jemalloc(Allocator):
 class _Mimalloc(Allocator):
     kind = "mimalloc"
 
-    def release(self) -> None:
+    def trim(self) -> None:
         self.library.call("mi_collect", True)  # noqa: FBT003 - by force
 
     def version(self) -> str | None:
@@ -228,7 +228,7 @@ class _Mimalloc(Allocator):
 class _Tcmalloc(Allocator):
     kind = "tcmalloc"
 
-    def release(self) -> None:
+    def trim(self) -> None:
         self.library.call(_RELEASE)
 
     def version(self) -> str | None:

@@ -402,11 +402,11 @@ class Molds:
                 with _hooks.muted():
                     unload(self._guards)
                 exit_now(0)
-            control.send(self._fork_worker(control, age, listeners, fds))
+            control.send(self._double_fork(control, age, listeners, fds))
             for fd in fds:
                 os.close(fd)
 
-    def _fork_worker(self, control: Channel, age: int, listeners: Sequence[Any], fds: Sequence[int]) -> tuple[int, str]:
+    def _double_fork(self, control: Channel, age: int, listeners: Sequence[Any], fds: Sequence[int]) -> tuple[int, str]:
         """Fork a worker by way of a process that ends at once; returns the worker's process id, or 0 and why not."""
         reader, writer = pair()
         flush_output()

@@ -554,7 +554,7 @@ class _MethodFunction(wrapt.CallableObjectProxy[Any]):
 def decorate(engine: Engine[Any], function: Any, *, owner: object) -> Guarded:
     return wrap(
         function,
-        call=engine.take_lease_and_call(lambda generation, result: keep(Lease.of(engine, generation), result)),
+        call=engine.plain_call(lambda generation, result: keep(Lease.of(engine, generation), result)),
         take=lambda _args, _kwargs: Lease.take(engine),
         atake=lambda _args, _kwargs: Lease.take_now(engine) or Lease.atake(engine),
         owner=owner,

@@ -252,17 +252,28 @@ class GuardState(Generic[M]):
             self.enclosing.reset(token)
 
     def take_lease(self, mine: Enclosing) -> Generation[M] | None:
-        """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
+        """Take a lease on the enclosing call's generation, else on the current one; None if there is neither."""
+        generation = self.current
+        if generation is None or self.enclosing.get():
+            return self._take_nested_lease(mine)
+        mine += generation, 1
+        generation.leases.append(None)
+        if generation.retired:  # in this very moment; whoever drains it waits for this lease, unless it came too late
+            with self.lock:
+                if generation.dropped:
+                    del mine[:]
+                    generation.leases.pop()
+                    return self._take_nested_lease(mine)
+        return generation
 
-        :meth:`Engine.take_lease_and_call` writes out the common case of this.
-        """
+    def _take_nested_lease(self, mine: Enclosing) -> Generation[M] | None:
         outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:
             generation = self.current if outer is None or outer.dropped else outer
             if generation is None and not self.closed:
                 generation = self._half_used_here()
             if generation is not None:
-                mine[:] = generation, 1
+                mine += generation, self.depth(generation)
                 generation.leases.append(None)
             return generation
 

@@ -450,7 +450,7 @@ class Planner:
         if nearest != math.inf or limits.slo != math.inf or self._by_weight or ordered:
             in_order = limits.deadline != math.inf and not (early or ordered)
             count = self._size_at_a_glance(line.waiting, line.group, nearest, now, lines=len(lines), in_order=in_order)
-        return (list(itertools.islice(line.requests, count)), []) if count else self._choose(line, lines, now)
+        return (list(itertools.islice(line.requests, count)), []) if count else self._choose_closely(line, lines, now)
 
     def next_size_from_inbox(self, waiting: int, nearest: float, now: float) -> int:
         """How many of ``waiting`` that are in no line yet are the next batch; 0 if that takes a closer look.
@@ -485,7 +485,7 @@ class Planner:
             return count
         return 0 if count > self.arrivals.crowd(group, curve, 0.0, lines=lines, ceiling=self._ceiling) else count
 
-    def _choose(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
+    def _choose_closely(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
         """A closer look. Where requests go by keys and priorities, their turns stand for the nearest deadlines."""
         waiting = lines.in_order(line, self.max_size)
         curve = self._times.curve(line.group)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import itertools
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from tests.unit.interrupts import interrupted_everywhere, traces_instructions
+from tests.unit.interrupts import interrupted_everywhere, met_everywhere, traces_instructions
 from tests.unit.lifecycle.world import World, outcome
 
-from modelguard import ModelGuard, Uses, guard
+from modelguard import ModelGuard, Swap, Uses, guard
 from modelguard.lifecycle._lease import Lease
 from modelguard.telemetry import ReloadDue
 
@@ -176,6 +178,39 @@ def test_a_lease_may_be_entered_again_after_an_exception_of_a_signal_handler() -
             assert 1 == nlp.status().in_flight, where
         assert 0 == nlp.status().in_flight or lease.generation is not None, where
         del lease
+
+
+@traces_instructions
+@pytest.mark.parametrize("kind", ["function", "block"])
+def test_a_call_keeps_its_model_wherever_a_reload_meets_it(kind: str) -> None:
+    """At whichever point of a call another thread reloads: no model is unloaded while the call runs on it."""
+    number = itertools.count(1)
+
+    def made() -> tuple[ModelGuard[Any], Callable[[], bool]]:
+        unloaded: set[int] = set()
+        nlp = guard(lambda: next(number), reload_on=None, unload=unloaded.add, swap=Swap(drain_timeout=0), name="nlp")
+        nlp.load()
+
+        def in_block() -> bool:
+            with nlp.lease() as model:
+                return model not in unloaded
+
+        return nlp, in_block if kind == "block" else nlp(lambda model: model not in unloaded)
+
+    def use(made: tuple[ModelGuard[Any], Callable[[], bool]]) -> None:
+        assert made[1]()
+
+    def reload(made: tuple[ModelGuard[Any], Callable[[], bool]]) -> None:
+        other = threading.Thread(target=made[0].reload)
+        other.start()
+        other.join()
+
+    points = set()
+    for (nlp, call), where in met_everywhere(made, use, reload):
+        points.add(where)
+        assert (0, 2) == (nlp.status().in_flight, nlp.status().generation), where
+        assert call(), where
+    assert any("take_lease" in where for where in points)
 
 
 class TestALeaseThatIsTaken:
