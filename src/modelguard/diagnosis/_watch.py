@@ -43,7 +43,6 @@ class Look:
     types: Mapping[str, int] = field(default_factory=dict)
     compiled: int = 0
     libraries: tuple[str, ...] = ()
-    free: int | None = None
     moment: ObjectCounts | None = None
 
 
@@ -97,8 +96,6 @@ class Observed:
 
     def measured(self, first: Look, last: Look, trimmed: int, held: tuple[Held, ...] = ()) -> Measured:
         """What was measured between two looks, with the bytes that a trim has just given back."""
-        if first.free is not None and last.free is not None:
-            trimmed = min(trimmed, max(0, last.free - first.free))  # some was free from the start
         begin = self._readings[0][0] if self._readings else 0
         rise = self._readings[-1][1] - self.first if self._readings else 0
         blocks = last.census.get("blocks", 0) - first.census.get("blocks", 0)
@@ -126,8 +123,7 @@ _SHORTEST = 0.05
 
 
 def _look() -> Look:
-    free = system.known(lambda: _allocator.stats().retained)
-    return Look(*_census.look(), compiled(), tuple(_census.loaded()), free, _census.moment())
+    return Look(*_census.look(), compiled(), tuple(_census.loaded()), _census.moment())
 
 
 def _held(first: Look, calls: int) -> tuple[Held, ...]:
@@ -142,6 +138,7 @@ class World:
     clock: Callable[[], float] = time.monotonic
     cpu: Callable[[], float] = time.thread_time
     private: Callable[[], int] = lambda: _memory.private(fresh=True)
+    free: Callable[[], int | None] = lambda: system.known(lambda: _allocator.stats().retained)
     look: Callable[[], Look] = _look
     held: Callable[[Look, int], tuple[Held, ...]] = _held
     trim: Callable[[], int] = lambda: system.known(_allocator.trim) or 0
@@ -166,6 +163,7 @@ class Watch:
         self._stopped = threading.Event()
         self._observed = self._observe()
         self._first: Look | None = None
+        self._free: int | None = None
         self._began = self._world.clock()
         self.found = None
 
@@ -200,6 +198,7 @@ class Watch:
         began = self._world.cpu()
         if self._first is None:
             self._first = self._world.look()
+            self._free = self._world.free()
         if self._observed.add(self._count(), self._world.private()):
             verdict = self._observed.verdict()
             if verdict == "grows":
@@ -211,8 +210,12 @@ class Watch:
 
     def _decide(self, first: Look) -> None:
         """Name the cause, and begin again: the next decision is about what comes then."""
+        # Before the looks: what they need and free again is not what the service has freed.
+        free, trimmed = self._world.free(), self._world.trim()
+        if free is not None and self._free is not None:
+            trimmed = min(trimmed, max(0, free - self._free))  # some was free from the start
         held = self._world.held(first, self._observed.calls if self._observed.per == "calls" else 0)
-        last, trimmed = self._world.look(), self._world.trim()
+        last = self._world.look()
         measured = self._observed.measured(first, last, trimmed, held)
         causes, _ = attribute(measured)
         cause, share, seen, fix = astuple(causes[0]) if causes else (None, 0.0, "", "")
@@ -223,7 +226,7 @@ class Watch:
         self.found = event
         if not self._stopped.is_set():
             system.note(event)
-        self._observed, self._first = self._observe(), last
+        self._observed, self._first, self._free = self._observe(), last, self._world.free()
 
     def _observe(self) -> Observed:
         return Observed(None if self._given is None else "calls")
@@ -363,6 +366,7 @@ class Watched:
         counts = Counts(self.pid)
         free = self._trim()
         first, kinds = self._look(), _counts.kinds_of(self.pid)
+        self._trim()  # what this look has left
         began, computed = self.clock(), _proc.cpu_seconds(self.pid)
         if (below := len(_proc.tree(self.pid)) - 1) > 0:
             self._unknown.append(f"it has {below} processes below it, which were not watched")
@@ -377,9 +381,10 @@ class Watched:
         except KeyboardInterrupt:
             self._unknown.append("it was interrupted")
         idle = _proc.cpu_seconds(self.pid) == computed
-        last, moved = self._look(), _counts.moved(kinds, _counts.kinds_of(self.pid))
-        held = self._held(observed.ended)
-        measured = observed.measured(first, last, max(0, self._trim() - free), held)
+        moved = _counts.moved(kinds, _counts.kinds_of(self.pid))
+        trimmed = max(0, self._trim() - free)  # before it is looked at once more, as in a watch
+        last, held = self._look(), self._held(observed.calls if observed.per == "calls" else 0)
+        measured = observed.measured(first, last, trimmed, held)
         measured = replace(measured, growing=tuple(counts.growing(0)))
         judged = measured.judged
         self._unknown.extend(notes_on(judged, measured.per))

@@ -32,10 +32,18 @@ class Service:
     private: int = 100 * MB
     cpu: float = 0.0
     looks: int = 0
+    left: int = 0
     events: list[Event] = field(default_factory=list)
 
     def world(self) -> World:
-        return World(clock=lambda: 0.0, cpu=self._cpu, private=self._read, look=self._look, trim=lambda: self.trimmed)
+        return World(
+            clock=lambda: 0.0,
+            cpu=self._cpu,
+            private=self._read,
+            look=self._look,
+            trim=lambda: self.trimmed + self.left * self.looks,
+            free=lambda: self.free * self.calls + self.left * self.looks,
+        )
 
     def _cpu(self) -> float:
         self.cpu += self.cost
@@ -48,7 +56,7 @@ class Service:
 
     def _look(self) -> Look:
         self.looks += 1
-        return Look({"threads": 1 + self.threads * self.calls}, free=self.free * self.calls)
+        return Look({"threads": 1 + self.threads * self.calls})
 
     def watch(self) -> Watch:
         return Watch("service", 10.0, lambda: self.calls, self.world())
@@ -189,6 +197,15 @@ def test_memory_that_was_free_from_the_start_is_no_cause(seen: list[Event]) -> N
     assert watching.found is not None
     assert retaining.found is not None
     assert ("threads", "retention") == (watching.found.cause, retaining.found.cause)
+
+
+def test_what_a_look_has_left_is_not_what_the_service_has_freed(seen: list[Event]) -> None:
+    """A census of many objects needs memory and frees it again: the trim comes before it, and counts no earlier one."""
+    watching = Service(threads=1, left=20 * MB).watch()
+    for _ in range(48):  # two decisions
+        watching.step()
+    assert watching.found is not None
+    assert ("threads", 1.0) == (watching.found.cause, watching.found.share)
 
 
 @pytest.mark.parametrize(("role", "threads"), [("owner", 1), ("mold", 0), ("importing", 0)])
