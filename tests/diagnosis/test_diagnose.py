@@ -80,6 +80,10 @@ def leaves():
     os.chdir(folder)
     os.rmdir(folder)
     sys.exit(7)
+def dies(size=2400):
+    kept.append(bytearray(size))
+    if len(kept) == 700: os.kill(os.getpid(), 9)
+def bursts(): dies(100_000)
 def floods(): kept.append(b"x" * 20_000_000)
 """
 
@@ -277,6 +281,14 @@ def test_a_function_that_ends_the_process(folder: Path) -> None:
     report = diagnose("app:exits", seconds=4, cwd=folder)
     assert "undecided" == report.verdict
     assert "status 7" in report.unknown[0]
+
+
+@pytest.mark.parametrize(("name", "verdict"), [("dies", "undecided"), ("bursts", "grows")])
+def test_a_process_that_is_killed_is_never_cleared(folder: Path, name: str, verdict: str) -> None:
+    """As for want of memory: in fewer calls less is seen. Growth that was proved before is growth."""
+    report = diagnose(f"app:{name}", calls=1500, seconds=30, cwd=folder)
+    assert verdict == report.verdict
+    assert "before the diagnosis did: SIGKILL" in report.unknown[0]
 
 
 def test_a_function_that_closes_what_it_has_not_opened(folder: Path) -> None:

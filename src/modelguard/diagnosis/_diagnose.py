@@ -23,6 +23,7 @@ from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 from modelguard.facts import _redact
 from modelguard.facts._growth_judge import FEWEST, LEAST, Judgement, judge
 from modelguard.facts._holders import Held
+from modelguard.runtime.child_processes import describe_exit
 
 #: Seconds that a function is driven and tested, unless told otherwise.
 SECONDS = 30.0
@@ -167,14 +168,16 @@ def _report(target: str, said: Said, asked: _Asked, environ: Mapping[str, str]) 
     judged, verdict = measured.judged, measured.judged.verdict
     unknown = [*_ended(said, asked), *_growth_causes.notes_on(judged)]
     none_succeeded = bool(measured.failures) and measured.failures == measured.calls[-1] and verdict != "grows"
+    if verdict == "steady" and (none_succeeded or said.end != "done"):
+        verdict = "undecided"  # it may have ended because of what it keeps, and in fewer calls less is seen
     if verdict == "undecided" and not measured.growing and not none_succeeded:
-        unknown.append(f"{judged.reason}; it needs {_needed(said, judged, len(measured.private), asked)}")
+        reason = judged.reason or "until then no growth could be told"
+        unknown.append(f"{reason}; it needs {_needed(said, judged, len(measured.private), asked)}")
     if measured.failures:
         errors = ", ".join(measured.errors)
         unknown.append(f"{measured.failures:,} of {measured.calls[-1]:,} calls failed ({errors})")
         unknown.append(_to_see(target, measured, asked))
     if none_succeeded:
-        verdict = "undecided"
         unknown.append("no call succeeded, so nothing is known about those that do")
     causes, rest = _growth_causes.attribute(measured) if verdict == "grows" else ((), 0.0)
     return GrowthReport(target, "grows" if measured.growing else verdict, causes, rest, measured, tuple(unknown))
@@ -190,7 +193,7 @@ def _require_driven(target: str, said: Said, environ: Mapping[str, str]) -> None
     elif said.end == "silent":
         why = f"its import has not returned for {said.seconds:.0f} seconds{_where(said)}"
     else:
-        why = f"its process ended with status {said.status} while it was imported"
+        why = f"its process ended while it was imported: {describe_exit(said.status or 0)}"
     name = "Check the name and the inputs, and that python -c 'import MODULE' works in this folder."
     fix = "Check --inputs or --generate." if imported else name
     raise InvalidOption("MODULE:FUNCTION", target, why=f"could not be driven: {why}", fix=fix)
@@ -229,7 +232,7 @@ def _measured(said: Said) -> Measured:
 def _ended(said: Said, asked: _Asked) -> list[str]:
     how = {
         "silent": f"a call has not returned for {asked.patience:g} seconds, and was ended",
-        "exited": f"the process ended with status {said.status} before the diagnosis did",
+        "exited": f"the process ended before the diagnosis did: {describe_exit(said.status or 0)}",
         "interrupted": f"it was interrupted after {said.seconds:.0f} seconds",
     }
     return [f"{how[said.end]}{_where(said)}"] if said.end in how else []
@@ -488,7 +491,7 @@ def _failure(said: Said, nothing: Said) -> str:
     if "error" in last:
         return f"it failed ({last['error']})"
     if said.end == "exited":
-        return f"its process ended with status {said.status}"
+        return f"its process ended: {describe_exit(said.status or 0)}"
     if said.end == "silent":
         return "a call did not return"
     if said.end == "late" or not last["whole"]:

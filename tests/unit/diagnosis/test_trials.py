@@ -134,7 +134,7 @@ def test_ctrl_c_between_two_runs_keeps_what_they_have_shown() -> None:
     ("figures", "says"),
     [
         ({"error": "TypeError", "growth": None}, "it failed (TypeError)"),
-        ({"end": "exited"}, "its process ended with status 3"),
+        ({"end": "exited"}, "its process ended: exit status 3"),
         ({"end": "silent"}, "a call did not return"),
         ({"end": "late"}, "it took more than 3 times as long"),
         ({"whole": False}, "it took more than 3 times as long"),
