@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 APP = """
-import asyncio, ctypes, errno, os, resource, signal, socket, subprocess, sys, tempfile, threading, time
+import asyncio, ctypes, errno, mmap, os, resource, signal, socket, subprocess, sys, tempfile, threading, time
 kept = []
 class Deep:
     async def predict(self, text, *, times=1):
@@ -80,6 +80,9 @@ def leaves():
     os.chdir(folder)
     os.rmdir(folder)
     sys.exit(7)
+def maps():
+    kept.append(mmap.mmap(-1, 8192)); kept[-1].write(b"x" * 8192)
+    loop = [bytearray(10_000)]; loop.append(loop)
 def dies(size=2400):
     kept.append(bytearray(size))
     if len(kept) == 700: os.kill(os.getpid(), 9)
@@ -190,6 +193,14 @@ def test_calls_decide_and_not_the_time(folder: Path) -> None:
     """The number of calls is the same on any machine."""
     reports = [diagnose("app:none", calls=200, seconds=30, cwd=folder) for _ in range(2)]
     assert reports[0].measured.calls == reports[1].measured.calls
+
+
+def test_what_is_counted_is_counted_over_the_calls_that_are_named(folder: Path) -> None:
+    """Neither over the calls before the readings, nor over those after them; young garbage counts as what it is."""
+    report = diagnose("app:maps", calls=300, seconds=30, cwd=folder)
+    measured = report.measured
+    assert {"cycles", "mappings"} == {cause.name for cause in report.causes}
+    assert measured.count == measured.more("mappings") == measured.held[0].more <= measured.garbage
 
 
 def test_so_much_per_call_that_few_readings_would_be_left(folder: Path) -> None:

@@ -127,7 +127,7 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     target.forget()
     counts.begin()
     gc.collect()
-    before, sizes = _census.look()[0], _census.cache_sizes()
+    sizes = _census.cache_sizes()
     pools = _emptied(_census.pools())
     target.run(size, pace.part(_WARM).until)
     free = _fallen(lambda: None)  # what calls always leave behind, without any growth
@@ -136,31 +136,32 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     counts.begin()
     code = compiled()
     _in_use()  # what it imports is no growth
-    moment = _census.moment()
+    before, moment = _census.look()[0], _census.moment()
     _trim()  # what this look has left
     in_use = _in_use()
     readings = _Readings(target, pace, size, say, counts)
     measured = readings.decided()
     counts.own += [readings, measured]
     grown = measured["private"][-1] - measured["private"][0]
+    collecting = gc.isenabled()
+    gc.disable()  # the looks at it would set off a collection, and what that frees would be nobody's
     pace = pace._replace(most=max(_FEWEST_CALLS, _calls_for(_TESTED, target.calls, grown)))
     measured["trimmed"] = max(0, _fallen(lambda: None) - free)
-    measured |= {"before": before, "after": _census.look()[0]}
-    measured |= {"compiled": compiled() - code, "libraries": _census.loaded()}
-    measured |= {"imported": config["imported"], "guarded": isinstance(owner_of(function), ModelGuard)}
-    measured["zones"] = any(hasattr(type(nlp), "memory_zone") for nlp in _census.pipelines())
-    name = getattr(function, "__qualname__", None)
-    measured["importable"] = isinstance(name, str) and "." not in name and not hasattr(function, "aio")
+    measured |= {"before": before, "after": _census.look()[0], "compiled": compiled() - code}
+    measured |= {"imported": config["imported"], **_about(function)}
     say(measured=measured)
     say(phase="tests")
     measured |= _given_back(pools, sizes)
+    if collecting:
+        gc.enable()
+    measured |= {name: size - in_use[name] for name, size in _in_use().items() if name in in_use}
+    measured |= _named(moment, target.calls)  # after the collection: what is no garbage
     if _collects() and 2 * measured["collected"] > grown:  # it has not been the collector's turn yet
+        _trim()
         readings.drive(_AGAIN, collect=True)
         if readings.verdict() == "steady":
             say(measured=measured | readings.found(), done=True)
             return
-    measured |= {name: size - in_use[name] for name, size in _in_use().items() if name in in_use}
-    measured |= _named(moment, target.calls)  # after the collection: what is no garbage
     measured |= _rates(target, pace)
     traced = pace.part(_TRACING, at_most=min(_TRACED, max(_FEWEST_CALLS, target.calls)))
     # It slows calls down, so it comes last.
@@ -168,6 +169,16 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     if _census.switch_off_caches():
         measured["uncached"] = _rate(target, pace, _REPEATED / 2, None)
     say(measured=measured, done=True)
+
+
+def _about(function: Any) -> dict[str, Any]:
+    name = getattr(function, "__qualname__", None)
+    return {
+        "libraries": _census.loaded(),
+        "guarded": isinstance(owner_of(function), ModelGuard),
+        "zones": any(hasattr(type(nlp), "memory_zone") for nlp in _census.pipelines()),
+        "importable": isinstance(name, str) and "." not in name and not hasattr(function, "aio"),
+    }
 
 
 def _alone(target: Target) -> dict[str, Any]:
