@@ -203,6 +203,17 @@ def test_what_is_counted_is_counted_over_the_calls_that_are_named(folder: Path) 
     assert measured.count == measured.more("mappings") == measured.held[0].more <= measured.garbage
 
 
+@pytest.mark.parametrize(("way", "add"), [("kept", "kept.append"), ("deep.table", "deep.table.__setitem__")])
+def test_what_is_frozen_is_named(folder: Path, way: str, add: str) -> None:
+    """As before a fork of workers: the collector shows nothing of it, but nothing is forked here."""
+    made = "import app, gc, itertools\nkept, deep = [], app.Deep()\ndeep.table = {}\ngc.freeze()\n"
+    inputs = "def inputs(): return itertools.count()\n"
+    call = f"def f(n): {add}({'n, ' if 'item' in add else ''}bytearray(5000))\n"
+    (folder / "cold.py").write_text(made + inputs + call)
+    report = diagnose("cold:f", generate="cold:inputs", calls=400, seconds=30, cwd=folder)
+    assert f"cold.{way}" == report.measured.held[0].path
+
+
 def test_so_much_per_call_that_few_readings_would_be_left(folder: Path) -> None:
     """Readings come sooner, and what holds it is named: no variable of the diagnosis itself."""
     report = diagnose("app:floods", calls=300, seconds=30, trial_seconds=0, cwd=folder)

@@ -126,6 +126,7 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
         return
     target.forget()
     counts.begin()
+    gc.unfreeze()  # the collector shows nothing of what is frozen, and this process shares its pages with none
     gc.collect()
     sizes = _census.cache_sizes()
     pools = _emptied(_census.pools())
@@ -144,11 +145,11 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     counts.own += [readings, measured]
     grown = measured["private"][-1] - measured["private"][0]
     collecting = gc.isenabled()
+    gc.unfreeze()  # what calls have frozen
     gc.disable()  # the looks at it would set off a collection, and what that frees would be nobody's
     pace = pace._replace(most=max(_FEWEST_CALLS, _calls_for(_TESTED, target.calls, grown)))
-    measured["trimmed"] = max(0, _fallen(lambda: None) - free)
-    measured |= {"before": before, "after": _census.look()[0], "compiled": compiled() - code}
-    measured |= {"imported": config["imported"], **_about(function)}
+    measured |= {"imported": config["imported"], "trimmed": max(0, _fallen(lambda: None) - free)}
+    measured |= {"before": before, "after": _census.look()[0], "compiled": compiled() - code, **_about(function)}
     say(measured=measured)
     say(phase="tests")
     measured |= _given_back(pools, sizes)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, cast
 from modelguard._units import format_bytes
 from modelguard.diagnosis._counts import Growing, counted
 from modelguard.facts._growth_judge import LEAST, Judgement, Verdict, judge
-from modelguard.facts._holders import Held
+from modelguard.facts._holders import FROZEN_AT_START, Held
 
 CauseName = Literal[
     "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",
@@ -569,8 +569,10 @@ def _live(measured: Measured, calls: int) -> _Found:
         yield from _held(held)
     elif more >= (_BLOCKS * calls if measured.per == "calls" else measured.growth / _BLOCK):
         most = kinds({kind: number for kind, number in measured.types.items() if number >= _LEAST_SHARE * more})
-        most = most or "of types that the collector does not track"
-        yield "python objects", measured.growth, "; ".join([blocks, most, *_holders(held)])
+        most = most or "of no counted type a tenth (text, numbers, classes and functions are not counted)"
+        frozen = measured.after.get("frozen", 0)
+        hidden = [f"gc.freeze() hides {frozen:,} objects, which may hold them"] if frozen > FROZEN_AT_START else []
+        yield "python objects", measured.growth, "; ".join([blocks, most, *hidden, *_holders(held)])
     else:
         seen = f"{blocks} after {calls:,} {measured.per}"
         yield "native memory", measured.growth - _databases(measured), "; ".join([seen, *_holders(held)])

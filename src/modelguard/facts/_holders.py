@@ -149,7 +149,7 @@ def name(kind: type) -> str:
 #: How many are named, and seconds of CPU time after which no further way is looked for.
 MOST, _BRIEFLY = 5, 2.0
 #: What is said where the collector, which ignores what is frozen, finds none; CPython 3.12 freezes 375 by itself.
-_HIDDEN, _FROZEN_AT_START = "itself, or an object that gc.freeze() hides from the garbage collector", 1000
+_HIDDEN, FROZEN_AT_START = "itself, or an object that gc.freeze() hides from the garbage collector", 1000
 _SUSPENDED = (
     (types.GeneratorType, "gi_code", "gi_frame"),
     (types.CoroutineType, "cr_code", "cr_frame"),
@@ -170,7 +170,7 @@ def of_object(watch: weakref.ref[Any]) -> tuple[str, ...]:
         found[way or _kind(referrer)] = None
         if len(found) == MOST:
             break
-    if not found and gc.get_freeze_count() > _FROZEN_AT_START:
+    if not found and gc.get_freeze_count() > FROZEN_AT_START:
         return (_HIDDEN,)
     return tuple(found)
 
