@@ -58,6 +58,7 @@ def of_a_limit(): raise OSError(errno.EMFILE, "inotify_init1")
 def closes():
     kept.append(bytearray(100_000))
     if len(kept) == 2: os.closerange(3, 1000)
+def lowers(): resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)); open("app.py").close()
 def takes_all():
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     try:
@@ -361,6 +362,12 @@ def test_a_function_that_takes_all_descriptors(folder: Path) -> None:
     report = diagnose("app:takes_all", calls=120, seconds=30, cwd=folder)
     assert ["open files"] == [each.name for each in report.measured.growing]
     assert "app.py" in report.measured.growing[0].seen
+
+
+def test_a_function_that_lowers_its_limit_of_open_files(folder: Path) -> None:
+    """It opens none that it does not close: no open file is accused, and it is measured to the end."""
+    report = diagnose("app:lowers", calls=120, seconds=30, cwd=folder)
+    assert ("steady", (), 0) == (report.verdict, report.measured.growing, report.measured.failures)
 
 
 def test_another_limit_of_that_name_is_a_failure(folder: Path) -> None:

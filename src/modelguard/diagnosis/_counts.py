@@ -79,14 +79,12 @@ class Counts:
         self.own: list[object] = []
         self.calls: list[int] = []
         self.judged = False
-        self._spare: list[int] = []
+        # The call may use up all descriptors, and then nothing could be read.
+        self._spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE if pid is None else 0)]
         self.begin()
 
     def begin(self) -> None:
         self.calls.clear()
-        # The call may use up all descriptors, and then nothing could be read.
-        if self._pid is None:
-            self._spare += [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE - len(self._spare))]
         self._kinds, self._first = kinds(self._pid), numbers(self._pid)
         self._read: list[dict[str, int]] = []
 
@@ -111,13 +109,14 @@ class Counts:
         return found
 
     def exhausted(self, calls: int) -> list[Growing]:
-        for number in self._spare:
+        """What has used up all there may be; nothing where it is the limit that has fallen."""
+        spare, self._spare = self._spare, []
+        for number in spare:
             os.close(number)
-        self._spare.clear()
         more = self._more()
-        more["open files"] += _SPARE
+        more["open files"] += len(spare)
         most = max(MOST, key=lambda name: more[name] / MOST[name])
-        return [self._grown(most, more[most], calls)]
+        return [self._grown(most, more[most], calls)] if more[most] >= _LEAST else []
 
     def _grown(self, name: str, more: int, calls: int) -> Growing:
         now = Counter(kinds(self._pid)[name])

@@ -105,15 +105,20 @@ def _drive(config: dict[str, Any], say: Say, patience: Patience) -> None:
 
     target = Target(function, _target.inputs(config, function), patience, look=look)
     patience.end()
-    try:
-        _measure(config | {"imported": time.monotonic() - began}, say, function, target, counts)
-    except (Exhausted, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EMFILE:
-            raise
-        growing = counts.exhausted(target.calls)  # first: nothing could be said without a descriptor
-        if not counts.judged:  # else only the tests are missing
-            say(measured=_alone(target) | {"growing": growing})
-        say(done=True)
+    config |= {"imported": time.monotonic() - began}
+    for _ in range(2):
+        try:
+            _measure(config, say, function, target, counts)
+        except (Exhausted, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EMFILE:
+                raise
+            growing = counts.exhausted(target.calls)  # first: nothing could be said without a descriptor
+            if not growing:  # it has lowered its own limit: once more, with what was kept free
+                continue
+            if not counts.judged:  # else only the tests are missing
+                say(measured=_alone(target) | {"growing": growing})
+            say(done=True)
+        return
 
 
 def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, counts: Counts) -> None:
