@@ -246,9 +246,7 @@ class TreeWatch:
         self._started: dict[int, int] = {}
         # The private memory of each process at its first reading.
         self._first: dict[tuple[object, ...], int] = {}
-        if not (_proc.folder(None, root) / "smaps").exists():
-            reason = "there is no /proc that shows the mappings of processes"
-            raise NotSupported("a report of a process tree", reason=reason)
+        _require_proc(root)
 
     def look(self) -> TreeReport:
         """Read the current memory of the processes.
@@ -333,6 +331,7 @@ def python_trees(*, root: Path = _proc.ROOT, without: Collection[int] = ()) -> l
     A process counts if it executes Python or has loaded it, as uWSGI does. The top of a tree is a Python process whose
     parent is not one.
     """
+    _require_proc(root)
     processes = _proc.processes(root)
     # A process that cannot be read has ended, or belongs to another user.
     owned = (
@@ -340,6 +339,12 @@ def python_trees(*, root: Path = _proc.ROOT, without: Collection[int] = ()) -> l
     )
     found = [pid for pid in owned if interpreter_in(_proc.if_readable(_proc.maps, pid, root) or ())]
     return [pid for pid in found if processes[pid].parent not in found]
+
+
+def _require_proc(root: Path) -> None:
+    if not (_proc.folder(None, root) / "smaps").exists():
+        reason = "there is no /proc that shows the mappings of processes"
+        raise NotSupported("a report of a process tree", reason=reason)
 
 
 def _pids(tree: int | Iterable[int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -320,10 +321,11 @@ def test_an_invalid_size(machine: Machine) -> None:
         TreeWatch(10, model_bytes="big", root=machine.root)
 
 
-def test_without_proc(tmp_path: Path) -> None:
-    """Systems other than Linux do not show PSS, and the error says so."""
+@pytest.mark.parametrize("look", [report, python_trees])
+def test_without_proc(look: Callable[..., object], tmp_path: Path) -> None:
+    """Systems other than Linux do not show PSS, and the error says so; no process is said not to be there."""
     with pytest.raises(NotSupported, match="there is no /proc"):
-        report(root=tmp_path)
+        look(root=tmp_path)
 
 
 def test_circles_of_parents_end(machine: Machine) -> None:
