@@ -89,6 +89,13 @@ def test_a_command_that_does_not_serve(tmp_path: Path) -> None:
     assert "main.py line 2" in facts.variables[-1].where
 
 
+def test_a_service_on_a_unix_socket_of_its_configuration(tmp_path: Path) -> None:
+    """It serves when it listens there, though the command does not name the socket."""
+    listen = "import socket, time\ns = socket.socket(socket.AF_UNIX)\ns.bind('s.sock')\ns.listen()\ntime.sleep(60)\n"
+    listen = listen.replace("'s.sock'", "os.path.abspath('s.sock')").replace("import socket", "import os, socket")
+    assert () == facts_of_command(python(tmp_path, listen), cwd=tmp_path, patience=20).unknown
+
+
 def test_a_program_without_the_probe(tmp_path: Path) -> None:
     """``python -I`` does not read PYTHONPATH: it is examined from outside, and the report says so."""
     words = [sys.executable, "-I", "-c", LISTEN + "time.sleep(60)"]

@@ -89,11 +89,13 @@ def refused(options: argparse.Namespace, error: BaseException) -> int:
 
     if isinstance(error, KeyboardInterrupt):
         return fail(options.words[0], "interrupted")
-    text = str(getattr(error, "strerror", None) or error)
+    text = str(error)
+    if isinstance(error, OSError):  # no folder can be written, the disk is full, a process is gone or another user's
+        text = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
     if isinstance(error, InvalidOption):
         known = _TYPED | getattr(options, "typed", {})
         text = known.get(error.argument, error.argument) + text.removeprefix(error.argument)
-    elif not isinstance(error, ModelGuardError | Unreachable | ProcessLookupError | PermissionError):
+    elif not isinstance(error, ModelGuardError | Unreachable | OSError):
         traceback.print_exception(error)
         return USAGE
     if options.words[0] in ("doctor", "diagnose"):  # what they look at may have told a secret

@@ -68,7 +68,7 @@ class Session:
         found: set[int | str] = set()
         for pid in self.pids():
             found |= _proc.if_readable(_proc.listening, pid) or set()
-        return {at for at in found if isinstance(at, int) or any(at in word for word in self._words)}
+        return {at for at in found if isinstance(at, int) or at.startswith("/")}
 
     def wait(self, patience: float) -> float | None:
         """Wait until it serves: it listens, and has finished loading."""
@@ -119,7 +119,11 @@ class Session:
             old.unlink(missing_ok=True)
         files = {pid: self.folder / f"{pid}.json" for pid in self.probed()}
         deadline, again = time.monotonic() + ANSWER, -math.inf
-        while (silent := [pid for pid, file in files.items() if not file.exists()]) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            alive = {*self.pids()}
+            silent = [pid for pid, file in files.items() if pid in alive and not file.exists()]
+            if not silent:
+                break
             if time.monotonic() >= again:
                 again = time.monotonic() + _AGAIN
                 for pid in silent:

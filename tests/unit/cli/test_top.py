@@ -295,9 +295,13 @@ def test_invalid_arguments(capsys: pytest.CaptureFixture[str], words: list[str],
 
 @pytest.mark.parametrize(
     "error",
-    [ProcessLookupError(3, "process 10 does not exist"), PermissionError(13, "process 10 belongs to another user")],
+    [
+        ProcessLookupError(3, "process 10 does not exist"),
+        PermissionError(13, "process 10 belongs to another user"),
+        FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
+    ],
 )
-def test_a_process_that_cannot_be_read(
+def test_a_command_that_the_system_refuses(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
     """The reason is one line, without an error number."""
