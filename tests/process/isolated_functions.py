@@ -156,6 +156,51 @@ def breaks(_: Model, how: str) -> str:
     return how
 
 
+def sifting(**options: Any) -> Any:
+    """Isolate a function that is not patient with bad items."""
+
+    def decorate(function: Any) -> Any:
+        isolated = isolate(workers=1, timeout="1s", breaker=Breaker(failures=2), **options)
+        return isolated(guard(load, reload_on=Errors(2), loading=QUICK)(function))
+
+    return decorate
+
+
+def sifted(items: list[str]) -> list[int]:
+    """Crash, hang or raise, if an item asks for it."""
+    if "crash" in items:
+        os._exit(1)
+    if "hang" in items:
+        time.sleep(60)
+    if "raise" in items:
+        raise ValueError("bad item")
+    return [os.getpid()] * len(items)
+
+
+@sifting()
+def sifts(_: Model, items: list[str]) -> list[int]:
+    """Sift them."""
+    return sifted(items)
+
+
+@sifting()
+async def asifts(_: Model, items: list[str]) -> list[int]:
+    """Sift them on a loop."""
+    return sifted(items)
+
+
+@sifting(retry=True)
+def sifts_again(_: Model, items: list[str]) -> list[int]:
+    """Sift them a second time after a crash."""
+    return sifted(items)
+
+
+@sifting(scope="host")
+def sifts_for_host(_: Model, items: list[str]) -> list[int]:
+    """Sift them for all processes."""
+    return sifted(items)
+
+
 @isolate(workers=1)
 @guard(load, reload_on=Idle("300ms"))
 def sleepy(loaded: Model) -> int:

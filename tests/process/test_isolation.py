@@ -317,6 +317,30 @@ class TestDoors:
         with using(functions.adoubled), batched(max_size=8, threads=2)(functions.adoubled) as one:
             assert [0, 2, 4, 6] == list(one.map(range(4)))
 
+    @pytest.mark.timeout(120)
+    @pytest.mark.parametrize("bad", ["crash", "hang", "raise"])
+    @pytest.mark.parametrize("name", ["sifts", "asifts", "sifts_again", "sifts_for_host"])
+    def test_a_bad_item_of_a_batch_costs_its_neighbours_nothing(self, name: str, bad: str) -> None:
+        """The search for it does not open the breaker, nor reload the model: only the first run of a batch counts."""
+        function = getattr(functions, name)
+        with using(function), batched(max_size=8)(function) as one:
+            for _ in range(3):
+                running = [one.submit(item) for item in ("first", bad, *"abcdefg")]
+                errors = [future.exception(60) for future in running]
+                assert [1] == [at for at, error in enumerate(errors) if error is not None]
+                assert not isinstance(errors[1], CircuitOpen)
+                if bad == "raise":
+                    assert 1 == len({future.result() for future in running if future is not running[1]})
+                    assert 0 == function.status().recycled
+
+    @pytest.mark.timeout(60)
+    def test_a_model_that_crashes_on_everything_opens_the_breaker(self) -> None:
+        """Once for each batch, with and without retry=True, however often its items are run again."""
+        for function in (functions.sifts, functions.sifts_again):
+            with using(function), batched(max_size=8)(function) as one:
+                seen = [type(one.submit("crash").exception(60)) for _ in range(3)]
+                assert [WorkerCrashed, WorkerCrashed, CircuitOpen] == seen
+
     def test_the_queue_is_bounded(self) -> None:
         """Calls beyond Bounds(queue=) are refused at once."""
         with using(functions.where) as where:

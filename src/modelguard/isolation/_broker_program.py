@@ -153,8 +153,8 @@ class ClientConnection:
 
     # One worker
 
-    def _take(self) -> None:
-        claim = Claim(CallTimes(time.monotonic()), client=self.token, tell=self._tell)
+    def _take(self, again: bool) -> None:  # noqa: FBT001 - as it comes
+        claim = Claim(CallTimes(time.monotonic(), again=again), client=self.token, tell=self._tell)
         self._claim = Followed(self._broker.scope, claim, self._claimed)
         self._claim.begin()
 

@@ -209,7 +209,7 @@ class Caller:
                 if os.getpid() != process:
                     reason = "its worker answers the process that began it. Begin another one"
                     raise NotSupported(f"a stream of {self._name}() in a forked child", reason=reason)
-                kind, value = self._await_answer(taken, step, CallTimes(time.monotonic(), limits.until))
+                kind, value = self._await_answer(taken, step, limits._replace(arrived=time.monotonic()))
                 if kind != _ITEM:
                     break
                 yield value
@@ -231,7 +231,7 @@ class Caller:
         if call.content is not None:
             return call.content
         try:
-            content = _channel.dumps((*call.arguments, call.trace))
+            content = _channel.dumps((*call.arguments, call.trace, call.limits.again))
         except Exception as error:
             if _channel.of_a_signal(error):
                 raise
@@ -288,6 +288,7 @@ class Caller:
             call.tries -= 1
             if not call.tries:
                 raise
+            call.limits = call.limits._replace(again=True)
         return None
 
     # Without a thread that waits
@@ -380,10 +381,10 @@ class Caller:
         except ConnectionError:  # at its end the message, or a part of it, was still in its socket
             raise _NeverRead(taken.end_worker("crashed", blame=False)) from None
         except BlockingIOError:  # nothing else ends a call that computes, and nobody knows for how long it would
-            taken.end_worker("timeout")
+            taken.end_worker("timeout", blame=not limits.again)
             raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from None
         except EOFError:
-            cause = taken.end_worker("crashed")
+            cause = taken.end_worker("crashed", blame=not limits.again)
             raise WorkerCrashed(self._name, pid=taken.pid, cause=cause) from None
         except Unreadable as error:
             # Of a stream, the worker holds an open generator: it cannot be used for anything else.
@@ -707,4 +708,4 @@ def _close_after(step: Future[Any], opening: Future[_Items]) -> Future[None]:
 def _limits() -> CallTimes:
     now = time.monotonic()
     left = None if deadlines.current_scope.get() is None else deadlines.left()  # most calls have none
-    return CallTimes(now, math.inf if left is None else now + left)
+    return CallTimes(now, math.inf if left is None else now + left, call_context.rerunning.get())

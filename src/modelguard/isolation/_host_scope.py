@@ -350,7 +350,7 @@ class HostScope(WorkerScope):
         return membership.connection(ANSWER_SOON if claim.blocks else 0.0)
 
     def _until_answered(self, claim: Claim, connection: Connection) -> Steps[Taken]:
-        connection.say("take", limit=ANSWER)
+        connection.say("take", claim.limits.again, limit=ANSWER)
         late = partial(self._too_late, claim)
         kind, *details = ("waiting",)
         try:

@@ -29,7 +29,7 @@ from modelguard.isolation._isolation_options import Source, source_of_stub
 from modelguard.isolation._supervisor import Instructions
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.system import System
-from modelguard.runtime import child_processes, fork_hooks
+from modelguard.runtime import call_context, child_processes, fork_hooks
 from modelguard.runtime.background import THREADS, green_threads
 from modelguard.runtime.child_processes import exit_now, flush_output
 from modelguard.telemetry import Reason
@@ -315,7 +315,8 @@ class Serving:
         except Unreadable as error:
             self._refuse("arguments", f"the worker cannot rebuild them: {error}")
             return
-        args, kwargs, carrier = message
+        args, kwargs, carrier, again = message
+        call_context.rerunning.set(again)
         leave_trace = None if carrier is None else _channel.attach(carrier)
         try:
             if "generator" in self._kind:

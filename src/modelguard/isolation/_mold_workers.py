@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import random
@@ -91,10 +92,15 @@ _BUSY = frozenset({"busy", "retiring"})
 
 
 class CallTimes(NamedTuple):
-    """The times of one call, on the monotonic clock."""
+    """The times of one call, on the monotonic clock, and whether it is run again.
+
+    Then its failure says nothing new about the model, and no circuit and no backoff holds it up: how often it is run
+    again is bounded anyway.
+    """
 
     arrived: float
     until: float = math.inf
+    again: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -233,10 +239,10 @@ class Workers:
 
     # Calls
 
-    def take_now(self, holder: Holder | None = None) -> Worker | None:
+    def take_now(self, holder: Holder | None = None, *, again: bool = False) -> Worker | None:
         """Take a free worker, if there is one and nobody waits for it. Does not block."""
         with self._lock:
-            if self._circuit.state != "closed" and (refusal := self._refusal()) is not None:
+            if not again and self._circuit.state != "closed" and (refusal := self._refusal()) is not None:
                 raise refusal
             return None if self._waiters else self._take(holder)
 
@@ -245,14 +251,16 @@ class Workers:
 
         In the line of a mold that is gone they wait for the next one, see :meth:`send_on`.
         """
+        again = waiter.claim.limits.again
         with self._lock:
-            worker = self.take_now(waiter.holder)
+            worker = self.take_now(waiter.holder, again=again)
             if worker is not None:
                 return worker
             if not self.gone and len(self._waiters) >= self._max_queue and not waiter.claim.admitted:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=RETRY_AFTER)
             self._waiters.append(waiter)
-        if self.presence == "ended":
+            self._start_at = 0.0 if again else self._start_at
+        if self.presence == "ended" or again:
             self.call_back()
         return None
 
@@ -361,7 +369,7 @@ class Workers:
         return [worker.number for worker in workers]
 
     def call_back(self) -> None:
-        """Start the workers that have ended until the next call."""
+        """Start the workers that are missing, also those that have ended until the next call."""
         with self._change():
             if self.presence == "ended":
                 self.presence = "returning"
@@ -434,7 +442,7 @@ class Workers:
                 if holder is not None:
                     holder.worker, holder.held = worker, True
                 worker.state = "busy"
-                if self._circuit.state != "closed":
+                if self._circuit.state == "open":
                     self._circuit.admitted(worker)
                 return worker
         return None
@@ -445,10 +453,13 @@ class Workers:
 
     def _hand_over(self) -> None:
         while self._waiters:
-            answer = self._refusal() or self._take(self._waiters.first.holder)
-            if answer is None:
+            if self._circuit.state != "closed" and (refusal := self._refusal()) is not None:
+                refused = [waiter for waiter in self._waiters if not waiter.claim.limits.again]
+                self._answers.extend((waiter, copy.copy(refusal)) for waiter in refused if self._waiters.remove(waiter))
+            worker = self._take(self._waiters.first.holder) if self._waiters else None
+            if worker is None:
                 return
-            self._answers.append((self._waiters.popleft(), answer))
+            self._answers.append((self._waiters.popleft(), worker))
 
     def _refusal(self) -> CircuitOpen | None:
         left = None if self.gone else self._circuit.retry_after(time.monotonic())

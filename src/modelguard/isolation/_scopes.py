@@ -340,15 +340,15 @@ class MoldScope(WorkerScope):
 
     def take(self, limits: CallTimes, key: Any = None) -> Taken:
         loan = self._lend(key)
-        if loan is not None and (taken := self._take_now(loan)) is not None:
+        if loan is not None and (taken := self._take_now(loan, again=limits.again)) is not None:
             return taken
         return super().take(limits, key)
 
-    def _take_now(self, loan: Lease[Mold]) -> Taken | None:
+    def _take_now(self, loan: Lease[Mold], *, again: bool) -> Taken | None:
         """Take a worker if that needs no waiting: most calls do without a claim."""
         taken = TakenWorker(loan)
         try:
-            loan.model.workers.take_now(taken)
+            loan.model.workers.take_now(taken, again=again)
         finally:
             if not taken.held:
                 loan.end(failed=False)

@@ -312,7 +312,7 @@ class GuardState(Generic[M]):
         if failed:
             if generation.errors == 0 and uses > 1:
                 generation.served = True
-            if not call_context.is_rerun():
+            if not call_context.rerunning.get():
                 generation.errors += 1
             return True
         if failed is not None:

@@ -79,18 +79,14 @@ def required() -> bool:
 # and reload it: of a batch of 32, one poison input in sixteen reached five errors in a row.
 
 
-_rerunning: ContextVar[bool] = ContextVar("modelguard reruns", default=False)
+rerunning: ContextVar[bool] = ContextVar("modelguard reruns", default=False)
 
 
 @contextmanager
 def reruns() -> Iterator[None]:
     """Errors of guarded functions that the block calls say nothing new about the model."""
-    token = _rerunning.set(True)
+    token = rerunning.set(True)
     try:
         yield
     finally:
-        _rerunning.reset(token)
-
-
-def is_rerun() -> bool:
-    return _rerunning.get()
+        rerunning.reset(token)

@@ -72,7 +72,7 @@ def test_a_call_that_is_granted_a_worker_as_the_function_closes_gives_it_back(is
     assert membership.gone
     with pytest.raises(GuardClosed):
         steps.send(None)
-    assert [("take",), ("release", (), False)] == [broker.receive(), broker.receive()]
+    assert [("take", False), ("release", (), False)] == [broker.receive(), broker.receive()]
     assert ([connection], []) == (membership.kept, list(scope.running))
     for one in (*sockets, connection, broker):
         one.close()

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from modelguard import Backoff, Bounds, Breaker, telemetry
 from modelguard.errors import CircuitOpen
 from modelguard.isolation import _mold_workers
-from modelguard.isolation._mold_workers import FAILED_STARTS, Worker, Workers
+from modelguard.isolation._mold_workers import FAILED_STARTS, CallTimes, Claim, Waiter, Worker, Workers
 
 
 class Start(NamedTuple):
@@ -98,12 +98,19 @@ class Plan:
             self.workers.ready(self._made[number])
         return number not in self.members
 
-    def take(self) -> Worker | None:
+    def take(self, *, again: bool = False) -> Worker | None:
         with self._at(None):
             try:
-                return self.workers.take_now()
+                return self.workers.take_now(again=again)
             except CircuitOpen:
                 return None
+
+    def wait(self, *, again: bool = False) -> Waiter:
+        """A call for which there is no worker."""
+        waiter = Waiter(Claim(CallTimes(self.now, again=again)))
+        with self._at(None):
+            assert self.workers.request(waiter) is None
+        return waiter
 
     def answered(self, number: int, *, worn: bool) -> bool:
         """Its call has ended; whether it has, too."""
@@ -386,6 +393,52 @@ class TestDeaths:
         plan.answered(probe.number, worn=False)
         assert not plan.refuses(20.0)
         assert 1 == len(numbers(plan.settle(20.0), Start))
+
+    def test_what_is_run_again_passes_an_open_circuit_and_closes_it(self) -> None:
+        """Its failures say nothing, nor make others wait for longer; its success shows that the model works."""
+        plan = running(1, failures=1, cooldown=10, max_cooldown=10)
+        plan.take()
+        plan.lost(1, 0.0)
+        for number in (2, 3):
+            assert [(Start, number)] == told(plan.settle(0.0))
+            plan.started(number)
+            assert plan.take() is None
+            assert plan.take(again=True) is not None
+            plan.lost(number, 0.0, blame=False)
+        plan.settle(0.0)
+        plan.started(4)
+        plan.take(again=True)
+        assert plan.refuses(0.0)
+        plan.answered(4, worn=False)
+        assert not plan.refuses(0.0)
+        assert plan.take() is not None
+
+    def test_what_is_run_again_waits_for_no_backoff(self) -> None:
+        """How often it is run again is bounded anyway, and others wait for its end."""
+        plan = running(1, failures=9)
+        for number in (1, 2):
+            plan.take()
+            plan.lost(number, 0.0)
+            if number == 1:
+                come_up(plan)
+        assert [] == plan.settle(0.0)
+        waiter = plan.wait(again=True)
+        assert [(Start, 3)] == told(plan.settle(0.0))
+        plan.started(3)
+        assert waiter.result(0) is not None
+
+    def test_who_waits_behind_what_is_run_again_is_refused_at_once(self) -> None:
+        """An open circuit holds for all others, also while there is no worker for it."""
+        plan = running(1, failures=1, cooldown=10, max_cooldown=10)
+        plan.take()
+        again, *others = plan.wait(again=True), plan.wait(), plan.wait()
+        plan.lost(1, 0.0)
+        errors = [other.exception(0) for other in others]
+        assert [CircuitOpen] * 2 == [type(error) for error in errors]
+        assert errors[0] is not errors[1]
+        assert not again.done()
+        come_up(plan)
+        assert again.result(0) is not None
 
     def test_a_probe_that_is_interrupted_opens_nothing(self, seen: list[telemetry.Event]) -> None:
         """The circuit was open, and is reported once."""
