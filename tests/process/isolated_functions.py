@@ -166,6 +166,10 @@ def sifting(**options: Any) -> Any:
     return decorate
 
 
+class Text(str):  # noqa: SLOT000 - it needs room for the references
+    """One that can be referred to weakly."""
+
+
 def sifted(items: list[str]) -> list[int]:
     """Crash, hang or raise, if an item asks for it."""
     if "crash" in items:

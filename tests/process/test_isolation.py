@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import io
 import logging
@@ -11,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -332,6 +334,34 @@ class TestDoors:
                 if bad == "raise":
                     assert 1 == len({future.result() for future in running if future is not running[1]})
                     assert 0 == function.status().recycled
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("on_error", ["isolate", "fail"])
+    @pytest.mark.parametrize("name", ["sifts", "asifts"])
+    def test_an_error_keeps_no_items(self, name: str, on_error: Any) -> None:
+        """Those of a batch are freed with the errors that its callers got, not when the garbage collector comes."""
+        function, seen = getattr(functions, name), list[weakref.ref[Any]]()
+
+        def fail(item: str) -> None:
+            text = functions.Text(item)
+            seen.append(weakref.ref(text))
+            future = one.submit(text)
+            del text
+            try:
+                assert future.exception(60) or item != "raise"
+            finally:
+                del future
+
+        with using(function), batched(max_size=8, on_error=on_error)(function) as one:
+            gc.collect()
+            gc.disable()
+            try:
+                with ThreadPoolExecutor(8) as threads:
+                    list(threads.map(fail, ["a", "raise", "b", "raise", "c", "d"] * 3))
+                one.submit("last").result(60)  # the thread has let go of the batch before
+                assert {*[text() for text in seen]} <= {None, "raise"}  # a bad item is remembered
+            finally:
+                gc.enable()
 
     @pytest.mark.timeout(60)
     def test_a_model_that_crashes_on_everything_opens_the_breaker(self) -> None:

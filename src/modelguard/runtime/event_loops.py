@@ -157,9 +157,9 @@ def run_on(
             if loop.is_closed() or (stopped >= _LOOKS and (callers.all_left or others_wait())):
                 _call_on(loop, job.cancel)  # for when it goes on
                 raise LoopEnded  # noqa: TRY301
-        if job.error is None:
+        if not job.errors:
             return job.result
-        raise job.error
+        raise job.errors.pop()  # its traceback refers to frames that have the job
     except LoopEnded:
         if callers.all_left:
             raise AllLeft from None
@@ -184,7 +184,7 @@ class _Job:
         self._task: asyncio.Task[None] | None = None
         self.ended = False
         self.result: Any = None
-        self.error: BaseException | None = None
+        self.errors: list[BaseException] = []
 
     # On the loop
 
@@ -204,11 +204,11 @@ class _Job:
             stopped = (
                 isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling()
             )
-            self.error = LoopEnded() if stopped else error
+            self.errors.append(LoopEnded() if stopped else error)
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step
-            self.error = LoopEnded()
+            self.errors.append(LoopEnded())
         self._task = None
         self.ended = True
         self._callers.wakeup.set()

@@ -385,7 +385,9 @@ class Batcher(fork_hooks.Forkable):
                 return
             with contextlib.nullcontext() if loop is None else contextlib.closing(loop):
                 computed = compute(function, batch)
+            computed.empty_frames()
             request.deliver(computed.outcomes[0])
+            del computed, batch  # tracebacks refer to this frame
         finally:
             current_scope.reset(token)
 
@@ -404,14 +406,13 @@ class Batcher(fork_hooks.Forkable):
         return compute(function, batch, answer)
 
     def _on_loop(self, function: BatchFunction, on_loop: RunOnLoop, end: RunOnLoop) -> BatchFunction:
-        run, streams = function.run, self._options.streams
+        return replace(function, run=partial(self._start, function.run, on_loop, end))
 
-        def start(items: list[Any], /, **extras: Any) -> Any:
-            if streams:
-                return AsyncSteps(run(items, **extras), on_loop, end)
-            return on_loop(lambda: run(items, **extras))
-
-        return replace(function, run=start)
+    # No closure, which would have the batch: a frame keeps its function, also when it is emptied.
+    def _start(self, run: Any, on_loop: RunOnLoop, end: RunOnLoop, items: list[Any], /, **extras: Any) -> Any:
+        if self._options.streams:
+            return AsyncSteps(run(items, **extras), on_loop, end)
+        return on_loop(partial(run, items, **extras))
 
     def _stream(self, function: BatchFunction, batch: Batch, answer: Answer) -> StreamRun:
         return StreamRun(function, batch, answer, slow_after=self._slow_after, others_wait=self._others_wait)
@@ -566,6 +567,7 @@ class Batcher(fork_hooks.Forkable):
         if not isinstance(found, Batch):
             return rest
         self._ended[wakeup] = self._compute(found, ended)
+        del found  # tracebacks refer to this frame
         return 0.0
 
     def _rest(self, wakeup: Wakeup, seconds: float | None, *, expired: bool) -> float | None:
@@ -597,6 +599,7 @@ class Batcher(fork_hooks.Forkable):
         started = clock.now()
         token = current_scope.set(scope)
         computed = self._run(batch, self._answer)
+        computed.empty_frames()
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
         now = clock.now()
         seconds, between = now - started - computed.stalled, max(started - ended, 0.0)
@@ -621,6 +624,7 @@ class Batcher(fork_hooks.Forkable):
                 self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
                 self._events.refused(queue, clock.now())
                 self._report_refusals()
+        del batch, computed, requests, outcomes  # tracebacks refer to this frame
         return now
 
     @contextlib.contextmanager

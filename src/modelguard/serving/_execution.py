@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import time
 import traceback
@@ -273,6 +274,18 @@ class Computed:
     bad: float = 0.0  # the share of items that made the batch raise, of those that were told apart
     whole: bool = True  # whether the first run was of all its items
     stalled: float = 0.0  # seconds in which it waited for its callers, of which the model knows nothing
+    raised: list[BaseException] = field(default_factory=list)  # by its reruns
+
+    def empty_frames(self) -> None:
+        """Empty this package's frames that tracebacks keep: they have items, results, and errors that refer to them."""
+        for error in self.raised if self.error is None else [self.error, *self.raised]:
+            place = error.__traceback__
+            callers = () if place is None else traceback.walk_stack(place.tb_frame)
+            for frame, _ in itertools.chain(traceback.walk_tb(place), callers):
+                if str(frame.f_globals.get("__name__")).startswith("modelguard."):
+                    with contextlib.suppress(RuntimeError):  # it still runs
+                        frame.clear()
+                        _ = frame.f_locals  # up to Python 3.12 a snapshot of them stays otherwise
 
 
 #: Called with requests of a batch that is still being computed, and their outcomes.
@@ -305,9 +318,15 @@ def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Co
     except AllLeft:
         return Computed([None] * batch.count, 0, "inconclusive", whole=False)
     except function.caught as error:
-        parts = _BadItemSearch(function, batch, answer)
-        parts.find_bad_items([*range(batch.count)], error)
-        return parts.computed(error)
+        raised = error
+    else:
+        return _returned(function, results)
+    parts = _BadItemSearch(function, batch, answer)  # here: what a rerun raises has nothing to do with that error
+    parts.find_bad_items([*range(batch.count)], raised)
+    return parts.computed(raised)
+
+
+def _returned(function: BatchFunction, results: list[Any]) -> Computed:
     for kind in {*map(type, results)}:
         if issubclass(kind, BaseException):
             results = wrap_errors(results, function.name)
@@ -368,6 +387,7 @@ class _BadItemSearch:
         self.items = batch.items
         self.outcomes: list[Any] = [None] * batch.count
         self._errors: list[BaseException] = []
+        self._raised: list[BaseException] = []
         self.reruns = 0
         self._runs: list[tuple[int, float, float]] = []  # that succeeded
         self._bad: dict[int, BaseException] = {}  # at fault
@@ -385,6 +405,7 @@ class _BadItemSearch:
         try:
             results = self._function(list(items), self._extras)
         except self._function.caught as error:
+            self._raised.append(error)
             return error
         weight = math.fsum(self.requests[at].weight for at in part)
         self._runs.append((len(part), weight, self._function.clock() - started))
@@ -521,7 +542,9 @@ class _BadItemSearch:
             found = len(self._bad) + len(self._unfound)
             bad = max(found, 1) / max(found + sum(count for count, _, _ in self._runs), 1)
         failed = count_failures(self.outcomes)
-        return Computed(self.outcomes, failed, verdict, first, self.reruns, self._runs, bad, whole=False)
+        return Computed(
+            self.outcomes, failed, verdict, first, self.reruns, self._runs, bad, whole=False, raised=self._raised
+        )
 
 
 def verdict_of(errors: list[BaseException], ignore: tuple[type[BaseException], ...]) -> Verdict:

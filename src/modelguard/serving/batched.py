@@ -440,7 +440,7 @@ class Batched(Decorated, Generic[X, Y]):
                 self._batcher.cancel(request)  # for Ctrl-C during the wait; nothing if this is the answer
                 raise
             finally:
-                del request  # the error's traceback refers to this frame
+                del request, item  # the error's traceback refers to this frame
 
     async def aio(
         self, item: X, /, *others: Never, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any
@@ -464,7 +464,7 @@ class Batched(Decorated, Generic[X, Y]):
             self._leave(error, [request])
             raise
         finally:
-            del call, request  # as above
+            del call, request, item  # as above
 
     def submit(
         self, item: X, /, *others: Never, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any
@@ -559,13 +559,16 @@ class Batched(Decorated, Generic[X, Y]):
             self._leave(error, requests)  # nothing for those that have their answers
             raise
         finally:
-            del requests  # as above
+            del requests, listed, items  # as above
 
     def _leave(self, error: BaseException, requests: list[Request]) -> None:
         """Nobody awaits these any more. A coroutine may be closed by the garbage collector, which waits for no lock."""
-        leave = self._batcher.drop if isinstance(error, GeneratorExit) else self._batcher.cancel
+        closed = isinstance(error, GeneratorExit)
         while requests:
-            leave(requests.pop())
+            request = requests.pop()
+            (self._batcher.drop if closed else self._batcher.cancel)(request)
+            if not closed:
+                request.future.cancel()  # which gather() keeps, with its error, until they end
 
     if not TYPE_CHECKING:  # as above
 

@@ -7,13 +7,15 @@ import gc
 import math
 import threading
 import weakref
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, ends_beside, next_turn, queued, until
 
-from modelguard import Fair, batched, deadline, telemetry
-from modelguard.errors import GuardClosed, QueueFull, WouldDeadlock
+from modelguard import Fair, batched, deadline, guard, telemetry
+from modelguard.errors import BatchFailed, GuardClosed, QueueFull, WouldDeadlock
 from modelguard.runtime.clock import Watch
 from modelguard.serving._requests import deliver
 from modelguard.serving.deadlines import left
@@ -284,6 +286,133 @@ def test_answered_items_are_let_go_at_once(model: Gated) -> None:
     f(Large())  # the thread has let go of the batch before
     gc.collect()
     assert sum(one() is not None for one in seen) <= 1
+
+
+class Large:
+    """An item or a result that somebody would miss the memory of."""
+
+    def __init__(self, seen: list[weakref.ref[Any]], *, bad: bool = False) -> None:
+        seen.append(weakref.ref(self))
+        self.seen, self.bad = seen, bad
+
+
+def checked(items: list[Large]) -> list[Large]:
+    """Raise if one of them is bad, and have none of them as a local variable."""
+    if any([item.bad for item in items]):  # noqa: C419 - as above
+        raise ValueError("bad item")
+    return [Large(item.seen) for item in items]
+
+
+async def achecked(items: list[Large]) -> list[Large]:
+    await asyncio.sleep(0)
+    return checked(items)
+
+
+@guard(object, reload_on=None)
+def guarded(_model: object, items: list[Large]) -> list[Large]:
+    return checked(items)
+
+
+@guard(object, reload_on=None)
+async def aguarded(_model: object, items: list[Large]) -> list[Large]:
+    return await achecked(items)
+
+
+def parts(items: list[Large]) -> Iterator[list[Large]]:
+    yield [Large(item.seen) for item in items]
+    yield checked(items)
+
+
+async def aparts(items: list[Large]) -> AsyncIterator[list[Large]]:
+    yield [Large(item.seen) for item in items]
+    await asyncio.sleep(0)
+    yield checked(items)
+
+
+def _each(f: Any, items: list[Large]) -> None:
+    futures = [f.submit(items.pop()) for _ in range(len(items))]
+    while futures:
+        with suppress(ValueError, BatchFailed):
+            futures.pop(0).result(TIMEOUT)
+
+
+def _call(f: Any, items: list[Large]) -> None:
+    while items:
+        with suppress(ValueError, BatchFailed):
+            f(items.pop())
+
+
+def _aio(f: Any, items: list[Large]) -> None:
+    async def main() -> None:
+        await asyncio.gather(*(f.aio(items.pop()) for _ in range(len(items))), return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def _map(f: Any, items: list[Large]) -> None:
+    with suppress(ValueError, BatchFailed):
+        list(f.map(items))
+
+
+def _amap(f: Any, items: list[Large]) -> None:
+    async def main() -> None:
+        await asyncio.gather(f.amap(items), return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def _streams(f: Any, items: list[Large]) -> None:
+    streams = [f.stream(items.pop()) for _ in range(len(items))]
+    while streams:
+        with suppress(ValueError, BatchFailed):
+            list(streams.pop(0))
+
+
+def _astreams(f: Any, items: list[Large]) -> None:
+    async def one(item: Large) -> None:
+        with suppress(ValueError, BatchFailed):
+            async for _ in f.stream(item):
+                pass
+
+    async def main() -> None:
+        await asyncio.gather(*(one(items.pop()) for _ in range(len(items))))
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Nothing is freed but what nobody refers to."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+class TestErrorsKeepNothing:
+    """What a batch that raised has computed is freed with the errors that its callers got, not some day."""
+
+    @pytest.mark.parametrize("use", [_call, _each, _aio, _map, _amap])
+    @pytest.mark.parametrize("on_error", ["isolate", "fail"])
+    @pytest.mark.parametrize("function", [checked, achecked, guarded, aguarded])
+    def test_of_items_and_results(self, function: Any, on_error: Any, use: Any) -> None:
+        """Whatever the function is, and however it is called."""
+        self.check(batched(max_size=4, on_error=on_error)(function), use)
+
+    @pytest.mark.parametrize("use", [_streams, _astreams])
+    @pytest.mark.parametrize("function", [parts, aparts])
+    def test_of_parts(self, function: Any, use: Any) -> None:
+        """However they are made, and taken."""
+        self.check(batched(max_size=4)(function), use)
+
+    def check(self, f: Any, use: Any) -> None:
+        seen: list[weakref.ref[Any]] = []
+        for _ in range(3):
+            use(f, [Large(seen, bad=number % 4 == 1) for number in range(8)])
+        use(f, [Large([])])  # the thread has let go of the batch before
+        assert len(seen) > 3 * 8
+        assert [] == [type(one()) for one in seen if one() is not None]
 
 
 def test_a_fault_of_the_watch_is_not_its_end(caplog: pytest.LogCaptureFixture) -> None:
