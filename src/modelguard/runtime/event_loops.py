@@ -157,9 +157,9 @@ def run_on(
             if loop.is_closed() or (stopped >= _LOOKS and (callers.all_left or others_wait())):
                 _call_on(loop, job.cancel)  # for when it goes on
                 raise LoopEnded  # noqa: TRY301
-        if not job.errors:
+        if job.error is None:
             return job.result
-        raise job.errors.pop()  # its traceback refers to frames that have the job
+        raise AllLeft() if cancelled else job.error  # whatever it makes of being cancelled says nothing
     except LoopEnded:
         if callers.all_left:
             raise AllLeft from None
@@ -184,7 +184,7 @@ class _Job:
         self._task: asyncio.Task[None] | None = None
         self.ended = False
         self.result: Any = None
-        self.errors: list[BaseException] = []
+        self.error: BaseException | None = None
 
     # On the loop
 
@@ -201,14 +201,13 @@ class _Job:
             self.result = await self._start()
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
             # Asked only now: a task that its closed loop never ran again is dropped outside of any loop.
-            stopped = (
-                isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling()
-            )
-            self.errors.append(LoopEnded() if stopped else error)
+            task = asyncio.current_task() if isinstance(error, asyncio.CancelledError) else None
+            self.error = LoopEnded() if task is not None and task.cancelling() else error
+            del self, task  # the error's traceback refers to this frame
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step
-            self.errors.append(LoopEnded())
+            self.error = LoopEnded()
         self._task = None
         self.ended = True
         self._callers.wakeup.set()

@@ -357,6 +357,7 @@ class StreamRun:
         self._others_wait = others_wait
         self._wait = batch.wakeup.wait if wait is None else wait
         self._error: BaseException | None = None
+        self._error_at_end: BaseException | None = None  # it is reported, and says nothing about the model
         self._failed = self._succeeded = 0
         self._stalled = 0.0
         self._stalled_by: dict[Request, float] = {}
@@ -404,7 +405,7 @@ class StreamRun:
             except AllLeft:
                 pass
             except self._function.caught as raised:
-                self._error = self._error or raised
+                self._error_at_end = raised
 
     def _step(self, steps: Any, waiting: list[bool] | None) -> list[Any] | None:
         """Run one step. Returns a part for each item; None at the end."""
@@ -463,7 +464,8 @@ class StreamRun:
             self._succeeded += sum(live)
             verdict: Verdict = "succeeded" if self._succeeded else "inconclusive"
             whole = bool(self._succeeded or self._failed)  # else it was cut short, and its time says nothing
-            return Computed([None] * len(live), self._failed, verdict, whole=whole, stalled=self._stalled)
+            none: list[Any] = [None] * len(live)
+            return Computed(none, self._failed, verdict, self._error_at_end, whole=whole, stalled=self._stalled)
         # The error may also be that of an item whose consumer has left, but of none that has ended.
         name, count = self._function.name, len(live) - self._succeeded - self._failed
         outcomes = [Failure(error_for_caller(error, name, count)) if waits else None for waits in live]

@@ -619,7 +619,9 @@ class BatchErrored(Event, level=logging.WARNING):
 
     def _sentence(self) -> str:
         kept = f"{self.size - self.failed} of {self.size} items succeeded when they were run again"
-        return f"a batch failed with {self.error}; " + (kept if self.reruns else f"all {self.size} items fail")
+        return f"a batch failed with {self.error}; " + (
+            kept if self.reruns else f"{self.failed} of {self.size} items fail"
+        )
 
 
 class BatchSizeChosen(Event):

@@ -8,7 +8,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -486,6 +486,47 @@ def test_an_async_stream_that_everybody_left_is_closed_at_once() -> None:
     assert closed.wait(TIMEOUT)
     until(lambda: f.status().running == 0)
     assert 0 == f.status().failed_batches
+
+
+async def _aborted(items: list[str]) -> list[str]:
+    if items != ["stay"]:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ConnectionError("the request was aborted") from None
+    return items
+
+
+def _unclosable(items: list[str]) -> Iterator[list[str]]:
+    try:
+        while items != ["stay"]:
+            yield items
+    except GeneratorExit:
+        raise ConnectionError("cannot end the session") from None
+    yield items
+
+
+async def _aunclosable(items: list[str]) -> AsyncIterator[list[str]]:
+    yield items
+    await _aborted(items)
+
+
+@pytest.mark.parametrize("function", [_aborted, _unclosable, _aunclosable])
+def test_what_it_makes_of_its_end_says_nothing_about_the_model(function: Any) -> None:
+    """Callers that leave open no circuit, also where the function turns its cancellation into an error."""
+    f: Any = batched(max_size=4, breaker=Breaker(failures=1))(function)
+    for _ in range(2):
+        if function is _aborted:
+            future = f.submit("leave")
+            until(lambda: f.status().running == 1)
+            future.cancel()
+        else:
+            stream = f.stream("leave")
+            assert "leave" == next(stream)
+            stream.close()
+        until(lambda: f.status().running == 0)
+    assert ("open", 0, 0) == (f.status().state, f.status().failed, f.status().failed_batches)
+    assert "stay" == (f("stay") if function is _aborted else next(f.stream("stay")))
 
 
 def test_async_streams_on_the_callers_loop() -> None:

@@ -411,7 +411,7 @@ class TestErrorsKeepNothing:
         for _ in range(3):
             use(f, [Large(seen, bad=number % 4 == 1) for number in range(8)])
         use(f, [Large([])])  # the thread has let go of the batch before
-        assert len(seen) > 3 * 8
+        assert len(seen) >= 3 * 8
         assert [] == [type(one()) for one in seen if one() is not None]
 
 

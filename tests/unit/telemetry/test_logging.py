@@ -342,7 +342,7 @@ LINES: list[tuple[Event, str, str]] = [
     (
         BatchErrored(guard="nlp", size=8, failed=8, error="ValueError: no", reruns=0),
         "WARNING",
-        "a batch failed with ValueError: no; all 8 items fail",
+        "a batch failed with ValueError: no; 8 of 8 items fail",
     ),
     (
         BatchSizeChosen(guard="nlp", size=16, previous=8, slo=0.1, item_seconds=0.005, reachable=True),
