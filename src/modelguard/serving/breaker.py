@@ -95,7 +95,8 @@ class Circuit:
         """Seconds after which to try again, if nothing may pass now; else None."""
         if self.state == "closed" or (self.state == "open" and now >= self._open_until):
             return None
-        return max(self._open_until - now, _RETRY_DURING_PROBE)
+        left = self._open_until - now
+        return left if self.state == "open" else max(left, _RETRY_DURING_PROBE)
 
     def admitted(self, one: object) -> None:
         """Note what was admitted. It is the probe if the circuit is not closed."""

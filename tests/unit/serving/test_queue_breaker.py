@@ -40,6 +40,17 @@ def test_the_circuit_opens_after_consecutive_failures() -> None:
     assert (3, 6.0) == (refused.value.failures, refused.value.retry_after)
 
 
+def test_the_end_of_the_cooldown_is_told_to_the_moment() -> None:
+    """Also of one that is short, and in its last second."""
+    queue = queue_of(Breaker(failures=1, cooldown=0.2))
+    failing(queue, 1)
+    for now in (0.0, 0.15):
+        with pytest.raises(CircuitOpen) as refused:
+            queue.admit(request(), now)
+        assert refused.value.retry_after == pytest.approx(0.2 - now)
+    queue.admit(request(), 0.2)
+
+
 def test_what_waits_when_the_circuit_opens_is_refused_then() -> None:
     """Waiting requests are not kept for a model that is failing."""
     queue = queue_of(Breaker(failures=1))
