@@ -276,7 +276,9 @@ class BatchQueue:
         if fairness is not None and limits.quota is not None:
             of_key = fairness.waiting_of(request.key)
             if of_key >= limits.quota:
-                pause = self._planner.seconds_to_drain(of_key, now)
+                # Keys take turns: as many of each go first, after what runs, of which half is over on average.
+                ahead = min(of_key * len(fairness), self.waiting) + sum(1 + batch.count for batch in self.running) // 2
+                pause = self._planner.seconds_to_drain(ahead, now)
                 raise QuotaExceeded(limits.name, request.key, queued=of_key, quota=limits.quota, retry_after=pause)
         if self.waiting < limits.max_queue:
             return None

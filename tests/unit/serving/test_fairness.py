@@ -384,7 +384,7 @@ def test_the_estimate_follows_priorities() -> None:
 
 
 def test_a_key_over_its_quota_is_refused() -> None:
-    """By name, with the time that its own requests take; other keys still have room."""
+    """By name, with the time until its own requests have had their turns; other keys still have room."""
     queue = fair_queue(quota=3)
     measure(queue, 3, 1.0)
     fill(queue, {"a": 3})
@@ -396,6 +396,20 @@ def test_a_key_over_its_quota_is_refused() -> None:
     assert (6, 1) == (queue.waiting, queue.counters.refused_quota)
     taken(queue, 0.0)
     fill(queue, {"a": 1})
+
+
+def test_a_key_hears_when_its_requests_have_had_their_turns() -> None:
+    """Other keys take turns with it, and what runs goes first, of which half is over on average."""
+    queue = fair_queue(quota=4, max_size=4)
+    measure(queue, 4, 1.0)
+    fill(queue, {"a": 4, "b": 4})
+    batch = queue.next_batch(0.0)
+    assert isinstance(batch, Batch)
+    fill(queue, {"a": sum(one.key == "a" for one in batch.requests)})
+    assert (6, 4) == (queue.waiting, batch.count)
+    with pytest.raises(QuotaExceeded) as refused:
+        queue.admit(request("more", key="a"), 0.0)
+    assert refused.value.retry_after == pytest.approx((6 + 2) / 4)
 
 
 def test_calls_without_a_key_have_one_quota() -> None:
