@@ -327,6 +327,26 @@ def test_a_forked_child_begins_with_an_empty_queue() -> None:
     assert {parent} == {future.result(30) for future in futures}
 
 
+@pytest.mark.timeout(60)
+def test_a_child_that_is_forked_in_a_callback_can_call_the_function() -> None:
+    """The callback runs in a thread of the parent's batcher; that of the child has one of its own."""
+    gate = threading.Event()
+
+    def run(items: list[int]) -> list[int]:
+        gate.wait(30)
+        return items
+
+    def child() -> None:
+        signal.alarm(20)
+        assert 2 == f(2)
+
+    f, ended = batched(max_size=4)(run), Future[int]()
+    future = f.submit(1)
+    future.add_done_callback(lambda _: ended.set_result(in_child(child)))
+    gate.set()
+    assert 0 == ended.result(40)
+
+
 class Doubling:
     @batched(max_size=4)
     def double(self, items: list[int]) -> list[int]:

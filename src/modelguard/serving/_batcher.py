@@ -192,6 +192,7 @@ class Batcher(fork_hooks.Forkable):
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
         closed = self._queue.closed
+        _own.batcher = None  # also if the thread that has forked is one of its own
         self._queue.disown()
         self._reset()
         if closed:
