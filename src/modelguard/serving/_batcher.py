@@ -386,9 +386,7 @@ class Batcher(fork_hooks.Forkable):
                 return
             with contextlib.nullcontext() if loop is None else contextlib.closing(loop):
                 computed = compute(function, batch)
-            computed.empty_frames()
             request.deliver(computed.outcomes[0])
-            del computed, batch  # tracebacks refer to this frame
         finally:
             current_scope.reset(token)
 
@@ -600,9 +598,9 @@ class Batcher(fork_hooks.Forkable):
         started = clock.now()
         token = current_scope.set(scope)
         computed = self._run(batch, self._answer)
-        computed.empty_frames()
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
         now = clock.now()
+        computed.empty_frames()
         seconds, between = now - started - computed.stalled, max(started - ended, 0.0)
         queue = self._queue
         with self._lock:

@@ -272,9 +272,9 @@ class Computed:
     reruns: int = 0
     parts: list[tuple[int, float, float]] = field(default_factory=list)  # count, weight, seconds of runs that succeeded
     bad: float = 0.0  # the share of items that made the batch raise, of those that were told apart
+    raised: list[BaseException] = field(default_factory=list)  # by its reruns
     whole: bool = True  # whether the first run was of all its items
     stalled: float = 0.0  # seconds in which it waited for its callers, of which the model knows nothing
-    raised: list[BaseException] = field(default_factory=list)  # by its reruns
 
     def empty_frames(self) -> None:
         """Empty this package's frames that tracebacks keep: they have items, results, and errors that refer to them."""
@@ -320,19 +320,15 @@ def _compute(function: BatchFunction, batch: Batch, answer: Answer | None) -> Co
     except function.caught as error:
         raised = error
     else:
-        return _returned(function, results)
+        for kind in {*map(type, results)}:
+            if issubclass(kind, BaseException):
+                results = wrap_errors(results, function.name)
+                failed = count_failures(results)
+                return Computed(results, failed, "succeeded" if failed < len(results) else "inconclusive")
+        return Computed(results)
     parts = _BadItemSearch(function, batch, answer)  # here: what a rerun raises has nothing to do with that error
     parts.find_bad_items([*range(batch.count)], raised)
     return parts.computed(raised)
-
-
-def _returned(function: BatchFunction, results: list[Any]) -> Computed:
-    for kind in {*map(type, results)}:
-        if issubclass(kind, BaseException):
-            results = wrap_errors(results, function.name)
-            failed = count_failures(results)
-            return Computed(results, failed, "succeeded" if failed < len(results) else "inconclusive")
-    return Computed(results)
 
 
 def _compute_suspicious(function: BatchFunction, batch: _BadItemSearch, known: list[BadItem | None]) -> Computed:
@@ -542,9 +538,7 @@ class _BadItemSearch:
             found = len(self._bad) + len(self._unfound)
             bad = max(found, 1) / max(found + sum(count for count, _, _ in self._runs), 1)
         failed = count_failures(self.outcomes)
-        return Computed(
-            self.outcomes, failed, verdict, first, self.reruns, self._runs, bad, whole=False, raised=self._raised
-        )
+        return Computed(self.outcomes, failed, verdict, first, self.reruns, self._runs, bad, self._raised, whole=False)
 
 
 def verdict_of(errors: list[BaseException], ignore: tuple[type[BaseException], ...]) -> Verdict:

@@ -87,7 +87,7 @@ class Request:
         """Block this thread until the outcome is there. Raises what the item failed with."""
         assert self.answered is not None  # noqa: S101 - for the checkers
         self.answered.acquire()
-        outcome, self._outcome = self._outcome, None
+        outcome = self._outcome
         if type(outcome) is Failure:
             try:
                 raise outcome.error

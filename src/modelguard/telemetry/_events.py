@@ -618,10 +618,9 @@ class BatchErrored(Event, level=logging.WARNING):
     hung: int = 0
 
     def _sentence(self) -> str:
-        kept = f"{self.size - self.failed} of {self.size} items succeeded when they were run again"
-        return f"a batch failed with {self.error}; " + (
-            kept if self.reruns else f"{self.failed} of {self.size} items fail"
-        )
+        kept = (self.size - self.failed, "succeeded when they were run again")
+        count, what = kept if self.reruns else (self.failed, "fail")
+        return f"a batch failed with {self.error}; {count} of {self.size} items {what}"
 
 
 class BatchSizeChosen(Event):

@@ -142,7 +142,7 @@ class WorkersMachine(RuleBasedStateMachine):
         """On the current mold most of the time; a call that has just met an old one is sent on."""
         mold = self.molds[pick] if pick < len(self.molds) else self.current
         try:
-            waiter = Waiter(Claim(CallTimes(0.0)))
+            waiter = Waiter(Claim(CallTimes(0.0, again=pick % 3 == 1)))
             worker = mold.workers.request(waiter)
         except CircuitOpen:
             assert not mold.closed
