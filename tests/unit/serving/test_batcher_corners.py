@@ -304,7 +304,7 @@ def checked(items: list[Large]) -> list[Large]:
 
 
 async def achecked(items: list[Large]) -> list[Large]:
-    await asyncio.sleep(0)
+    await next_turn()
     return checked(items)
 
 
@@ -325,7 +325,7 @@ def parts(items: list[Large]) -> Iterator[list[Large]]:
 
 async def aparts(items: list[Large]) -> AsyncIterator[list[Large]]:
     yield [Large(item.seen) for item in items]
-    await asyncio.sleep(0)
+    await next_turn()
     yield checked(items)
 
 
