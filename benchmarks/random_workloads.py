@@ -2,7 +2,7 @@
 
 A seed decides how requests arrive (at random, in bursts, steps, ramps, from closed clients, with callers who leave),
 what they cost (a fixed time, a time an item or a unit of weight, quadratic, bimodal, heavy tails, drifting, stalls,
-cheap first calls), how long they may take (for ever, one deadline, two classes, exponential), how much of it comes (0.3
+cheap first calls, runs that vary by chance), how long they may take (for ever, one deadline, two classes, exponential), how much of it comes (0.3
 to 10 times what the model can do), and how many are bad, have keys or priorities. Everything runs on a simulated clock,
 so a seed gives the same figures on every machine.
 
@@ -66,6 +66,7 @@ class Model:
         drift: Factor at each time.
         stalls: When it stands still, and for how long.
         cheap: The first so many runs take a thousandth.
+        noise: Each run takes longer or shorter by chance: the standard deviation of the logarithm of its time.
     """
 
     def __init__(self, fixed: float) -> None:
@@ -74,18 +75,21 @@ class Model:
         self.drift: Callable[[float], float] = lambda _now: 1.0
         self.stalls: list[tuple[float, float]] = []
         self.cheap = 0
+        self.noise = 0.0
 
     def expects(self, items: Iterable[Any], count: int, now: float) -> float:
-        """Seconds for these items, but for stalls."""
+        """Seconds for these items on average, but for stalls."""
         return (self.fixed + self.square * count * count + sum(items)) * self.drift(now)
 
     def cost(self) -> Callable[[list[Arrival], float, dict[str, Any]], float]:
-        """The same for a simulation: with stalls, and first runs."""
-        left, stalls = self.cheap, list(self.stalls)
+        """The same for a simulation: with stalls, first runs and noise."""
+        left, stalls, noise = self.cheap, list(self.stalls), random.Random(1)
 
         def seconds(items: list[Arrival], now: float, _extras: dict[str, Any]) -> float:
             nonlocal left
             takes = self.expects((one.item for one in items), len(items), now)
+            if self.noise:
+                takes *= noise.lognormvariate(-self.noise * self.noise / 2, self.noise)
             if left:
                 left -= 1
                 return takes / 1000
@@ -231,6 +235,10 @@ def _faults(work: Workload, dice: random.Random, seconds: float) -> None:
     if chance(dice, 0.1):
         model.cheap = dice.randrange(1, 5)
         work.words.append(f"{model.cheap} cheap runs")
+    noise = random.Random(-work.seed)  # of its own: all else of a seed stays what it was
+    if chance(noise, 0.25):
+        model.noise = noise.uniform(0.1, 0.8)
+        work.words.append(f"noise {model.noise:.1f}")
 
 
 def _deadlines(work: Workload, dice: random.Random, mean: float) -> Callable[[random.Random], float]:

@@ -348,10 +348,10 @@ class Planner:
         if not curve.hopeless(alone, left):
             self.arrivals.note(left)
         elif now < self._confirmed.get(request.group, -math.inf):
-            return alone
+            return alone / curve.margin
         if not waiting and len(running) < self._limits.threads:
             return None
-        estimate = self._seconds_to_answer(request, curve, lines, running, now)
+        estimate = self._seconds_to_answer(request, curve, lines, running, now) / curve.margin
         return estimate if estimate > left else None
 
     def _full_batch(self) -> float:
@@ -547,10 +547,10 @@ class Planner:
         return max(self.arrivals.keeping_up(lines), *due)
 
     def _late(self, requests: list[Request], curve: Curve, start: float) -> list[Request]:
-        """Those that would be late even alone."""
+        """Those that would usually be late even alone."""
         if self._limits.weighed:
-            return [one for one in requests if start + curve.seconds(1, one.weight) > one.deadline]
-        ends = start + curve.seconds(1, 0.0)
+            return [one for one in requests if start + curve.seconds(1, one.weight) / curve.margin > one.deadline]
+        ends = start + curve.seconds(1, 0.0) / curve.margin
         return [one for one in requests if ends > one.deadline]
 
     def _fill(self, waiting: list[Request], curve: Curve | None, now: float) -> list[Request]:
@@ -564,11 +564,11 @@ class Planner:
 
         def exceeds(count: int) -> bool:
             weight, left = weights[count - 1], nearest[count - 1] - now + _ROUNDING
-            if count > 1:
-                left = min(left, self.auto.seconds)
-                if weight > limits.max_weight:
-                    return True
-            return curve is not None and not curve.holds(count, weight, left)
+            if count == 1 or weight > limits.max_weight:
+                return count > 1
+            if curve is None:
+                return False
+            return not curve.holds(count, weight, left) or curve.at_worst(count, weight) > self.auto.seconds
 
         return first[: bisect_left(range(1, len(first) + 1), True, key=exceeds)]  # noqa: FBT003 - what is looked for
 

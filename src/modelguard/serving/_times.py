@@ -77,7 +77,9 @@ class Curve:
     unit: float  # seconds for each unit of weight
     most: float  # seconds for the only size that was measured, if there was only one: larger batches may take as long
     reach: float  # how many items the largest batch had
-    margin: float = 1.0  # the factor by which all of these are longer than what is usual, to be on the safe side
+    #: The factor by which all of these are longer than what is usual. A goal for latency needs that. Deadlines go by
+    #: what is usual: on the safe side, a model whose times vary would refuse most of what it could answer.
+    margin: float = 1.0
     #: Sizes of batches, and their seconds, where these were measured; both rise.
     points: tuple[tuple[float, float], ...] = ()
     #: The share of a run that bad items add, for each item beside the first: a batch is run again in parts.
@@ -132,8 +134,8 @@ class Curve:
         return seconds > left * self.margin * self.margin
 
     def holds(self, count: int, weight: float, left: float) -> bool:
-        """Whether a batch ends within this time, in any case."""
-        return self.at_worst(count, weight) <= left
+        """Whether a batch usually ends within this time, even if larger batches gain nothing."""
+        return self.at_worst(count, weight) <= left * self.margin
 
     def count_within(self, seconds: float, mean: float, most: int) -> int:
         """How many items of this mean weight, at most so many, a batch may have that ends in time in any case."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +25,22 @@ def test_what_has_passed_leaves_nothing_behind(seed: int) -> None:
     """Ten seconds after a burst, a slow model, short deadlines, bad items or a stall, all is as it was before."""
     result = random_workloads.recovered(seed)
     assert result.of_fixed > 0.95, result.words
+
+
+@pytest.mark.parametrize("load", [0.4, 0.7, 1.2])
+@pytest.mark.parametrize("noise", [0.2, 0.5])
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_model_whose_times_vary_by_chance_is_not_refused_its_requests(size: int, noise: float, load: float) -> None:
+    """With a deadline of three full batches, as many are answered in time as by a plain queue, or nearly."""
+
+    def workload() -> Any:
+        dice, model = random.Random(7), random_workloads.Model(0.01)
+        model.noise = noise
+        full, at = model.expects([0.0002] * size, size, 0.0), 0.0
+        work = random_workloads.Workload(7, max_size=size, model=model)
+        for _ in range(2000):
+            at += dice.expovariate(load * size / full)
+            work.arrivals.append(random_workloads.Item(at, 0.0002, 3 * full))
+        return work
+
+    assert workload().run() > 0.85 * workload().run(random_workloads._Fixed(size, 256))
