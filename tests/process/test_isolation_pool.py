@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ from tests.process.harness import wait_until
 
 from modelguard import isolate, pool, telemetry
 from modelguard.errors import DeadlineExceeded, LoadFailed, NotSupported, Overloaded, WorkerCrashed
+from modelguard.isolation._mold_owner import MoldGuard
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -60,6 +62,20 @@ class TestKeys:
         assert {"b", "c"} == set(speak.status().pool.models)
         assert kept == speak("b")[1]
         assert evicted != speak("a")[1]
+
+    def test_molds_that_end_leave_nothing_in_their_owner(self, speak: Any) -> None:
+        """Not a guard for each, however many there were."""
+
+        def guards() -> int:
+            gc.collect()
+            return sum(type(one) is MoldGuard for one in gc.get_objects())
+
+        speak("a")
+        first = guards()
+        for _ in range(3):
+            speak.reload()
+            speak("a")
+        wait_until(lambda: guards() == first, "the end of the others")
 
     def test_a_mold_in_use_is_not_evicted(self, speak: Any) -> None:
         """Its call has its answer first."""

@@ -524,6 +524,7 @@ class MoldGuard:
             mold.end_load()
 
     def end_at_once(self) -> None:
+        self.guard.engine.stop_checks()
         for mold in self._running():
             mold.end_at_once()
 

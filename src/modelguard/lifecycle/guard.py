@@ -51,7 +51,8 @@ class ModelGuard(ModelHandle[M]):
         super().__init__(self.engine.name, (self.engine,))
         guards.add(self)
         # The engine is in reference cycles: without this, it would reload for nobody until the collector finds it.
-        weakref.finalize(self, self.engine.stop_checks).atexit = False
+        # Referred to weakly: its loader may be a method of what has the guard.
+        weakref.finalize(self, _stop_checks, weakref.ref(self.engine)).atexit = False
 
     @property
     def prefork(self) -> bool:
@@ -132,6 +133,11 @@ class ModelGuard(ModelHandle[M]):
         """
         _misuse.check_ask(ask)
         self.engine.checks.recycle_here(ask)
+
+
+def _stop_checks(reference: weakref.ref[Engine[Any]]) -> None:
+    if (engine := reference()) is not None:
+        engine.stop_checks()
 
 
 def hide(guard: ModelGuard[Any]) -> None:

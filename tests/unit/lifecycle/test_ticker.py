@@ -287,6 +287,24 @@ class TestGuards:
         finally:
             gc.enable()
 
+    def test_a_dropped_guard_that_its_loader_refers_to_is_freed(self, world: World) -> None:
+        """As where an object's method loads the model of its guard; it was kept for ever."""
+
+        class Service:
+            def __init__(self) -> None:
+                self.guard = guard(self.load, reload_on=None)
+
+            def load(self) -> dict[str, str]:
+                return {}
+
+        with use(lambda: world.system):
+            service = Service()
+        service.guard.load()
+        dropped = weakref.ref(service)
+        del service
+        gc.collect()
+        assert dropped() is None
+
     def test_a_policy_of_ones_own_is_asked_again_after_no_thread_was_to_be_had(self, world: World) -> None:
         """One moment without a thread does not end the checks of a guard."""
 
