@@ -150,9 +150,11 @@ def crashes_once(_: Model, marker: str) -> int:
 @isolate(workers=1, timeout="1s", breaker=Breaker(failures=2, cooldown=0.5))
 @guard(load, reload_on=None, loading=QUICK)
 def breaks(_: Model, how: str) -> str:
-    """Crash if asked to."""
+    """Crash, or hang, if asked to."""
     if how == "crash":
         os._exit(1)
+    if how == "hang":
+        time.sleep(600)
     return how
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from tests.process.harness import run_python, wait_until
 
 from modelguard import deadline
 from modelguard.errors import DeadlineExceeded, QueueFull, RemoteError
+from modelguard.serving import left
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -240,6 +243,62 @@ class TestGivingUp:
             wait_until(admitted, "ten places")
             holder.let_go()
             assert [""] * 10 == [answer(other) for other in others]
+
+
+class TestDeadlines:
+    @HELD
+    def test_nothing_begins_after_the_deadline(self, function: Any) -> None:
+        """By every door, and no worker has to do with it."""
+        with function:
+            assert "" == function()
+            with deadline("1ms"):
+                wait_until(lambda: left() < 0, "the deadline")
+                for door in DOORS:
+                    with pytest.raises(DeadlineExceeded):
+                        door(function)
+            assert [1] == [one.calls for one in function.status().workers]
+
+    @pytest.mark.parametrize("function", [functions.ticks, functions.shared_ticks], ids=["process", "host"])
+    def test_a_stream_ends_at_the_deadline_however_short_its_steps_are(self, function: Any) -> None:
+        """Its worker serves on."""
+
+        async def main() -> None:
+            with deadline("200ms"), pytest.raises(DeadlineExceeded):
+                await collected(function(20_000))
+            assert [0, 1] == await attempted(collected(function(2)))
+
+        with function:
+            function.load()
+            before = {one.pid for one in function.status().workers}
+            asyncio.run(main())
+            assert before == {one.pid for one in function.status().workers}
+
+    def test_short_deadlines_of_one_caller_do_not_stop_the_others(self) -> None:
+        """What has more time than they had gets a worker at once: the model is not to blame."""
+        with functions.breaks as breaks:
+            for _ in range(4):
+                with deadline("50ms"), pytest.raises(DeadlineExceeded):
+                    breaks("hang")
+                wait_until(lambda: "idle" in {one.state for one in breaks.status().workers}, "the next worker")
+            assert "x" == breaks("x")
+            assert 0 == breaks.status().timed_out
+
+
+class TestCrashes:
+    @HELD
+    @pytest.mark.parametrize("door", [by_call, by_submit])
+    def test_a_call_that_is_sent_again_is_not_refused(self, function: Any, door: Callable[..., Any]) -> None:
+        """Its worker has ended before it has read it: it keeps its place, though the line has become full."""
+        with function, ThreadPoolExecutor(1) as threads:
+            function.load()
+            (worker,) = (one.pid for one in function.status().workers)
+            os.kill(worker, signal.SIGSTOP)
+            first = threads.submit(door, function)
+            wait_until(lambda: "busy" in {one.state for one in function.status().workers}, "the call has its worker")
+            others = [function.submit() for _ in range(10)]
+            wait_until(lambda: 10 == function.status().queued, "a full line")
+            os.kill(worker, signal.SIGKILL)
+            assert 11 * [""] == [call.result(PATIENCE) for call in (first, *others)]
 
 
 class TestLoads:

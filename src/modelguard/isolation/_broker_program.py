@@ -153,8 +153,9 @@ class ClientConnection:
 
     # One worker
 
-    def _take(self, again: bool) -> None:  # noqa: FBT001 - as it comes
-        claim = Claim(CallTimes(time.monotonic(), again=again), client=self.token, tell=self._tell)
+    def _take(self, again: bool, admitted: bool) -> None:  # noqa: FBT001 - as they come
+        times = CallTimes(time.monotonic(), again=again)
+        claim = Claim(times, client=self.token, tell=self._tell, admitted=admitted)
         self._claim = Followed(self._broker.scope, claim, self._claimed)
         self._claim.begin()
 

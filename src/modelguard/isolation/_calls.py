@@ -62,9 +62,12 @@ if TYPE_CHECKING:
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
 _RESENDS = 8
 
-#: Seconds that a worker has for a message at least, whatever is left until the caller's deadline. Ending it costs more,
-#: and a short answer that is late by less than this is an answer.
+#: Seconds that a worker has for a message at least, however little is left until the caller's deadline. Ending it costs
+#: more, and a short answer that is late by less than this is an answer.
 _LEAST = 0.01
+
+#: Seconds that a stream has to close, once that deadline has passed.
+_TO_CLOSE = 0.1
 
 #: What comes after the last item of a stream.
 _NO_ITEM = object()
@@ -110,7 +113,7 @@ class _Call:
     trace: _channel.Carrier | None
     content: _channel.Content | None = None
     resends: int = _RESENDS
-    begun: bool = False
+    begun: bool = False  # it has had a worker
     future: Any = None
     finish: Any = None
     awaited: bool = False
@@ -205,6 +208,7 @@ class Caller:
         try:
             yield None
             while True:
+                self._check_time(limits)
                 kind = _ERROR  # whatever the exchange raises, the worker is free or lost then
                 if os.getpid() != process:
                     reason = "its worker answers the process that began it. Begin another one"
@@ -218,14 +222,21 @@ class Caller:
         finally:
             if kind == _ITEM and os.getpid() == process:
                 with suppress(WorkerCrashed, DeadlineExceeded, _NeverRead):
-                    self._await_answer(taken, close, CallTimes(time.monotonic()))
+                    now = time.monotonic()
+                    self._await_answer(taken, close, CallTimes(now, max(limits.until, now + _TO_CLOSE)))
         if kind == _ERROR:
             raise value.pop()
 
     # One call
 
     def _new_call(self, arguments: Arguments, limits: CallTimes) -> _Call:
+        self._check_time(limits)
         return _Call(arguments, limits, self._key(arguments), self._tries, _channel.outgoing())
+
+    def _check_time(self, limits: CallTimes) -> None:
+        """Send nothing after the caller's deadline, and wait for nothing."""
+        if limits.until != math.inf and (now := time.monotonic()) >= limits.until:
+            raise DeadlineExceeded(self._name, waited=now - limits.arrived)
 
     def _pickled(self, call: _Call) -> _channel.Content:
         if call.content is not None:
@@ -265,7 +276,8 @@ class Caller:
     def _begin(self, call: _Call) -> tuple[Taken, int, Any]:
         self._pickled(call)  # first: what is refused starts nothing
         while True:
-            taken = self._scope.take(call.limits, call.key)
+            taken = self._scope.take(call.limits, call.key, admitted=call.begun)
+            call.begun = True
             answer = self._attempt(call, taken)
             if answer is not None:
                 return taken, *answer
@@ -275,7 +287,8 @@ class Caller:
         """Send a call to this worker; None if it may be sent to another one instead."""
         try:
             content = self._pickled(call)
-        except BaseException:  # the worker has not seen them
+            self._check_time(call.limits)
+        except BaseException:  # the worker has not seen it
             taken.put_back()
             raise
         try:
@@ -297,7 +310,7 @@ class Caller:
         future: Future[Any] = Future()
         try:
             call = self._new_call(arguments, limits)
-        except Exception as error:  # noqa: BLE001 - of the key function
+        except Exception as error:  # noqa: BLE001 - of the key function, or it is too late
             future.set_exception(error)
             return future
         call.future, call.finish, call.awaited = future, finish, awaited
@@ -312,7 +325,7 @@ class Caller:
         return future
 
     def _follow(self, call: _Call) -> Followed:
-        return Followed(self._scope, Claim(call.limits, call.key), partial(self._claimed, call))
+        return Followed(self._scope, Claim(call.limits, call.key, admitted=call.begun), partial(self._claimed, call))
 
     def _claimed(self, call: _Call, taken: Taken | None, failure: BaseException | None) -> None:
         """It has its worker, and a thread from now on; or its error."""
@@ -374,14 +387,15 @@ class Caller:
         try:
             limit = self._timeout
             if limits.until != math.inf:
-                limit = max(_LEAST, min(limit, limits.until - time.monotonic()))
+                limit = min(limit, max(_LEAST, limits.until - time.monotonic()))
             channel.set_timeout(limit)
             channel.send_pickled(*content)
             kind, value, worn = channel.receive(self._loads)
         except ConnectionError:  # at its end the message, or a part of it, was still in its socket
             raise _NeverRead(taken.end_worker("crashed", blame=False)) from None
         except BlockingIOError:  # nothing else ends a call that computes, and nobody knows for how long it would
-            taken.end_worker("timeout", blame=not limits.again)
+            ours = limit == self._timeout  # else the caller's deadline, which says nothing of the model
+            taken.end_worker("timeout" if ours else "cancelled", blame=not limits.again)
             raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from None
         except EOFError:
             cause = taken.end_worker("crashed", blame=not limits.again)

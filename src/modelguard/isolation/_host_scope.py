@@ -329,12 +329,14 @@ class HostScope(WorkerScope):
 
     def until_taken(self, claim: Claim) -> Steps[Taken]:
         self._raise_if_refusing()
+        admitted = claim.admitted  # by a broker: whom one has not refused, the next one does not refuse either
         self._admit(claim)
         gone_since = math.inf
         while True:
             try:
                 connection = yield from self._until_connected(claim)
-                return (yield from self._until_answered(claim, connection))
+                asked, admitted = admitted, True
+                return (yield from self._until_answered(claim, connection, admitted=asked))
             except BrokerGone:  # the next one is asked
                 gone_since = min(gone_since, time.monotonic())
             if time.monotonic() - gone_since > self.wait_timeout():
@@ -349,8 +351,8 @@ class HostScope(WorkerScope):
             self._raise_error_of(searching)
         return membership.connection(ANSWER_SOON if claim.blocks else 0.0)
 
-    def _until_answered(self, claim: Claim, connection: Connection) -> Steps[Taken]:
-        connection.say("take", claim.limits.again, limit=ANSWER)
+    def _until_answered(self, claim: Claim, connection: Connection, *, admitted: bool) -> Steps[Taken]:
+        connection.say("take", claim.limits.again, admitted, limit=ANSWER)
         late = partial(self._too_late, claim)
         kind, *details = ("waiting",)
         try:

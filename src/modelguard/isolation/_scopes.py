@@ -191,9 +191,9 @@ class WorkerScope:
 
     # Calls
 
-    def take(self, limits: CallTimes, key: Any = None) -> Taken:
+    def take(self, limits: CallTimes, key: Any = None, *, admitted: bool = False) -> Taken:
         """Take a worker; start what is missing. Blocks."""
-        return waiting.block(self.until_taken(Claim(limits, key, blocks=True)))
+        return waiting.block(self.until_taken(Claim(limits, key, blocks=True, admitted=admitted)))
 
     def until_taken(self, claim: Claim) -> Steps[Taken]:
         """:meth:`take`, written once for who blocks and who does not."""
@@ -338,11 +338,11 @@ class MoldScope(WorkerScope):
 
     # Calls
 
-    def take(self, limits: CallTimes, key: Any = None) -> Taken:
+    def take(self, limits: CallTimes, key: Any = None, *, admitted: bool = False) -> Taken:
         loan = self._lend(key)
         if loan is not None and (taken := self._take_now(loan, again=limits.again)) is not None:
             return taken
-        return super().take(limits, key)
+        return super().take(limits, key, admitted=admitted)
 
     def _take_now(self, loan: Lease[Mold], *, again: bool) -> Taken | None:
         """Take a worker if that needs no waiting: most calls do without a claim."""

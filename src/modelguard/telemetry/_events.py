@@ -715,8 +715,8 @@ class CircuitClosed(Event):
 
 #: Why a worker of an isolated function ended. ``"recycled"``: a policy was due, and a fresh worker took its place;
 #: ``"crashed"``: it ended by itself, or was killed by somebody else; ``"timeout"``: killed because its call took too
-#: long; ``"cancelled"``: killed because its caller was interrupted; ``"closed"``: its mold ended; ``"idle"``: nobody
-#: has called, and the mold stays (``Idle(keep="mold")``).
+#: long; ``"cancelled"``: killed because its caller was interrupted, or had less time than that; ``"closed"``: its mold
+#: ended; ``"idle"``: nobody has called, and the mold stays (``Idle(keep="mold")``).
 WorkerEndCause = Literal["recycled", "crashed", "timeout", "cancelled", "closed", "idle"]
 
 
@@ -761,7 +761,7 @@ class WorkerEnded(Event):
             "recycled": "a policy was due",
             "crashed": f"it crashed ({self.detail})",
             "timeout": "its call took longer than the timeout",
-            "cancelled": "its caller was interrupted",
+            "cancelled": "its caller was interrupted, or had less time than the timeout",
             "closed": "its mold ended",
             "idle": "nobody has called",
         }

@@ -183,7 +183,7 @@ class Connections(RuleBasedStateMachine):
         """A call."""
         if (client := self.holder(number, "idle")) is not None:
             client.state = "waiting"
-            client.say("take", number % 2 == 1)
+            client.say("take", number % 2 == 1, False)  # noqa: FBT003 - as it is sent
 
     @rule(number=st.integers(0, 9), worn=st.booleans())
     def release(self, number: int, worn: bool) -> None:  # noqa: FBT001 - Hypothesis passes it
@@ -246,7 +246,7 @@ class Connections(RuleBasedStateMachine):
 
 def test_a_connection_of_no_client_gets_no_worker() -> None:
     """Whoever does not say whose it is, or says nonsense, is hung up on, and nobody else notices."""
-    for message in (("take", False), ("leave",), ("release", (), True), ("nonsense",), (), 5):
+    for message in (("take", False, False), ("leave",), ("release", (), True), ("nonsense",), (), 5):
         broker = Broker()
         broker.mold.workers.look_again()
         ours, theirs = pair()
@@ -269,7 +269,7 @@ def test_a_worker_that_is_granted_to_a_call_that_has_gone_goes_back(first: str) 
         broker.mold.workers.ready(worker)
     clients = [Client(broker, b"a") for _ in range(SIZE + 1)]
     for client in clients:
-        client.say("take", False)  # noqa: FBT003 - as it is sent
+        client.say("take", False, False)  # noqa: FBT003 - as it is sent
         client.listen()
     holding, late = clients[0], clients[SIZE]
     assert "holding" == holding.state

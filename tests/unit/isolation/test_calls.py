@@ -60,9 +60,9 @@ class Scope:
         self.dead = dead
         self.taken = self.lost = self.released = self.leases = 0
 
-    def take(self, _: CallTimes, key: object = None) -> Taken:
+    def take(self, _: CallTimes, key: object = None, *, admitted: bool = False) -> Taken:
         """Take a worker."""
-        assert key is None
+        assert (key, admitted) == (None, self.taken > 0)
         self.taken += 1
         self.leases += 1
         return Taken(self, dead=self.taken <= self.dead)

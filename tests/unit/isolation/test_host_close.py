@@ -56,7 +56,7 @@ def granted_to(scope: Any) -> tuple[Any, Connection, Channel, Any, tuple[socket.
     ours, theirs = pair()
     membership: Any = Membership()
     connection, broker = Connection(ours, membership), Channel(theirs)
-    steps = scope._until_answered(Claim(CallTimes(0.0), blocks=True), connection)
+    steps = scope._until_answered(Claim(CallTimes(0.0), blocks=True), connection, admitted=False)
     next(steps)
     worker, other = socket.socketpair()
     broker.send(("granted", os.getpid()), [worker.fileno()])
@@ -72,7 +72,7 @@ def test_a_call_that_is_granted_a_worker_as_the_function_closes_gives_it_back(is
     assert membership.gone
     with pytest.raises(GuardClosed):
         steps.send(None)
-    assert [("take", False), ("release", (), False)] == [broker.receive(), broker.receive()]
+    assert [("take", False, False), ("release", (), False)] == [broker.receive(), broker.receive()]
     assert ([connection], []) == (membership.kept, list(scope.running))
     for one in (*sockets, connection, broker):
         one.close()
