@@ -309,6 +309,59 @@ def test_a_submitted_call_without_a_thread_is_refused(folder: Path) -> None:
     assert [[refused, refused], 1, 0] == run_python(program, 90)
 
 
+STREAM = """
+from modelguard import isolate
+
+@isolate(workers=1, timeout="20s")
+async def f():
+    yield 0
+    yield 1
+"""
+
+
+def test_a_stream_without_a_thread_ends_and_gives_its_worker_back(tmp_path: Path) -> None:
+    """Its step is refused, its end is none the wiser, its own error is told, and close() of its function refused."""
+    (tmp_path / "functions.py").write_text(STREAM)
+    program = f"""
+        import asyncio, json, sys, threading
+        sys.path.insert(0, {str(tmp_path)!r})
+        from functions import f
+        from modelguard import deadline
+        from modelguard.errors import ModelGuardError
+        from modelguard.runtime.background import SHARED
+
+        async def without_threads(act):
+            SHARED.end_idle()
+            start, threading.Thread.start = threading.Thread.start, none
+            try:
+                return await act
+            except ModelGuardError as error:
+                return type(error).__name__
+            finally:
+                threading.Thread.start = start
+
+        def none(_):
+            raise RuntimeError("can't start new thread")
+
+        async def late():
+            with deadline("100ms"):
+                return await anext(f())
+
+        async def main():
+            said = []
+            for act in (lambda stream: anext(stream), lambda stream: stream.aclose(), lambda _: late()):
+                stream = f()
+                await anext(stream)
+                said.append(await without_threads(act(stream)))
+            await stream.aclose()
+            said.append(await without_threads(f.aclose()))
+            return [*said, [item async for item in f()]]
+
+        print(json.dumps(asyncio.run(main())))
+    """
+    assert ["Overloaded", None, "DeadlineExceeded", "Overloaded", [0, 1]] == run_python(program, 90)
+
+
 RUNTIME = ("MODELGUARD_RUNTIME_DIR", "XDG_RUNTIME_DIR")
 
 FULL_FUNCTIONS = """

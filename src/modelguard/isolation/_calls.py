@@ -72,8 +72,8 @@ _TO_CLOSE = 0.1
 #: What comes after the last item of a stream.
 _NO_ITEM = object()
 
-#: The name of threads that close streams.
-_CLOSE = "modelguard-isolated-close"
+#: The name of threads that close streams, and seconds until the next attempt to start one.
+_CLOSE, _AGAIN = "modelguard-isolated-close", 0.1
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -143,8 +143,8 @@ class _Items:
     def next(self) -> Any:
         return next(self._generator, _NO_ITEM)
 
-    def close(self) -> None:
-        _close(self._generator)
+    def close(self, closed: Future[None]) -> None:
+        _close_aside(self._generator, closed)
 
 
 def _close(stream: Generator[Any, None, None]) -> None:
@@ -155,7 +155,14 @@ def _close(stream: Generator[Any, None, None]) -> None:
 def _close_dropped(stream: Generator[Any, None, None]) -> None:
     # In another thread, and not started here: the collector may have come in the middle of such a start.
     if inspect.getgeneratorstate(stream) != inspect.GEN_CLOSED:
-        supervisor().call(partial(SHARED.start, partial(_close, stream), _CLOSE))
+        supervisor().call(partial(_close_aside, stream))
+
+
+def _close_aside(stream: Generator[Any, None, None], closed: Future[None] | None = None) -> None:
+    """Close it in a thread: now, or as soon as the system gives one. The future gets an error in that case."""
+    closed = waiting.start(partial(_close, stream), _CLOSE, SHARED.start, closed)
+    if closed.done() and closed.exception() is not None:
+        supervisor().later(_AGAIN, partial(_close_aside, stream))
 
 
 class Caller:
@@ -623,7 +630,8 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
             closed = _close_after(step, opening)
             # Cancelled, or on a loop that is gone: the step that a worker has begun runs to its end.
             if isinstance(error, (Exception, GeneratorExit)) and waiting.on_any_loop():
-                await waiting.result(closed)
+                with suppress(Overloaded):  # there is no thread for it now
+                    await waiting.result(closed)
             raise
 
     def _refuse_streams(self) -> None:
@@ -711,11 +719,13 @@ def _close_after(step: Future[Any], opening: Future[_Items]) -> Future[None]:
     """Close a stream in a thread, after the step that still runs; the future tells when it is closed."""
     closed: Future[None] = waiting.promise()
 
-    def close() -> None:
-        if not opening.cancelled() and opening.exception() is None:
-            opening.result().close()
+    def close(_: Future[Any]) -> None:
+        if opening.cancelled() or opening.exception() is not None:
+            closed.set_result(None)
+        else:
+            opening.result().close(closed)
 
-    step.add_done_callback(lambda _: waiting.start(close, _CLOSE, SHARED.start, closed))
+    step.add_done_callback(close)
     return closed
 
 

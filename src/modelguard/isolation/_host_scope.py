@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from modelguard import telemetry
-from modelguard.errors import GuardClosed, LoadFailed, ModelGuardError, NotSupported, Reloading
+from modelguard.errors import GuardClosed, LoadFailed, ModelGuardError, NotSupported, Overloaded, Reloading
 from modelguard.isolation import _channel, _host, _processes, status
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import ANSWER_SOON, Election, Joined, Request
@@ -386,7 +386,8 @@ class HostScope(WorkerScope):
         error = searching.exception()
         if error is None or (isinstance(error, GuardClosed) and not self.closed):
             return
-        if isinstance(error, RuntimeError) and not isinstance(error, ModelGuardError):  # no thread, or no folder
+        no_thread = isinstance(error, Overloaded)
+        if no_thread or (isinstance(error, RuntimeError) and not isinstance(error, ModelGuardError)):  # or no folder
             raise LoadFailed(self.name, f"its broker cannot be started or found: {error}") from error
         raise afresh(error) if isinstance(error, Exception) else error
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from modelguard import _units
-from modelguard.errors import NotSupported, WouldDeadlock, of_a_signal
+from modelguard.errors import NotSupported, Overloaded, WouldDeadlock, of_a_signal
 from modelguard.runtime.fork_hooks import Wakeup
 
 
@@ -78,7 +78,7 @@ def promise() -> Future[Any]:
 
 
 def start(work: Callable[[], T], name: str, start_thread: StartThread, future: Future[T] | None = None) -> Future[T]:
-    """Begin ``work`` in a thread of that name; the future gets what it returns or raises."""
+    """Begin ``work`` in a thread of that name; the future gets its result or error, or that the system gives none."""
     future = promise() if future is None else future
     context = contextvars.copy_context()
 
@@ -90,8 +90,8 @@ def start(work: Callable[[], T], name: str, start_thread: StartThread, future: F
 
     try:
         start_thread(run, name)
-    except RuntimeError as error:  # the system gives no thread
-        future.set_exception(error)
+    except RuntimeError as error:  # the system gives none
+        future.set_exception(Overloaded(f"cannot start a thread: {error}"))
     return future
 
 
