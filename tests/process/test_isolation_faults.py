@@ -196,7 +196,7 @@ def test_containers_without_what_is_needed(case: str) -> None:
         pytest.skip("only root can mount over these folders")
     done_before, code, said = {
         "isolate without /proc": (NO_PROC, HOSTED, "NotSupported .* with /proc"),
-        "prepare without /proc": (NO_PROC, PREPARED, "NotSupported .*without /proc"),
+        "prepare without /proc": (NO_PROC, PREPARED, "NotSupported .*/proc cannot be read"),
         "isolate where nothing is written": (
             "for place in /tmp /var/tmp; do mount -t tmpfs -o ro none $place; done",
             HOSTED + "f()\n",

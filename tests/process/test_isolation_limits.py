@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -160,6 +161,26 @@ def test_no_descriptor_is_left_for_a_call(tmp_path: Path) -> None:
     small, large, after, again = run(tmp_path, program)  # type: ignore[misc]
     assert (2, 3, 10_000_000) == (small, after, again)
     assert large in ("TransferRefused", 10_000_000)
+
+
+def test_no_descriptor_is_left_in_a_mold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets no new worker, and is replaced; its other one ends its call before."""
+    monkeypatch.setenv("ISOLATION_NO_FORKS", str(tmp_path / "unused"))
+    there = tmp_path / "there"
+    with functions.two_forks as function:
+        function.load()
+        mold = function.status().mold
+        assert mold is not None
+        call = function.submit(str(there))
+        wait_until(lambda: "busy" in {one.state for one in function.status().workers}, "the call runs")
+        used = {int(fd.name) for fd in Path(f"/proc/{mold}/fd").iterdir()}
+        limit = min(set(range(max(used) + 2)) - used)
+        resource.prlimit(mold, resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        (idle,) = (one.pid for one in function.status().workers if one.state == "idle")
+        os.kill(idle, signal.SIGKILL)
+        wait_until(lambda: function.status().mold not in (mold, None), "another mold")
+        there.touch()
+        assert mold == call.result(30)
 
 
 def test_no_descriptor_is_left_to_ask_for_the_status(tmp_path: Path) -> None:

@@ -396,7 +396,7 @@ class Molds:
             try:
                 age, listeners, self._metric_files.ended = control.receive()
                 fds = [control.take_fd() for _ in range(1 + len(listeners))]
-            except (EOFError, OSError, Unreadable, IndexError):
+            except (EOFError, OSError, Unreadable):
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(_UNLOAD)  # a hook that hangs
                 with _hooks.muted():

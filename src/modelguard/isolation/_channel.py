@@ -300,32 +300,34 @@ class Channel:
         data = self._rest
         while len(data) < _HEADER.size:
             data += self._chunk()
-        size, parts, fds, shared = _HEADER.unpack_from(data)
+        size, parts, _, shared = _HEADER.unpack_from(data)
         end = _HEADER.size + size
         if len(data) < end:
             data = self._remainder(data, end)
         self._rest = data[end:] if len(data) > end else b""
-        if len(self._fds) < fds:
-            raise Unreadable("no file descriptor is free to receive it")
+        memory = self.take_fd() if shared else None
         try:
-            return self._rebuilt(data, end, parts, loads, shared=bool(shared))
+            return self._rebuilt(data, end, parts, loads, memory)
         except BaseException as error:  # an object that calls sys.exit() must not end who rebuilds it
             if of_a_signal(error):
                 raise
             raise Unreadable(told(error)) from error
 
-    def _rebuilt(self, data: bytes, end: int, parts: int, loads: Loads, *, shared: bool) -> Any:
+    def _rebuilt(self, data: bytes, end: int, parts: int, loads: Loads, memory: int | None) -> Any:
         if not parts:
             return loads(memoryview(data)[_HEADER.size : end], ())
         sizes = [_SIZE.unpack_from(data, _HEADER.size + _SIZE.size * n)[0] for n in range(parts)]
         pieces: list[Any]
-        if shared:
-            pieces = _mapped(self._fds.popleft(), sizes)
+        if memory is not None:
+            pieces = _mapped(memory, sizes)
         else:
             pieces = _sliced(memoryview(data)[_HEADER.size + _SIZE.size * parts : end], sizes)
         return loads(pieces[0], pieces[1:])
 
     def take_fd(self) -> int:
+        """Take a descriptor of the last message. Without a free one, the system has dropped it: ``Unreadable``."""
+        if not self._fds:
+            raise Unreadable("no file descriptor is free to receive it")
         return self._fds.popleft()
 
     def _await(self) -> None:

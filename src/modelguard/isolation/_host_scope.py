@@ -362,15 +362,16 @@ class HostScope(WorkerScope):
                 if not connection.has_unread:
                     yield from self._await(claim, connection, seconds, late, loading=loading, step=Incoming)
                 kind, *details = connection.hear()
+            taken = GrantedWorker(self, connection, *details) if kind == "granted" else None
         except Unreadable as error:  # no descriptor is free for the worker, which ends with the connection
+            connection.close()
             raise LoadFailed(self.name, f"no worker can be taken: {error}") from None
         except BaseException:  # the call has gone: a worker that is granted in this moment stays unread, and goes back
             supervisor().call(connection.hang_up)
             raise
-        if kind != "granted":
+        if taken is None:
             connection.give_back()
             raise details[0]
-        taken = GrantedWorker(self, connection, *details)
         if self.closed:  # it may leave without this call, which counts only from now on
             taken.put_back()
             raise GuardClosed(self.name)

@@ -122,6 +122,7 @@ class _Mold:
             self.guard.recycle_in_children(self._wear, takes_calls=False)
             # A mold lives for one generation and ends with everything in it, so no policy argues against it.
             prefork.prepare(self.guard, immortalize=prefork.immortalize_unsupported() is None)
+            self._inherited = socket.socketpair()
         else:
             engine.checks.recycle_here(self._wear, renews=False)
             self.guard.load()
@@ -150,14 +151,13 @@ class _Mold:
         self.worn = reasons
 
     def serve(self) -> NoReturn:
-        woken, wake = socket.socketpair()
-        for end in (woken, wake):
+        woken, wake = self._inherited
+        for end in self._inherited:
             end.setblocking(False)  # noqa: FBT003 - its only parameter
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, child_processes.do_nothing)
         self._handle_signals()
         child_processes.end_with_parent(self._owner, signal.SIGTERM)
-        self._inherited = (woken, wake)
         poll = select.poll()
         poll.register(self._control.fileno(), select.POLLIN)
         poll.register(woken.fileno(), select.POLLIN)
@@ -182,9 +182,14 @@ class _Mold:
             exit_now(0)
         # What a fresh worker does before its first call must not take the time of calls.
         with _processes.at_lower_priority(self._priority) if beside_calls == [True] else nullcontext():
-            self._fork_worker(number, self._control.take_fd())
+            self._fork_worker(number)
 
-    def _fork_worker(self, number: int, fd: int) -> None:
+    def _fork_worker(self, number: int) -> None:
+        try:
+            fd = self._control.take_fd()
+        except Unreadable as error:
+            self._control.send(("unborn", number, str(error)))
+            return
         flush_output()  # otherwise the content of the buffers is written twice
         # Until the worker has handlers of its own, too, neither ends it: what is ignored stays ignored while the guards
         # of the mold warm up in it.

@@ -172,7 +172,7 @@ class ThisProcess:
     def native_threads(self) -> list[str]:
         known = {thread.native_id for thread in threading.enumerate()}
         if (names := _proc.if_readable(_proc.thread_names)) is None:
-            raise NotSupported("preparing a fork", reason="without /proc the threads of libraries cannot be seen")
+            raise NotSupported("preparing a fork", reason="/proc cannot be read, and with it the threads")
         return [name for thread, name in names.items() if thread not in known]
 
     def openmp(self) -> list[str]:
