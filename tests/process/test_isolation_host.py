@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -318,6 +319,19 @@ class TestDeaths:
             with pytest.raises(CallFailed, match=r"WorkerCrashed|DeadlineExceeded"):
                 one.result()
             assert one.call("", "narrow")
+
+    def test_a_client_that_is_stopped_in_a_stream_gives_its_worker_back(self, folder: Path) -> None:
+        """As in a call; one that lives may take as long as it likes from step to step."""
+        write(folder, APP.replace('workers=1, timeout="20s"', 'workers=1, timeout="1s"'))
+        with Caller(folder) as one, Caller(folder) as two:
+            one.run("stream = app.numbers(5); assert 0 == next(stream)")
+            time.sleep(8.0)  # longer than it might be stopped
+            one.run("assert 1 == next(stream)")
+            os.kill(one.pid, signal.SIGSTOP)
+            wait_until(lambda: answers(two, "numbers", "2"), "an answer")
+            os.kill(one.pid, signal.SIGCONT)
+            with pytest.raises(CallFailed, match="WorkerCrashed"):
+                one.run("next(stream)")
 
     def test_the_broker_is_killed(self, folder: Path) -> None:
         """Calls that ran end with WorkerCrashed, the others wait for the next broker; there is one again."""
@@ -749,8 +763,8 @@ class TestOtherUsers:
         assert [] == list(run.iterdir())
 
 
-def answers(caller: Caller, function: str = "predict") -> bool:
-    """Whether its call is answered."""
+def answers(caller: Caller, function: str = "predict", arguments: str = "") -> bool:
+    """Whether its call is answered, and its stream begins."""
     with suppress(CallFailed):
-        return bool(caller.call("", function))
+        return bool(caller.run(f"got = app.{function}({arguments}); result = got if type(got) is list else [*got]"))
     return False

@@ -6,6 +6,7 @@ as long as it has clients, and some seconds more if the last one has ended witho
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import math
@@ -14,6 +15,7 @@ import pickle
 import resource
 import signal
 import socket
+import termios
 import threading
 import time
 import traceback
@@ -294,8 +296,8 @@ class _Broker:
         self._holders: dict[int, bytes] = {}
         self._ending = False
         timeout = orders.options.timeout
-        streams = "generator" in orders.options.kind  # whose timeout counts for each step
-        self._may_keep = math.inf if timeout is None or streams else timeout + _OVERTIME
+        self._may_keep = math.inf if timeout is None else timeout + _OVERTIME
+        self._streams = "generator" in orders.options.kind
         self._look_at = math.inf
         self._last_left = -math.inf
         self._left = threading.Event()
@@ -414,12 +416,21 @@ class _Broker:
         holding = [one for one in self._connections if one.granted_at is not None]
         for connection in holding:
             connection.granted_at = (connection.granted_at or now) + stopped
-            if connection.granted_at < now - self._may_keep:
+            if self._streams and self._reads(connection.token):  # the client counts the timeout, for each step
+                connection.granted_at = now
+            elif connection.granted_at < now - self._may_keep:
                 logger.warning("%s: process %d keeps a worker for too long", self.name, connection.pid)
                 connection.end()
         self._look_at = math.inf
         if holding:
             self._look_again()
+
+    def _reads(self, token: bytes) -> bool:
+        """Whether a client has read all that it was told until now, which is something at least."""
+        client = self._clients[token]
+        unread = any(fcntl.ioctl(client.reports.fileno(), termios.TIOCOUTQ, bytes(4)))
+        client.report(_host.STATE, client.state)
+        return not unread
 
     def _report(self) -> None:
         ours, theirs = _channel.report_pair()
