@@ -170,7 +170,7 @@ def on_cpus_of_their_own(pids: Sequence[int]) -> Iterator[None]:
     if not alone or len(pids) <= 1 or any(one != allowed[0] or len(one) != len(pids) for one in allowed):
         yield
         return
-    cpus = allowed[0]
+    cpus, mine = allowed[0], os.sched_getaffinity(0)
     own = dict(zip(pids, sorted(cpus), strict=True))
     try:
         for pid, cpu in own.items():
@@ -178,6 +178,8 @@ def on_cpus_of_their_own(pids: Sequence[int]) -> Iterator[None]:
                 os.sched_setaffinity(pid, {cpu})
         yield
     finally:
+        if (now := os.sched_getaffinity(0)) != mine:  # somebody has bound the whole service
+            own = {pid: cpu for pid, cpu in own.items() if now != {cpu}}
         for pid, cpu in own.items():
             _unbind(pid, cpu, cpus)
         with suppress(OSError):  # no descriptor is left

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -46,6 +46,21 @@ def test_a_thread_that_ends_meanwhile_leaves_no_other_on_its_cpu(
         monkeypatch.setattr(_processes, "_tasks", lambda pid: [ended.native_id, *tasks(pid)])
     assert [{cpu} for cpu in sorted(cpus)] == bound
     assert [cpus, cpus] == [os.sched_getaffinity(pid) for pid in pids]
+
+
+@pytest.mark.parametrize("chosen", [min, max])
+def test_processes_that_are_bound_with_the_whole_service_stay_so(
+    two: tuple[list[int], set[int]], chosen: Callable[[set[int]], int]
+) -> None:
+    """Also the one whose own CPU it is."""
+    (pids, cpus), before = two, os.sched_getaffinity(0)
+    try:
+        with _processes.on_cpus_of_their_own(pids):
+            for pid in (0, *pids):
+                os.sched_setaffinity(pid, {chosen(cpus)})
+        assert 2 * [{chosen(cpus)}] == [os.sched_getaffinity(pid) for pid in pids]
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_a_process_that_others_bind_meanwhile_stays_so(two: tuple[list[int], set[int]]) -> None:
