@@ -33,7 +33,7 @@ from modelguard.isolation._channel import AT_ONCE, Channel, Unchanged, Unreadabl
 from modelguard.isolation._host import Answer, BrokerOrders, Request
 from modelguard.isolation._mold_owner import MoldGuard, end_all
 from modelguard.isolation._mold_workers import CallTimes, Claim
-from modelguard.isolation._scopes import Followed, ProcessScope, Taken, TakenWorker
+from modelguard.isolation._scopes import Followed, ProcessScope, Taken, TakenWorker, aside
 from modelguard.isolation._supervisor import Files, supervisor
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._engine import lent_turn
@@ -191,7 +191,7 @@ class ClientConnection:
         if cause != "crashed" or self._taken.worker.exit is not None:
             self._lost(cause, blame)
         else:  # it waits for the mold's report, which this thread reads
-            start_thread(functools.partial(self._lost, cause, blame), "modelguard-lost")
+            aside(functools.partial(self._lost, cause, blame))
 
     def _lost(self, cause: WorkerEndCause, blame: bool) -> None:  # noqa: FBT001 - as they come
         taken = self._take_back()

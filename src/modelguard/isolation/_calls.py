@@ -179,8 +179,7 @@ class Caller:
         self._thread = _Thread()
 
     def call(self, arguments: Arguments, limits: CallTimes) -> Any:
-        call = self._new_call(arguments, limits)
-        return self._result(call, *self._begin(call))
+        return self._begin(self._new_call(arguments, limits))[-1]
 
     def stream(self, arguments: Arguments, limits: CallTimes) -> Iterator[Any]:
         """Compute the items of a generator one by one. It keeps its worker until it ends or is closed."""
@@ -189,7 +188,7 @@ class Caller:
 
     def submit(self, arguments: Arguments, limits: CallTimes, *, awaited: bool = False) -> Future[Any]:
         """Begin a call. No thread waits with it for a worker; one computes it then."""
-        return self._submit(arguments, limits, self._result, awaited=awaited)
+        return self._submit(arguments, limits, lambda *begun: begun[-1], awaited=awaited)
 
     def open(self, arguments: Arguments, limits: CallTimes) -> Future[_Items]:
         """Begin a stream as :meth:`submit` begins a call. Its items are computed by the threads that ask for them."""
@@ -197,14 +196,7 @@ class Caller:
 
     # The steps
 
-    def _result(self, _call: _Call, _taken: Taken, kind: int, value: Any) -> Any:
-        if kind == _ERROR:
-            raise value.pop()
-        return value
-
-    def _opened(self, call: _Call, taken: Taken, kind: int, value: Any) -> Generator[Any, None, None]:
-        if kind == _ERROR:
-            raise value.pop()
+    def _opened(self, call: _Call, taken: Taken, _: None) -> Generator[Any, None, None]:
         items = self._items(taken, call.limits)
         next(items)  # has begun, so that to close it ends the stream in the worker too
         return items
@@ -280,18 +272,18 @@ class Caller:
         named.__cause__ = error
         return named
 
-    def _begin(self, call: _Call) -> tuple[Taken, int, Any]:
+    def _begin(self, call: _Call) -> tuple[Taken, Any]:
         self._pickled(call)  # first: what is refused starts nothing
         while True:
             taken = self._scope.take(call.limits, call.key, admitted=call.begun)
             call.begun = True
             answer = self._attempt(call, taken)
             if answer is not None:
-                return taken, *answer
+                return taken, answer[0]
             del taken  # a drained generation is released, and must not be alive then
 
-    def _attempt(self, call: _Call, taken: Taken) -> tuple[int, Any] | None:
-        """Send a call to this worker; None if it may be sent to another one instead."""
+    def _attempt(self, call: _Call, taken: Taken) -> tuple[Any] | None:
+        """Send a call to this worker, and return its result; None if it may be sent to another one instead."""
         try:
             content = self._pickled(call)
             self._check_time(call.limits)
@@ -299,7 +291,7 @@ class Caller:
             taken.put_back()
             raise
         try:
-            return self._await_answer(taken, content, call.limits)
+            kind, value = self._await_answer(taken, content, call.limits)
         except _NeverRead as error:
             if not call.resends:
                 raise WorkerCrashed(self._name, pid=taken.pid, cause=error.cause) from None
@@ -309,6 +301,10 @@ class Caller:
             if not call.tries:
                 raise
             call.limits = call.limits._replace(again=True)
+        else:
+            if kind == _ERROR:
+                raise value.pop()
+            return (value,)
         return None
 
     # Without a thread that waits
@@ -390,9 +386,8 @@ class Caller:
 
     def _await_answer(self, taken: Taken, content: _channel.Content, limits: CallTimes) -> tuple[int, Any]:
         """Send a message to the worker and wait for the answer; give the worker back unless it goes on."""
-        channel = taken.channel
+        channel, limit = taken.channel, self._timeout
         try:
-            limit = self._timeout
             if limits.until != math.inf:
                 limit = min(limit, max(_LEAST, limits.until - time.monotonic()))
             channel.set_timeout(limit)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from modelguard import telemetry
-from modelguard.errors import GuardClosed, LoadFailed, ModelGuardError, NotSupported, Overloaded, Reloading
+from modelguard.errors import GuardClosed, LoadFailed, NotSupported, Overloaded, Reloading
 from modelguard.isolation import _channel, _host, _processes, status
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host import ANSWER_SOON, Election, Joined, Request
@@ -345,22 +345,20 @@ class HostScope(WorkerScope):
                 yield Wait(waiting.promise(), Timeout(_AGAIN))
 
     def _until_connected(self, claim: Claim) -> Steps[Connection]:
-        late = partial(self._too_late, claim)
         while (membership := self._known) is None or self.closed:
-            yield from self._await(claim, searching := self._search(), math.inf, late, loading=True)
+            yield from self._await(claim, searching := self._search(), math.inf, loading=True)
             self._raise_error_of(searching)
         return membership.connection(ANSWER_SOON if claim.blocks else 0.0)
 
     def _until_answered(self, claim: Claim, connection: Connection, *, admitted: bool) -> Steps[Taken]:
         connection.say("take", claim.limits.again, admitted, limit=ANSWER)
-        late = partial(self._too_late, claim)
         kind, *details = ("waiting",)
         try:
             while kind in {"loading", "waiting"}:
                 loading = kind == "loading"
                 seconds = math.inf if loading else self.timeout
                 if not connection.has_unread:
-                    yield from self._await(claim, connection, seconds, late, loading=loading, step=Incoming)
+                    yield from self._await(claim, connection, seconds, loading=loading, step=Incoming)
                 kind, *details = connection.hear()
             taken = GrantedWorker(self, connection, *details) if kind == "granted" else None
         except Unreadable as error:  # no descriptor is free for the worker, which ends with the connection
@@ -387,8 +385,7 @@ class HostScope(WorkerScope):
         error = searching.exception()
         if error is None or (isinstance(error, GuardClosed) and not self.closed):
             return
-        no_thread = isinstance(error, Overloaded)
-        if no_thread or (isinstance(error, RuntimeError) and not isinstance(error, ModelGuardError)):  # or no folder
+        if type(error) in {RuntimeError, Overloaded}:  # no folder, or no thread
             raise LoadFailed(self.name, f"its broker cannot be started or found: {error}") from error
         raise afresh(error) if isinstance(error, Exception) else error
 

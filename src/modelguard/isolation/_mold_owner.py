@@ -25,7 +25,7 @@ from modelguard.isolation import _channel, _processes, _supervisor, status
 from modelguard.isolation._channel import Channel, Unreadable, failed_load, pair
 from modelguard.isolation._isolation_options import IsolationOptions
 from modelguard.isolation._mold_workers import MoldOrders, Worker, Workers
-from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor, weakly
+from modelguard.isolation._supervisor import Files, Instructions, Launched, Origin, launch, supervisor
 from modelguard.lifecycle import system
 from modelguard.lifecycle._guard_options import GuardOptions
 from modelguard.lifecycle._models import Loaded
@@ -36,7 +36,7 @@ from modelguard.lifecycle.policies import subset
 from modelguard.lifecycle.status import Postponed
 from modelguard.runtime import child_processes, fork_hooks
 from modelguard.runtime.background import THREADS
-from modelguard.runtime.fork_hooks import WeakRegistry
+from modelguard.runtime.fork_hooks import WeakRegistry, weakly
 from modelguard.runtime.waiting import Steps, Timeout, Wait, promise, start
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason

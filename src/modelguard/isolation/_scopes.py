@@ -221,7 +221,7 @@ class WorkerScope:
         claim: Claim,
         awaited: Any,
         seconds: float,
-        late: Callable[[], Exception],
+        late: Callable[[], Exception] | None = None,
         *,
         loading: bool = False,
         step: Callable[[Any, Timeout], Any] = Wait,
@@ -233,7 +233,7 @@ class WorkerScope:
         with self._counted(claim, loading=loading):
             yield wait
         if not wait.future.done():
-            raise late() if until < claim.limits.until else self._too_late(claim)
+            raise late() if late is not None and until < claim.limits.until else self._too_late(claim)
 
     @contextmanager
     def _counted(self, claim: Claim, *, loading: bool) -> Iterator[None]:
@@ -382,7 +382,7 @@ class MoldScope(WorkerScope):
         try:
             if not self._is_replaced(loan):
                 claim.admitted = True
-                yield from self._await(claim, waiter, self.timeout, partial(self._too_late, claim))
+                yield from self._await(claim, waiter, self.timeout)
                 worker = waiter.result()
             return None if worker is None else taken
         finally:

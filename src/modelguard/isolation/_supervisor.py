@@ -15,7 +15,6 @@ import sys
 import sysconfig
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -122,17 +121,6 @@ class Supervisor:
         self._selector.close()
         self._woken.close()
         self._wake.close()
-
-
-def weakly(method: Callable[..., object], *details: Any) -> Work:
-    """Call a method of an object that lives until then."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        if (alive := reference()) is not None:
-            alive(*details)
-
-    return call
 
 
 _supervisor: Supervisor | None = None

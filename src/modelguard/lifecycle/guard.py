@@ -13,7 +13,7 @@ from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._lease import Lease, decorate, owner_of
 from modelguard.lifecycle.handle import ModelHandle
 from modelguard.lifecycle.policies import Policy
-from modelguard.runtime.fork_hooks import WeakRegistry
+from modelguard.runtime.fork_hooks import WeakRegistry, weakly
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._guard_options import GuardOptions, Loading, Swap, SwapMode
@@ -52,7 +52,7 @@ class ModelGuard(ModelHandle[M]):
         guards.add(self)
         # The engine is in reference cycles: without this, it would reload for nobody until the collector finds it.
         # Referred to weakly: its loader may be a method of what has the guard.
-        weakref.finalize(self, _stop_checks, weakref.ref(self.engine)).atexit = False
+        weakref.finalize(self, weakly(self.engine.stop_checks)).atexit = False
 
     @property
     def prefork(self) -> bool:
@@ -133,11 +133,6 @@ class ModelGuard(ModelHandle[M]):
         """
         _misuse.check_ask(ask)
         self.engine.checks.recycle_here(ask)
-
-
-def _stop_checks(reference: weakref.ref[Engine[Any]]) -> None:
-    if (engine := reference()) is not None:
-        engine.stop_checks()
 
 
 def hide(guard: ModelGuard[Any]) -> None:

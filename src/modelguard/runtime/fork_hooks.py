@@ -82,6 +82,17 @@ class WeakRegistry(Generic[T]):
         return any(reference() is not None for reference in self._references.copy())
 
 
+def weakly(method: Callable[..., object], *details: object) -> Callable[[], None]:
+    """Call a method of an object that lives until then."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive(*details)
+
+    return call
+
+
 # Forks.
 
 
