@@ -21,7 +21,7 @@ import traceback
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 #: How many containers are named, and of how many entries their size is estimated.
@@ -37,12 +37,6 @@ _LOOKING = ("modelguard.diagnosis.", "modelguard.facts.", "modelguard.lifecycle.
 _OWN = (*_LOOKING, "the closure of modelguard.", "the thread 'modelguard-")
 #: Seconds of CPU time after which a look ends, whatever is missing.
 _PATIENCE = 8.0
-
-#: What belongs to the program and not to an entry.
-_PROGRAM = (
-    types.ModuleType, type, types.CodeType, types.GetSetDescriptorType,
-    types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
-)  # fmt: skip
 
 
 class Held(NamedTuple):
@@ -71,8 +65,9 @@ def of_growth(grown: Any) -> list[Held]:
     end = time.thread_time() + _PATIENCE
     weighed = []
     for more, length, one in grown.containers:
-        table = weight(one) * more // length
-        entries = _weigh(_newest(one, min(more, _SAMPLED)), more, grown.native, table=table)
+        newest = _newest(one, min(more, _SAMPLED))
+        own = weight(one) if newest else sum(map(weight, _below((one,)).values()))  # a view, with what it shows
+        entries = _weigh(newest, more, grown.native, own * more // length, {id(one)})
         if not entries.weak and time.thread_time() < end:
             weighed.append((entries, more, one))
     weighed.sort(key=lambda each: -each[0].size)
@@ -85,8 +80,9 @@ def of_growth(grown: Any) -> list[Held]:
             continue
         inside |= entries.ids
         hidden = {id(grown.containers), id(grown.chains), id(weighed), *map(id, grown.containers), *map(id, weighed)}
-        way = path(one, hidden, end=end)
-        if not way.startswith(_OWN):
+        way = _find(one, hidden, end)
+        # One object without a name is what another one shows, as the tensor below a view.
+        if not way.text.startswith(_OWN) and (way.text or entries.ids):
             _add(_held(way, one, more, entries), found)
     found += _chained(grown, end)
     return sorted(found, key=lambda each: -each.size)
@@ -107,37 +103,47 @@ def _chained(grown: Any, end: float) -> Iterator[Held]:
         if time.thread_time() > end or _is_program(chain.top) or _is(chain.top, types.FrameType):
             continue
         links = {id(type(one)) for one in (*chain.new, chain.top)}
-        weight = _weigh([(one,) for one in chain.new], chain.more, grown.native, links=links)
+        weight = _weigh([(one,) for one in chain.new], chain.more, grown.native, 0, links)
         hidden = {id(grown.chains), *map(id, grown.chains), *(id(each.new) for each in grown.chains)}
-        way = path(chain.top, hidden, end=end)
-        if way and not way.startswith(_OWN):
+        way = _find(chain.top, hidden, end)
+        if way.text and not way.text.startswith(_OWN):
             yield _held(way, chain.top, chain.more, weight, chain.new[0])
 
 
-def _held(way: str, one: Any, more: int, weight: _Weight, link: Any = None) -> Held:
+def _held(found: _Node, one: Any, more: int, weight: _Weight, link: Any = None) -> Held:
     kind, unit = name(type(one)), "entries" if link is None else "in a chain"
     if link is not None and type(link) is not type(one):
         unit = f"{name(type(link))} below it"
-    (about, special, state), fix = weight.about, ""
-    where = way or f"the {kind}"
+    (about, special, state), where = weight.about, found.text or f"the {kind}"
     if about:
         how = _FINISHED if state == "finished" else "give the wait a limit, asyncio.timeout(), or cancel them"
         fix = _FIXES[about].format(where=where, of=special, state=state, how=how)
-    elif (known := next((known for end, known in _STANDARD.items() if way.endswith(end)), None)) is not None:
-        way, fix = known[1] or way, known[0]
-    elif way.startswith("the lru_cache of"):
-        about, fix = "unbounded cache", f"Give {way} a size: functools.lru_cache(maxsize=1024)."
-    elif way.endswith((".queue", "._queue")):
-        about = "queues"
-        fix = f"Read what is put into {way.rpartition('.')[0]}, or bound it: Queue(maxsize=100)."
-    elif way.endswith("._metrics"):
-        about, fix = "metric labels", f"Take ids, paths and messages out of the labels of {way.rpartition('.')[0]}."
     elif link is not None:
         fix = f"Cut the chain at {where}: each {name(type(link))} holds others, so all of them stay."
+    elif where.startswith("the lru_cache of"):
+        about, fix = "unbounded cache", f"Give {where} a size: functools.lru_cache(maxsize=1024)."
     else:
-        bounded = "cachetools.LRUCache(maxsize=1024)" if kind.endswith("ict") else "collections.deque(maxlen=1000)"
-        fix = f"Give {where} a bound, as {bounded} has, or remove entries that are done with."
-    return Held(way, kind, more, weight.of, weight.size, about, state, fix, unit, weight.table)
+        about, fix = _bound(where, one, _owner(found))
+    return Held(found.text, kind, more, weight.of, weight.size, about, state, fix, unit, weight.table)
+
+
+def _bound(where: str, one: Any, owner: Any) -> tuple[str, str]:
+    """The cause that a container is by what it is of, if any, and how to keep it from growing."""
+    if (known := next((known for end, known in _STANDARD.items() if where.endswith(end)), "")) != "":
+        return "", known
+    if _comes_from(owner, _QUEUES):
+        queue = where.removesuffix(_dotted(_attribute(owner, one)))
+        limit = "submit less at a time" if queue.endswith("._work_queue") else "bound it: Queue(maxsize=100)"
+        return "queues", f"Read what is put into {queue}, or {limit}."
+    if _comes_from(owner, ("prometheus_client.metrics",)):
+        return "metric labels", f"Take ids, paths and messages out of the labels of {where.rpartition('.')[0]}."
+    if (keeper := _keeper(owner)) != "":
+        return "", f"{where} is kept by Python's {keeper}, and takes no bound: {_ONCE}"
+    if not _is(one, (dict, list, deque, set)):
+        return "", f"Keep less in {where}: it is one {name(type(one))}, which calls make longer."
+    like = "" if _is(one, (Counter, set)) else ", as cachetools.LRUCache(maxsize=1024) has"
+    like = ", as collections.deque(maxlen=1000) has" if _is(one, (list, deque)) else like
+    return "", f"Give {where} a bound{like}, or remove entries that are done with."
 
 
 def name(kind: type) -> str:
@@ -216,13 +222,11 @@ class _Weight(NamedTuple):
     weak: bool = False
 
 
-def _weigh(
-    entries: list[tuple[Any, ...]], more: int, native: dict[str, int], table: int = 0, links: Iterable[int] = ()
-) -> _Weight:
+def _weigh(entries: list[tuple[Any, ...]], more: int, native: dict[str, int], table: int, outside: set[int]) -> _Weight:
     """Estimate what entries weigh, from some of them; what several of them share is not theirs."""
     if not entries:
         return _Weight(table, "bytes", set(), table)
-    below = [_below(entry, links) for entry in entries]
+    below = [_below(entry, outside) for entry in entries]
     shared = Counter(itertools.chain.from_iterable(below))
     kinds: Counter[str] = Counter()
     for each in below:
@@ -269,18 +273,26 @@ _ENTRIES: tuple[tuple[type, Callable[[Any], Iterator[Any]]], ...] = (
 )  # fmt: skip
 
 
-def _below(entry: tuple[Any, ...], links: Iterable[int] = ()) -> dict[int, Any]:
-    """The objects that an entry consists of, by id; of large containers in it, the container alone."""
+def _below(entry: tuple[Any, ...], outside: Collection[int] = ()) -> dict[int, Any]:
+    """The objects that an entry consists of, by id; of large containers in it, the container alone.
+
+    Outside is what an entry may refer to, and of what type: its container, as timers do, and the links of a chain.
+    """
     found: dict[int, Any] = {}
-    level = list(entry)
+    # A module that a call has made is all the entry's own. It is not asked for what it refers to.
+    imported = set() if id(sys.modules) in outside else set(map(id, sys.modules.values()))
+    level = [_attributes(one) if _is(one, types.ModuleType) and id(one) not in imported else one for one in entry]
+    own = {id(one) for one in level if _is(one, dict)}
     while level and len(found) < _WEIGHED:
-        level = [one for one in level if id(one) not in found and not _is_program(one)][: _WEIGHED - len(found)]
+        level = [one for one in level if id(one) not in found and not _is_program(one, own)][: _WEIGHED - len(found)]
         found.update((id(one), one) for one in level)
         below = [_base_of(one) for one in level]
         for one in level:
             referred = () if _is(one, threading.Thread) else gc.get_referents(one)
-            below += referred if len(referred) <= 2 * _WEIGHED else ()
-        level = [one for one in below if one is not None and id(type(one)) not in links]
+            if len(referred) <= 2 * _WEIGHED:
+                below += referred
+                below += dict.keys(one) if type(one) is dict else ()  # CPython shows the values alone
+        level = [one for one in below if not (one is None or id(one) in outside or id(type(one)) in outside)]
     return found
 
 
@@ -299,13 +311,22 @@ def _is(one: Any, kinds: type | tuple[type, ...]) -> bool:
     return issubclass(type(one), kinds)
 
 
-def _is_program(one: Any) -> bool:
-    """Whether it belongs to the program and not to an entry: a closure has variables of its own."""
-    if _is(one, types.FunctionType):
-        return one.__closure__ is None
+def _is_program(one: Any, own: Collection[int] = ()) -> bool:
+    """Whether it belongs to the program and not to an entry, whose own namespaces are these, by id."""
     if _is(one, types.BuiltinFunctionType):  # a method may be all that refers to its object, as to a task
         return one.__self__ is None or _is(one.__self__, (types.ModuleType, type))
-    return _is(one, _PROGRAM) or (_is(one, dict) and dict.__contains__(one, "__builtins__"))
+    if _is(one, dict):
+        return dict.__contains__(one, "__builtins__") and id(one) not in own
+    return _is_imported(one, own) if _is(one, (type, types.FunctionType)) else _is(one, types.ModuleType)
+
+
+def _is_imported(one: Any, own: Collection[int]) -> bool:
+    """Whether a class or function is found by its name, as in a module; a call has made the others."""
+    with contextlib.suppress(Exception):  # its module may be anything
+        space, names = _attributes(sys.modules[one.__module__]), one.__qualname__.split(".")
+        if space is not None and id(space) not in own and "<locals>" not in names:
+            return names[0] in space if len(names) > 1 else space.get(names[0]) is one
+    return False
 
 
 def weight(one: Any) -> int:
@@ -320,21 +341,20 @@ def weight(one: Any) -> int:
 # What entries do
 
 
-_LOGGERS = "logging.Logger.manager.loggerDict"
-_ONE_LOGGER = "Make one logger per module: they are never freed. Ids belong into messages or extra=."
-#: Tables of the standard library that nobody is to bound or to empty, by the end of the way to them: what to do, and
-#: what to call them.
+_ONCE = "add to it once, when the program starts, or take out at the end of each call what the call has added."
+#: Tables of the standard library for which there is more to say than that they take no bound, by the end of the way.
 _STANDARD = {
-    "weakref.finalize._registry": (
-        "Each callback waits for an object that lives on: detach() it when its call ends.",
-        "",
-    ),
-    "the event loop._scheduled": ("Keep what call_later() returns, and cancel() it when its call ends.", ""),
-    ".__warningregistry__": ("Leave ids out of the texts of warnings: each new text is kept.", ""),
-    "._work_queue": ("An executor's queue has no bound: submit no more than it works off, with a semaphore.", ""),
-    ".loggerDict": (_ONE_LOGGER, _LOGGERS),
-    ".loggerMap": (_ONE_LOGGER, _LOGGERS),
+    "weakref.finalize._registry": "Each callback waits for an object that lives on: detach() it when its call ends.",
+    "the event loop._scheduled": "Keep what call_later() returns, and cancel() it when its call ends.",
+    ".__warningregistry__": "Leave ids out of the texts of warnings: each new text is kept.",
+    ".manager.loggerDict": "Make one logger per module: they are never freed. Ids belong into messages or extra=.",
+    "').handlers": "Call addHandler() once, when the program starts, or removeHandler() at the end of each call.",
+    "posix.environ": "Put nothing of a call into os.environ: hand it over, or give it to a child process as env=.",
 }
+#: Whose containers are queues: the modules of their types.
+_QUEUES = ("queue", "_queue", "asyncio.queues", "multiprocessing.queues")
+#: Objects of the standard library whose attributes are the program's.
+_SPACES = {"types.SimpleNamespace", "argparse.Namespace", "_thread._local", "threading.Thread", "threading._MainThread"}
 #: What to do about entries that are a cause themselves.
 _FIXES = {
     "tasks": "The tasks in {where} are {state}: {how}.",
@@ -430,6 +450,7 @@ class _Node(NamedTuple):
 
     one: Any
     next: _Node | None = None
+    text: str = ""  # the whole way, of a root
 
 
 def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf, by: Any = None) -> str:
@@ -437,19 +458,30 @@ def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf, by: 
 
     What is hidden, by id, is on no way. ``end`` is in this thread's CPU time. ``by`` is the last place on the way.
     """
+    return _find(target, hidden, end, by).text
+
+
+def _find(target: Any, hidden: Iterable[int], end: float, by: Any = None) -> _Node:
     # Of a module's names the first counts: where multiprocessing is imported, __main__ has another one.
     modules = {id(_attributes(module)): label for label, module in reversed(list(sys.modules.items()))}
     start = _Node(target)
     first = start if by is None else _before(by, [start], modules)
-    return first if isinstance(first, str) else _search(first, modules, {id(target), id(first.one), *hidden}, end)
+    while first.text == "":
+        found = _search(first, modules, {id(target), id(first.one), *hidden}, end)
+        if found.text or by is not None or time.thread_time() > end or not (unlisted := _unlisted(first.one)):
+            return found
+        first = _before(unlisted[0], [first], modules)
+    return first
 
 
-def _search(start: _Node, modules: dict[int, str], seen: set[int], end: float) -> str:
+def _search(start: _Node, modules: dict[int, str], seen: set[int], end: float) -> _Node:
     calls = dict(_variables())
-    level, running = [start], ""
+    level, running = [start], start
     for _ in range(_LONGEST):
-        known = ((*calls[id(node.one)], _way(None, node)) for node in level if id(node.one) in calls)
-        running = running or next((f"{variable}{way} {where}" for variable, where, way in known), "")
+        if not running.text:
+            known = ((node, *calls[id(node.one)]) for node in level if id(node.one) in calls)
+            ways = (node._replace(text=f"{variable}{_way(None, node)} {where}") for node, variable, where in known)
+            running = next(ways, running)
         children = [node.one for node in level]
         found: list[_Node] = []
         seen |= {id(level), id(children), id(found), *map(id, level)}
@@ -462,7 +494,7 @@ def _search(start: _Node, modules: dict[int, str], seen: set[int], end: float) -
             if _is(parent, (types.FrameType, _Node)):
                 continue
             before = _before(parent, level, modules)
-            if isinstance(before, str):
+            if before.text:
                 return before
             found.append(before)
         if not found:
@@ -471,12 +503,54 @@ def _search(start: _Node, modules: dict[int, str], seen: set[int], end: float) -
     return running  # whatever else refers to it is there longer than a call
 
 
-def _before(parent: Any, level: list[_Node], modules: dict[int, str]) -> str | _Node:
-    """What comes before some of these places on the way; the whole way if it is a root."""
+def _unlisted(child: Any) -> list[Any]:
+    """The dicts that refer to it and that the collector does not list, as nothing in them is listed."""
+    # No modules, as in _refers.
+    listed = [one for one in gc.get_objects() if not _is(one, types.ModuleType)]
+    found: list[Any] = []
+    for at in range(0, len(listed), 500):
+        below = itertools.filterfalse(gc.is_tracked, gc.get_referents(*listed[at : at + 500]))
+        found += [one for one in below if type(one) is dict]
+    for one in found:  # and in those
+        found += [each for each in one.values() if type(each) is dict]
+    return [one for one in found if _refers(one, child)]
+
+
+def _before(parent: Any, level: list[_Node], modules: dict[int, str]) -> _Node:
+    """What comes before some of these places on the way; with the whole way if it is a root."""
     node = next((each for each in level if _refers(parent, each.one)), level[0])
     if id(parent) in modules:
-        return f"{modules[id(parent)]}{_dotted(_key(parent, node.one))}{_way(parent, node)}"
-    return _root(parent, node) or _Node(parent, node)
+        return _Node(parent, node, f"{modules[id(parent)]}{_dotted(_key(parent, node.one))}{_way(parent, node)}")
+    return _Node(parent, node, _root(parent, node))
+
+
+def _owner(way: _Node) -> Any:
+    """Whose attribute it is at the end of a way: an object, a class, the namespace of a module; None of an entry."""
+    holders: list[Any] = []
+    while way.next is not None:
+        holders.insert(0, way.one)
+        way = way.next
+    for holder in holders:
+        if _is(holder, (list, set, deque)):
+            return None
+        if _is(holder, types.FunctionType):
+            return holder.__globals__
+        if _is(holder, type) or (_is(holder, dict) and dict.__contains__(holder, "__spec__")):
+            return holder
+        if _attribute(holder, way.one) or _comes_from(holder, ("_queue", "_asyncio")):  # in C, without a name for it
+            return holder
+    return None
+
+
+def _keeper(owner: Any) -> str:
+    """What of the standard library an owner is; empty if it is another's."""
+    kind = _module(owner) if type(owner) is dict else name(owner if _is(owner, type) else type(owner))
+    return kind if kind.partition(".")[0] in sys.stdlib_module_names and kind not in _SPACES else ""
+
+
+def _comes_from(one: Any, modules: tuple[str, ...]) -> bool:
+    """Whether its type, or one of which that is made, is of one of these modules."""
+    return any(getattr(kind, "__module__", "") in modules for kind in type(one).__mro__)
 
 
 def _way(before: Any, node: _Node) -> str:
@@ -511,19 +585,29 @@ def _variables() -> Iterator[tuple[int, tuple[str, str]]]:
                 yield from ((id(value), (variable, where)) for variable, value in list(running.f_locals.items()))
 
 
-def _root(parent: Any, node: _Node) -> str | None:
+def _root(parent: Any, node: _Node) -> str:
+    """The way from there on; empty if it is no root."""
     if _is(parent, type):
         return name(parent) + ("" if _is(node.one, dict) else f" -> {name(type(node.one))}") + _way(parent, node)
     if _is(parent, types.FunctionType):
         return _of_function(parent, node)
-    if _is(parent, threading.Thread) or _is_loop(parent):
-        what = "the event loop" if _is_loop(parent) else f"the thread {parent.name!r}"
+    if (what := next((_KEPT[kind] for kind in map(name, type(parent).__mro__) if kind in _KEPT), "")) != "":
+        what = what.format(getattr(parent, "name", ""))
         return f"{what}{_dotted(_attribute(parent, node.one))}{_way(parent, node)}"
     if _is_cache(parent) and hasattr(parent, "__qualname__"):  # that of a connection of SQLite has none
         return f"the lru_cache of {getattr(parent, '__module__', '?')}.{parent.__qualname__}"
     if _is(parent, (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)):
         return f"the suspended call {parent.__qualname__}{_way(parent, node)}"
-    return None
+    return ""
+
+
+#: Objects that the interpreter keeps, wherever else they are: what to call them.
+_KEPT = {
+    "asyncio.base_events.BaseEventLoop": "the event loop",
+    "logging.Logger": "logging.getLogger({!r})",
+    "logging.Manager": "logging.Logger.manager",
+    "threading.Thread": "the thread {!r}",
+}
 
 
 def _module(namespace: dict[str, Any]) -> str:
@@ -534,14 +618,10 @@ def _is_cache(one: Any) -> bool:
     return type(one).__name__ == "_lru_cache_wrapper"
 
 
-def _is_loop(one: Any) -> bool:
-    return any(name(kind) == "asyncio.base_events.BaseEventLoop" for kind in type(one).__mro__)
-
-
 def _of_function(function: types.FunctionType, node: _Node) -> str:
     where, way = f"{_module(function.__globals__)}.{function.__qualname__}", _way(function, node)
     if function.__code__.co_qualname != function.__qualname__:  # under functools.wraps
-        where += f" ({function.__code__.co_qualname})"
+        where = f"{function.__module__}.{function.__qualname__} ({function.__code__.co_qualname})"
     if node.one is function.__closure__ or _is(node.one, types.CellType):
         return f"the closure of {where}{way.removeprefix('[...]')}"
     if node.one is function.__defaults__ or node.one is function.__kwdefaults__:
