@@ -18,10 +18,12 @@ if sys.argv[1] == "tracemalloc":
     find = importlib.util.find_spec
     importlib.util.find_spec = lambda name: None if name == "memray" else find(name)
 from modelguard.diagnosis._counts import kept_by_line
-kept = []
+kept, text = [], "x" * 300_000
 def run():
+    global text
     for _ in range(200):
         kept.append([0] * 500)
+        text = text + "xxxx"
     return 200
 print(json.dumps(kept_by_line(run)))
 """
@@ -38,8 +40,10 @@ def test_the_line_that_keeps_most_comes_first(tool: str) -> None:
     found = json.loads(done.stdout)
     assert (tool, 200) == (found["traced_by"], found["traced_calls"])
     line, size = next(iter(found["traced"].items()))
-    assert "<string>:10" == line
+    assert "<string>:11" == line
     assert 4000 < size < 5000
+    assert 0 == found["traced"]["<string>:12"], "of what was only made longer it is not known by how much"
+    assert 4000 < found["large"] < 5000
 
 
 @pytest.mark.parametrize("frames", [1, 3, 25])
@@ -53,7 +57,7 @@ def test_a_program_that_traces_already(frames: int) -> None:
         timeout=100,
     )
     (line, size), *others = json.loads(done.stdout)["traced"].items()
-    assert "<string>:10" == line
+    assert "<string>:11" == line
     assert 4000 < size < 5000
     assert all(of_another < size / 10 for _, of_another in others)
 

@@ -176,8 +176,9 @@ _FRAMES = 1
 _MOST = 20
 #: Bytes above which Python asks malloc for an object.
 _SMALL = 512
-#: A line that keeps fewer blocks for each call has resized a container, which is older than what is traced.
-_OFTEN = 0.02
+#: A line that keeps fewer blocks for each call has resized a container, which is older than what is traced: how much
+#: larger it has become is not known. Of smaller ones the line is not named.
+_OFTEN, _RESIZED = 0.02, 64_000
 
 
 #: What was allocated and not freed: the file, the line, bytes and blocks, and whether Python's allocators did it.
@@ -195,20 +196,28 @@ def kept_by_line(run: Callable[[], int]) -> dict[str, Any]:
 
 
 def _kept(calls: int, records: Iterable[_Record], tool: str) -> dict[str, Any]:
-    """By the line: by Python, by libraries, and in blocks of malloc's for Python."""
+    """By the line: by Python, by libraries, and in blocks of malloc's for Python. Of what was resized, the lines."""
     python, native, large, blocks = (Counter[str]() for _ in range(4))
     for file, number, size, count, of_python in records:
         if file in (__file__, tracemalloc.__file__):
             continue
         line = f"{file}:{number}"
         (python if of_python else native)[line] += size
+        blocks[line] += count
         if of_python and size > _SMALL * count:
             large[line] += size
-            blocks[line] += count
-    often = sum(size for line, size in large.items() if blocks[line] >= _OFTEN * calls)
     calls = max(1, calls)
-    traced, outside = ({line: size / calls for line, size in sizes.most_common(_MOST)} for sizes in (python, native))
-    return {"traced": traced, "native": outside, "large": often / calls, "traced_calls": calls, "traced_by": tool}
+    often = {line for line, count in blocks.items() if count >= _OFTEN * calls}
+    traced, outside = (
+        {
+            line: size / calls * (line in often)
+            for line, size in sizes.most_common(_MOST)
+            if line in often or size > _RESIZED
+        }
+        for sizes in (python, native)
+    )
+    of_malloc = sum(size for line, size in large.items() if line in often) / calls
+    return {"traced": traced, "native": outside, "large": of_malloc, "traced_calls": calls, "traced_by": tool}
 
 
 def _by_tracemalloc(run: Callable[[], int]) -> tuple[int, list[_Record]]:

@@ -186,7 +186,8 @@ class Measured:
         small: By how much Python's small objects have grown after that, as pymalloc rounds them up; None if that is not
             known.
         given_out: By how much what malloc has given out has grown after that; None if that is not known.
-        traced: Bytes per call that Python's allocators have not freed, by line, from a second run.
+        traced: Bytes per call that Python's allocators have not freed, by line, from a second run; 0 for a line that
+            made longer what was there before, by an unknown number of bytes.
         native: The same of native memory, if memray is installed.
         large: Bytes per call of Python objects for which malloc was asked, from the same run.
         traced_calls: Calls of that run.
@@ -599,9 +600,12 @@ def _holders(held: Sequence[Held]) -> Iterator[str]:
 
 
 def places(lines: Mapping[str, float]) -> str:
+    """The lines that allocate most; and those that resize what is older than the trace, whose bytes are 0."""
     most = sorted(lines.items(), key=lambda line: -line[1])[:_LINES]
-    shown = [(place, size) for place, size in most if size >= max(1, _LEAST_SHARE * most[0][1])]
-    return ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in shown)
+    least = max(1, _LEAST_SHARE * most[0][1]) if most else 0
+    shown = [f"{place} ({format_bytes(int(size))} per call)" for place, size in most if size >= least]
+    resized = [place for place, size in lines.items() if size == 0]
+    return ", ".join([*shown, *resized][:_LINES])
 
 
 def _native(measured: Measured, calls: int, python: float) -> _Found:

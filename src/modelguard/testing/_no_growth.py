@@ -334,7 +334,7 @@ def _what_grew(run: Callable[[], None], calls: int) -> list[str]:
     lines = {
         line: size
         for line, size in (kept["traced"] | kept["native"]).items()
-        if size >= 1 and not line.startswith(__file__)
+        if not (0 < size < 1 or line.startswith(__file__))
     }
     found = [f"objects: {_growth_causes.kinds(types)}"] if types else []
     found += [f"allocated at {_growth_causes.places(lines)}"] if lines else []

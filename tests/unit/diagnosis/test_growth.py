@@ -123,6 +123,17 @@ def test_native_memory_by_line() -> None:
     assert "Close or free" in causes[0].fix
 
 
+def test_a_line_that_resizes_is_named_without_a_figure() -> None:
+    """How much longer it has made what was there before the trace is not known."""
+    held = Held("app.buffer", "bytearray", MB, "bytes", 100 * MB, table=100 * MB)
+    causes, rest = attribute(
+        grown(held=(held,), small=0, given_out=100 * MB, traced={"app.py:9": 0.0, "app.py:7": 60.0})
+    )
+    assert [("python objects", 1.0)] == [(cause.name, cause.share) for cause in causes]
+    assert causes[0].seen.endswith("allocated at app.py:7 (60 B per call), app.py:9")
+    assert 0 == rest
+
+
 @pytest.mark.parametrize("library", ["tokenizers", "onnxruntime", "tensorflow", "torch", "spacy", "pyarrow"])
 def test_no_library_is_accused_because_it_is_loaded(library: str) -> None:
     """Not either because memory grows with new inputs alone: without a figure of its own, all is unexplained."""
