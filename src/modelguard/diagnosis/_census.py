@@ -27,6 +27,9 @@ LIBRARIES = ("onnxruntime", "paddle", "pyarrow", "spacy", "tensorflow", "tokeniz
 #: leak soon has more.
 _FEW, _FEWEST = 10, 16
 
+#: Characters or numbers from which on a text or an array is compared.
+_LARGE = 16_000
+
 #: Objects of a type that are few are not counted by type.
 _MANY = 100
 
@@ -39,9 +42,6 @@ _PATIENCE = 10.0
 #: A dict with more entries is a table, and no namespace.
 _TABLE = 10_000
 
-#: A new container with at most so many times the entries of one that has gone took its place.
-_REPLACED = 0.9
-
 #: How many containers are compared further, how many objects of types that grow, and how many of each.
 _CONTAINERS, _OBJECTS, _SAMPLED = 32, 250_000, 24
 
@@ -50,18 +50,20 @@ _OWNERS = 3
 
 _Length = Callable[[Any], int]
 
-#: How to ask a container for its length without its own code.
-_LENGTHS: tuple[tuple[type, _Length], ...] = (
-    *((kind, kind.__len__) for kind in (dict, list, set, deque, bytearray, array.array)),
-    (io.BytesIO, io.BytesIO.__sizeof__),
-)
 
-#: How to ask a queue for its length without its lock, which another thread may hold.
-_QUEUES: dict[str, Callable[[Any], int]] = {
-    "queue": lambda queue: len(queue.queue),
-    "_queue": lambda queue: int(queue.qsize()),
-    "asyncio.queues": lambda queue: int(queue.qsize()),
+#: How to ask a container for its length without its own code, and from which length on it counts; by its type's name.
+_LENGTHS: dict[str, tuple[_Length, int]] = {
+    **{
+        f"{kind.__module__}.{kind.__name__}": (kind.__len__, _LARGE if kind in {str, bytes} else _FEWEST)
+        for kind in (dict, list, set, deque, bytearray, array.array, str, bytes)
+    },
+    "_io.BytesIO": (io.BytesIO.__sizeof__, _FEWEST),
+    "numpy.ndarray": (lambda one: int(sys.modules["numpy"].ndarray.size.__get__(one)), _LARGE),
+    "torch.Tensor": (lambda one: int(one.numel()) if type(one) is sys.modules["torch"].Tensor else 0, _LARGE),
 }
+
+#: Modules of queues that are asked for their length without their locks, which another thread may hold.
+_QUEUES = {"queue", "_queue", "asyncio.queues"}
 
 #: Types that are counted under a name of their own.
 _NAMES = {
@@ -81,7 +83,7 @@ class _Kind(NamedTuple):
     of: type
     name: str
     inner: Callable[[Any], tuple[str, int]] | None
-    length: _Length | None
+    length: tuple[_Length, int] | None  # with the least that counts
     names: bool
 
 
@@ -94,6 +96,7 @@ class _Walk:
     def __init__(self, objects: list[Any], patience: float = math.inf) -> None:
         self.objects = objects  # listed before this exists: it would hold itself
         self.kinds: dict[int, _Kind] = {}
+        self._lengths: dict[int, tuple[_Length, int]] = {}  # of those that are containers
         self._end = time.thread_time() + patience
 
     def __iter__(self) -> Iterator[tuple[list[Any], list[int]]]:
@@ -101,38 +104,54 @@ class _Walk:
             if time.thread_time() > self._end:  # half a census would take what it lacks for new
                 raise TimeoutError(f"there are too many objects: {len(self.objects):,}")
             chunk = self.objects[start : start + _CHUNK]
-            keys = list(map(id, map(type, chunk)))
-            for key in set(keys) - self.kinds.keys():
-                self.kinds[key] = _learn(type(chunk[keys.index(key)]))
-            yield chunk, keys
+            yield chunk, self._learned(chunk)
+
+    def _learned(self, objects: list[Any]) -> list[int]:
+        """The types of objects, by id; each is known then."""
+        keys = list(map(id, map(type, objects)))
+        for key in set(keys) - self.kinds.keys():
+            self.kinds[key] = kind = _learn(type(objects[keys.index(key)]))
+            if kind.length is not None:
+                self._lengths[key] = kind.length
+        return keys
 
     def containers(self, chunk: list[Any], keys: list[int]) -> Iterator[tuple[Any, int]]:
         """The containers among some objects with their lengths, if these are not small.
 
-        Also those that the collector does not list, but to which a namespace refers: dicts of numbers, and buffers.
+        Also those that the collector does not list, but to which a namespace or a short list or tuple refers: texts,
+        arrays, and dicts and tuples of nothing that is listed.
         """
-        lengths = {key: kind.length for key, kind in self.kinds.items() if kind.length is not None}
         names = {key for key, kind in self.kinds.items() if kind.names}
-        spaces = []
-        for one, key in zip(chunk, keys, strict=True):
-            if key in lengths:
-                length = lengths[key](one)
-                if length >= _FEWEST:
-                    yield one, length
-                    if length >= _TABLE:
-                        continue
-            if key in names:
-                spaces.append(one)
-        for at in range(0, len(spaces), _LISTED):
-            for one in itertools.filterfalse(gc.is_tracked, gc.get_referents(*spaces[at : at + _LISTED])):
-                length_of = _UNLISTED.get(id(type(one)))
-                if length_of is not None and (length := length_of(one)) >= _FEWEST:
+        yield from self._not_small(chunk, keys)
+        spaces = [one for one, key in zip(chunk, keys, strict=True) if key in names and _is_short(one)]
+        while spaces:
+            inside = list(itertools.filterfalse(gc.is_tracked, gc.get_referents(*spaces[:_LISTED])))
+            yield from self._not_small(inside, self._learned(inside))
+            spaces = spaces[_LISTED:] + [
+                one for one in inside if issubclass(type(one), (dict, tuple)) and _is_short(one)
+            ]
+
+    def _not_small(self, objects: list[Any], keys: list[int]) -> Iterator[tuple[Any, int]]:
+        for one, key in zip(objects, keys, strict=True):
+            if key in self._lengths:
+                length_of, least = self._lengths[key]
+                if (length := length_of(one)) >= least:
                     yield one, length
 
 
 #: Types of namespaces that are not written in Python, and of what belongs to the program. By id: a class may not be
 #: comparable.
-_SPACES, _PROGRAM = {id(dict), id(program.CellType)}, {id(program.ModuleType), id(type)}
+_SPACES = {id(dict), id(list), id(tuple), id(program.CellType)}
+_PROGRAM = {id(program.ModuleType), id(type)}
+
+
+def _is_short(one: Any) -> bool:
+    """Whether it is no table and no long list or tuple, whose entries would be very many."""
+    return (most := _SHORT.get(id(type(one)))) is None or len(one) < most
+
+
+_SHORT = {id(dict): _TABLE, id(list): _FEWEST, id(tuple): _FEWEST}
+
 
 #: Types of what a program consists of, by id.
 _IMPORTED = frozenset(map(id, (
@@ -141,14 +160,12 @@ _IMPORTED = frozenset(map(id, (
     program.ClassMethodDescriptorType, staticmethod, classmethod, property,
 )))  # fmt: skip
 
-#: Of types whose objects the collector may not list.
-_UNLISTED = {id(kind): kind.__len__ for kind in (dict, bytearray, array.array)}
-
 
 def _learn(kind: type) -> _Kind:
     module, label = getattr(kind, "__module__", "?"), kind.__name__  # types of SWIG have none
     name = _NAMES.get((module, label), "caught errors" if issubclass(kind, BaseException) else "")
-    length = next((length for base, length in _LENGTHS if issubclass(kind, base)), None)
+    bases = (f"{getattr(base, '__module__', '?')}.{base.__name__}" for base in kind.__mro__)
+    length = next((_LENGTHS[base] for base in bases if base in _LENGTHS), None)
     written = bool(kind.__flags__ & (1 << 9))  # in Python
     return _Kind(kind, name, _inner(module, label), length, written or id(kind) in _SPACES)
 
@@ -161,7 +178,7 @@ def _inner(module: str, label: str) -> Callable[[Any], tuple[str, int]] | None:
     if label == "Function" and module.startswith("tensorflow.python.eager"):
         return lambda one: ("tensorflow traces", one.experimental_get_tracing_count())
     if label.endswith("Queue") and module in _QUEUES:
-        return lambda one: ("queued items", _QUEUES[module](one))
+        return lambda one: ("queued items", len(one.queue) if module == "queue" else int(one.qsize()))
     return None
 
 
@@ -206,9 +223,9 @@ def _sqlite_bytes() -> int:
 
 
 class ObjectCounts(NamedTuple):
-    """What a census has found at one moment: lengths of containers, numbers of types, all objects; all by ids."""
+    """What a census has found at one moment: lengths of containers by type, numbers of types, all objects; by ids."""
 
-    lengths: dict[int, int]
+    lengths: dict[int, dict[int, int]]
     numbers: dict[int, int]
     ids: array.array[int]
 
@@ -240,7 +257,8 @@ def moment() -> ObjectCounts | None:
         for chunk, keys in walk:
             numbers.update(keys)
             found.ids.extend(map(id, chunk))
-            found.lengths.update((id(one), length) for one, length in walk.containers(chunk, keys))
+            for one, length in walk.containers(chunk, keys):
+                found.lengths.setdefault(id(type(one)), {})[id(one)] = length
         return found._replace(numbers=dict(numbers))
     return None
 
@@ -260,7 +278,7 @@ def _grown(before: ObjectCounts, calls: int) -> Grown:
     for chunk, keys in walk:
         numbers.update(keys)
         found.update((id(one), (length, one)) for one, length in walk.containers(chunk, keys))
-    for own in before:
+    for own in (*before, *before.lengths.values()):
         found.pop(id(own), None)
     kinds: dict[int, int] = {}
     left = _OBJECTS
@@ -268,34 +286,40 @@ def _grown(before: ObjectCounts, calls: int) -> Grown:
         if (more := number - before.numbers.get(key, 0)) >= least and number <= left:
             kinds[key] = more
             left -= number
-    containers = _longer(before.lengths, found, least)
+    containers = _longer(before, found, least)
     known = walk.kinds  # not the walk: in a closure it is among its own objects
     connections = sum(number for key, number in numbers.items() if known[key].name == "connections")
     native = {"sqlite3.Connection": _sqlite_bytes() // max(1, connections)}
     return Grown(containers, _Chains(walk, before, kinds, containers).found() if kinds else [], native)
 
 
-def _longer(before: dict[int, int], now: dict[int, tuple[int, Any]], least: int) -> list[tuple[int, int, Any]]:
+def _longer(before: ObjectCounts, now: dict[int, tuple[int, Any]], least: int) -> list[tuple[int, int, Any]]:
     """The containers that have more entries than before, by how many.
 
-    A new one that is as long as one that has gone took its place, as a list that each call makes anew does. Many new
-    ones of a type and a length are what is held.
+    A new one took the place of the longest of its type that has gone, as where each call makes a longer list anew. Many
+    new ones of a type and a length are what is held.
     """
-    more = [(length - before.get(key, length), length, one) for key, (length, one) in now.items()]
-    more = [each for each in more if each[0] >= least]
-    new = [(length, length, one) for key, (length, one) in now.items() if key not in before]
-    gone = sorted(length for key, length in before.items() if key not in now)
-    left: dict[int, list[tuple[int, int, Any]]] = {}
-    for each in sorted(new, key=lambda each: -each[0]):
-        if gone and gone[-1] >= _REPLACED * each[0]:
-            gone.pop()
-        elif each[0] >= least:
-            left.setdefault(id(type(each[-1])), []).append(each)
-    for same in left.values():  # the longest first
+    more, new = [], dict[int, list[tuple[int, Any]]]()
+    for key, (length, one) in now.items():
+        old = before.lengths.get(id(type(one)), {}).get(key)
+        if old is None:
+            new.setdefault(id(type(one)), []).append((length, one))
+        elif length - old >= least:
+            more.append((length - old, length, one))
+    for kind, ones in new.items():
+        ones.sort(key=lambda each: -each[0])  # the longest first
+        gone = sorted(length for key, length in before.lengths.get(kind, {}).items() if key not in now)
+        same = [(length - (gone.pop() if gone else 0), length, one) for length, one in ones]
+        same = [each for each in same if each[0] >= least]
         usual = 2 * same[len(same) // 2][0] if len(same) >= least else 0
         more += [each for each in same if each[0] > usual]
     more.sort(key=lambda each: -each[0])
     return more[:_CONTAINERS]
+
+
+def _is_namespace(one: Any) -> bool:
+    """Whether it is that of a module or class, which is not a part of what its variables hold."""
+    return type(one) is dict and ("__builtins__" in one or "__module__" in one)
 
 
 class _Chains:
@@ -310,7 +334,7 @@ class _Chains:
             for chunk, keys in walk
             if not kinds.keys().isdisjoint(keys)
             for one, key in zip(chunk, keys, strict=True)
-            if key in kinds
+            if key in kinds and not _is_namespace(one)
         }
         self._new = set(self._among)
         self._new.difference_update(before.ids)

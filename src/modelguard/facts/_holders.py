@@ -504,15 +504,16 @@ def _search(start: _Node, modules: dict[int, str], seen: set[int], end: float) -
 
 
 def _unlisted(child: Any) -> list[Any]:
-    """The dicts that refer to it and that the collector does not list, as nothing in them is listed."""
-    # No modules, as in _refers.
+    """The dicts and tuples that refer to it and that the collector does not list, as nothing in them is listed."""
+    # No modules, as in _refers; and of long lists there would be too much.
     listed = [one for one in gc.get_objects() if not _is(one, types.ModuleType)]
+    listed = [one for one in listed if type(one) is not list or len(one) < _SAMPLED]
     found: list[Any] = []
     for at in range(0, len(listed), 500):
         below = itertools.filterfalse(gc.is_tracked, gc.get_referents(*listed[at : at + 500]))
-        found += [one for one in below if type(one) is dict]
+        found += [one for one in below if _is(one, (dict, tuple))]
     for one in found:  # and in those
-        found += [each for each in one.values() if type(each) is dict]
+        found += [each for each in gc.get_referents(one) if _is(each, (dict, tuple))]
     return [one for one in found if _refers(one, child)]
 
 

@@ -286,8 +286,20 @@ def count(given):
 def keep_in_order(given):
     tables[given] = str(given) * 50
 
+latest = {}
+
+def link_dicts(given):
+    global latest
+    latest = {"given": str(given) * 50, "before": latest}
+
 class State:
     latest = {}
+
+def link_dicts_of_a_class(given):
+    State.latest = {"given": str(given) * 50, "before": State.latest}
+
+def copy_history(given):
+    chat.history = [*chat.history, str(given) * 50]
 
 classes, modules, functions = [], {}, []
 
@@ -392,6 +404,8 @@ def test_what_grows_is_named_with_its_way(app: types.ModuleType, function: str, 
         ("grow_tree", "held_app.tree", "held_app.Leaf"),
         ("wrap", "held_app.handler", "function"),
         ("chain_errors", "held_app.last_error", "ValueError"),
+        ("link_dicts", "held_app.latest", "dict"),
+        ("link_dicts_of_a_class", "held_app.State.latest", "dict"),
     ],
 )
 def test_a_chain_is_named_where_it_begins(app: types.ModuleType, function: str, path: str, kind: str) -> None:
@@ -506,9 +520,9 @@ def test_the_fix_goes_by_the_type_and_not_by_the_name(
 @pytest.mark.usefixtures("loop")
 def test_what_a_call_has_made_weighs_all_that_it_consists_of(app: types.ModuleType, function: str) -> None:
     """Classes, modules and functions too; and not the program to which they refer, nor what holds them."""
-    found = grown_by(app, function)[0]
-    assert 500 == found.more
-    assert 500 * 40 * 50 < found.size < 500 * 6000
+    found = grown_by(app, function, 2000)[0]
+    assert 2000 == found.more
+    assert 2000 * 40 * 50 < found.size < 2000 * 6000
 
 
 def test_the_program_weighs_nothing(app: types.ModuleType) -> None:
@@ -658,6 +672,48 @@ def test_a_list_that_is_made_anew_has_not_grown(app: types.ModuleType) -> None:
     for number in range(501):
         app.recent = [*app.recent[1:], str(number)]
     assert [] == [held for held in grown(before, 501) if held.path.startswith("held_app")]
+
+
+@pytest.mark.parametrize("kind", ["str", "bytes", "numpy.ndarray", "torch.Tensor"])
+@pytest.mark.parametrize("where", ["text", "nested[...]", "by_user[...][...]", "latest[...][...]", "chat.text"])
+def test_one_object_that_gets_longer_is_held_by_name(app: types.ModuleType, kind: str, where: str) -> None:
+    """Each call replaces it by a longer one: what counts is the difference."""
+
+    def set_length(length: int) -> None:
+        if kind in {"str", "bytes"}:
+            made: object = "x" * length if kind == "str" else bytes(length)
+        else:
+            module = pytest.importorskip(kind.partition(".")[0])
+            made = module.zeros(length // 4, dtype=module.float32).reshape(2, -1)
+        if where == "by_user[...][...]":
+            app.by_user["a"] = [made]
+        elif where == "nested[...]":
+            app.nested = {"a": made}
+        elif where == "latest[...][...]":
+            app.latest = (1, {"a": made})
+        else:
+            (app.chat if where == "chat.text" else app).text = made
+
+    set_length(400_000)
+    before = _census.moment()
+    for number in range(1, 11):
+        set_length(400_000 + number * 100_000)
+    found = grown(before, 10)
+    assert [(f"held_app.{where}", kind, "bytes")] == [(held.path, held.kind, held.of) for held in found]
+    assert 1_000_000 == pytest.approx(found[0].size, rel=0.01)
+    assert found[0].size == found[0].table
+
+
+def test_a_longer_copy_has_grown_by_the_difference(app: types.ModuleType) -> None:
+    """A list that each call makes anew, with one entry more."""
+    app.chat.history = first = ["a"] * 100
+    before = _census.moment()
+    for number in range(500):
+        app.copy_history(number)
+    assert first is not app.chat.history
+    del first
+    found = grown(before, 500)[0]
+    assert ("held_app.chat.history", 500) == (found.path, found.more)
 
 
 def test_views_weigh_what_they_show(app: types.ModuleType) -> None:
