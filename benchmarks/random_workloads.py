@@ -2,9 +2,9 @@
 
 A seed decides how requests arrive (at random, in bursts, steps, ramps, from closed clients, with callers who leave),
 what they cost (a fixed time, a time an item or a unit of weight, quadratic, bimodal, heavy tails, drifting, stalls,
-cheap first calls, runs that vary by chance), how long they may take (for ever, one deadline, two classes, exponential), how much of it comes (0.3
-to 10 times what the model can do), and how many are bad, have keys or priorities. Everything runs on a simulated clock,
-so a seed gives the same figures on every machine.
+cheap first calls, runs that vary by chance), how long they may take (for ever, one deadline, two classes,
+exponential), how much of it comes (0.3 to 10 times what the model can do), and how many are bad, have keys or
+priorities. Everything runs on a simulated clock, so a seed gives the same figures on every machine.
 
 * **Fixed policies**: batches of at most 1, 8 or ``max_size``, in the order of arrival with and without what has
   expired, and by deadline.
