@@ -52,6 +52,7 @@ class _Rate(NamedTuple):
     high: float
 
 
+_UNKNOWN = _Rate(0.0, -math.inf, math.inf)
 _Readings = Sequence[_Reading]
 
 
@@ -109,8 +110,8 @@ def judge(calls: Sequence[float], sizes: Sequence[float], *, least: float = LEAS
     return _Run(lows, total, least, usual).judged()
 
 
-def _undecided(reason: str, more: float) -> Judgement:
-    return Judgement("undecided", reason=reason, more=min(_MOST_MORE, max(1.5, more)))
+def _undecided(reason: str, more: float, whole: _Rate = _UNKNOWN, steps: tuple[Rise, ...] = ()) -> Judgement:
+    return Judgement("undecided", *whole, steps, reason, min(_MOST_MORE, max(1.5, more)))
 
 
 def _usual(readings: _Readings, least: float) -> tuple[float, float]:
@@ -127,11 +128,8 @@ def _beyond(readings: _Readings) -> list[float]:
 
 
 def _slopes(pairs: Iterable[tuple[_Reading, _Reading]]) -> list[float]:
-    return [
-        (after.size - before.size) / (after.calls - before.calls)
-        for before, after in pairs
-        if after.calls > before.calls
-    ]
+    apart = ((before, after) for before, after in pairs if after.calls > before.calls)
+    return [(after.size - before.size) / (after.calls - before.calls) for before, after in apart]
 
 
 def _without_peaks(readings: list[_Reading], limit: float) -> list[_Reading]:
@@ -181,28 +179,22 @@ class _Run:
         self.cuts = sorted(at + 1 for at in (first, second) if extra[at] > alone)
         ends = sorted({0, *self.cuts, *(readings.index(low) for low in falls), len(readings)})
         self.parts = [readings[begin:end] for begin, end in itertools.pairwise(ends)]
-        self.steps = tuple(
-            Rise(readings[at].calls, extra[at - 1])
-            for at in self.cuts
-            if extra[at - 1] > step and len(readings) - at >= _STAYS
-        )
+        steps = [at for at in self.cuts if extra[at - 1] > step and len(readings) - at >= _STAYS]
+        self.steps = tuple(Rise(readings[at].calls, extra[at - 1]) for at in steps)
 
     def judged(self) -> Judgement:
         whole = self.rate()
         if whole.high < self.least or any(self.is_flat_from(eighth) for eighth in (2, 3, 4, 5)):
             if len(self.steps) == _STEPS and self.readings[-1].calls - self.steps[-1].calls < _LONG * self.total:
-                return self.as_judgement(
-                    "undecided", whole, "memory rose in steps, which may be the first of more", 3.0
-                )
-            return self.as_judgement("steady", whole)
+                return _undecided("memory rose in steps, which may be the first of more", 3.0, whole, self.steps)
+            return Judgement("steady", *whole, self.steps)
         late = self.rate(4)
         beyond_noise = len(self.readings) < FEWEST or (late.low > 0 and late.middle > self.least)
         if whole.low <= 0 or whole.middle <= self.least or not beyond_noise:
             if self.returns_to_floor():
-                return self.as_judgement("steady", whole)
-            return self.as_judgement(
-                "undecided", whole, "what memory grows by cannot be told from its noise", self.more(whole)
-            )
+                return Judgement("steady", *whole, self.steps)
+            reason = "what memory grows by cannot be told from its noise"
+            return _undecided(reason, self.more(whole), whole, self.steps)
         return self.grows_or_levels_off(whole, late)
 
     def returns_to_floor(self) -> bool:
@@ -223,8 +215,8 @@ class _Run:
         goes_on = fourth.middle >= _PERSISTS * third.middle and late.middle >= _PERSISTS * early.middle
         constant = fourth.low > 0 and fourth.middle >= _CONSTANT * third.middle
         if goes_on or constant:
-            return self.as_judgement("grows", whole)
-        return self.as_judgement("undecided", whole, "memory grows less and less", 3.0)
+            return Judgement("grows", *whole, self.steps)
+        return _undecided("memory grows less and less", 3.0, whole, self.steps)
 
     def is_flat_from(self, eighth: int) -> bool:
         begin = self._at(eighth)
@@ -247,19 +239,12 @@ class _Run:
         width = whole.high - max(whole.low, 2 * whole.middle - whole.high)
         return (self.least + width) / max(whole.middle, self.least, 1.0)
 
-    def as_judgement(self, verdict: Verdict, whole: _Rate, reason: str = "", more: float = 1.0) -> Judgement:
-        if verdict == "undecided":
-            more = min(_MOST_MORE, max(1.5, more))
-        return Judgement(verdict, *whole, self.steps, reason, more)
-
 
 def _interval(slopes: Sequence[float], width: float) -> _Rate:
     """The median and its interval; without a bound where there are too few slopes for one."""
     count = len(slopes)
     if not count:
-        return _Rate(0.0, -math.inf, math.inf)
+        return _UNKNOWN
     low, high = math.floor((count - width) / 2), math.ceil((count + width) / 2)
-    bounded = low >= 0 and high < count
-    return _Rate(
-        statistics.median(slopes), slopes[low] if bounded else -math.inf, slopes[high] if bounded else math.inf
-    )
+    ends = (slopes[low], slopes[high]) if low >= 0 and high < count else (-math.inf, math.inf)
+    return _Rate(statistics.median(slopes), *ends)

@@ -156,11 +156,8 @@ def name(kind: type) -> str:
 MOST, _BRIEFLY = 5, 2.0
 #: What is said where the collector, which ignores what is frozen, finds none; CPython 3.12 freezes 375 by itself.
 _HIDDEN, FROZEN_AT_START = "itself, or an object that gc.freeze() hides from the garbage collector", 1000
-_SUSPENDED = (
-    (types.GeneratorType, "gi_code", "gi_frame"),
-    (types.CoroutineType, "cr_code", "cr_frame"),
-    (types.AsyncGeneratorType, "ag_code", "ag_frame"),
-)
+#: Types of suspended calls, and how the names of their attributes begin.
+_SUSPENDED = {types.GeneratorType: "gi", types.CoroutineType: "cr", types.AsyncGeneratorType: "ag"}
 
 
 def of_object(watch: weakref.ref[Any]) -> tuple[str, ...]:
@@ -198,9 +195,9 @@ def _call(referrer: Any) -> str:
     """What it is if it is a call that has ended or waits, or a method; empty if it is something else."""
     if _is(referrer, types.FrameType):  # the garbage collector does not track the frames of running calls
         return f"a traceback, through an ended call of {_line(referrer.f_code, referrer)}"
-    for kind, code, frame in _SUSPENDED:
+    for kind, its in _SUSPENDED.items():
         if _is(referrer, kind):
-            return f"a suspended call of {_line(getattr(referrer, code), getattr(referrer, frame))}"
+            return f"a suspended call of {_line(getattr(referrer, f'{its}_code'), getattr(referrer, f'{its}_frame'))}"
     return f"the bound method {referrer.__qualname__}" if _is(referrer, types.MethodType) else ""
 
 
@@ -597,7 +594,7 @@ def _root(parent: Any, node: _Node) -> str:
         return f"{what}{_dotted(_attribute(parent, node.one))}{_way(parent, node)}"
     if _is_cache(parent) and hasattr(parent, "__qualname__"):  # that of a connection of SQLite has none
         return f"the lru_cache of {getattr(parent, '__module__', '?')}.{parent.__qualname__}"
-    if _is(parent, (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)):
+    if _is(parent, tuple(_SUSPENDED)):
         return f"the suspended call {parent.__qualname__}{_way(parent, node)}"
     return ""
 

@@ -36,11 +36,8 @@ def cgroup_folders(root: Path, pid: int | None, controller: str) -> Iterator[tup
     cgroups = _paths(root, None if own else pid, controller)
     mounted = _proc.if_readable(_proc.mounts, root) or []
     for version, cgroup in cgroups.items():
-        mounts = [
-            (PurePosixPath(mount.root), root / mount.point.lstrip("/"))
-            for mount in mounted
-            if _holds(mount, version, controller)
-        ]
+        holding = (mount for mount in mounted if _holds(mount, version, controller))
+        mounts = [(PurePosixPath(mount.root), root / mount.point.lstrip("/")) for mount in holding]
         seen = [(folder, point) for top, point in mounts if (folder := _under(cgroup, top, point)) is not None]
         # In a container the path may be the host's ("/docker/123", "/../x"), while the mount shows the container's
         # own cgroup. For another process this guess could be wrong: it may run in another container.
