@@ -235,12 +235,11 @@ def _cut(cell: str, width: int) -> str:
 def rows(tree: TreeReport) -> list[tuple[str, ...]]:
     """The cells of each process; an unknown figure is a dash."""
     depths: dict[int, int] = {}
+    found = []
     for process in tree.processes:
-        depths[process.pid] = depths.get(process.parent, -1) + 1
-    return [
-        tuple(_cut(cell(process, "  " * depths[process.pid]), _WIDTH) for _, cell in _COLUMNS)
-        for process in tree.processes
-    ]
+        depth = depths[process.pid] = depths.get(process.parent, -1) + 1
+        found.append(tuple(_cut(cell(process, "  " * depth), _WIDTH) for _, cell in _COLUMNS))
+    return found
 
 
 def _size(count: int | None) -> str:

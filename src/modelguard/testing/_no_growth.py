@@ -134,11 +134,10 @@ def assert_no_growth(
     try:
         run(_take(feed, calls))
         with _only_new_objects() as older:
-            stretch = _drive(run, feed, calls, meters, older)
+            drive = functools.partial(_drive, run, feed, calls, meters, older)
+            stretch = drive(rounds=_ROUNDS)
             with suppress(_InputsEnd):
-                stretch = _decided(
-                    stretch, older, lambda rounds: _drive(run, feed, calls, meters, older, rounds=rounds)
-                )
+                stretch = _decided(stretch, older, drive)
             if stretch.growing:
                 grew = [f"{cache} grows; this may be all" for cache in stretch.filling]
                 grew += _what_grew(lambda: run(list(islice(feed, calls))), calls)
@@ -203,9 +202,7 @@ class _Stretch(NamedTuple):
         return not self.filling if self.growing else all(found.verdict == "steady" for _, found in self.judged)
 
 
-def _drive(
-    run: _Run, feed: Iterator[Any], calls: int, meters: list[_Meter], older: _Older, *, rounds: int = _ROUNDS
-) -> _Stretch:
+def _drive(run: _Run, feed: Iterator[Any], calls: int, meters: list[_Meter], older: _Older, *, rounds: int) -> _Stretch:
     caches = bounded_caches([*older.caches, *gc.get_objects()])
     made = range(0, (rounds + 1) * calls, calls)
     readings = [array("q", bytes(8 * len(made))) for _ in meters]  # made at once: what is kept would be growth
@@ -223,7 +220,7 @@ def _drive(
     return _Stretch(made[-1], judged, filling)
 
 
-def _decided(stretch: _Stretch, older: _Older, drive: Callable[[int], _Stretch]) -> _Stretch:
+def _decided(stretch: _Stretch, older: _Older, drive: Callable[..., _Stretch]) -> _Stretch:
     """The stretch that tells growth from noise, and a leak from what fills up; the last one if none does.
 
     Growth has to be there in two of them: the first may be the rise of a sawtooth.
@@ -238,7 +235,7 @@ def _decided(stretch: _Stretch, older: _Older, drive: Callable[[int], _Stretch])
             break
         if grew and not stretch.filling:
             older.thaw()  # it may be what new objects have replaced
-        stretch = drive(length)
+        stretch = drive(rounds=length)
     return stretch
 
 
