@@ -127,9 +127,8 @@ class _Walk:
         while spaces:
             inside = list(itertools.filterfalse(gc.is_tracked, gc.get_referents(*spaces[:_LISTED])))
             yield from self._not_small(inside, self._learned(inside))
-            spaces = spaces[_LISTED:] + [
-                one for one in inside if issubclass(type(one), (dict, tuple)) and _is_short(one)
-            ]
+            further = [one for one in inside if issubclass(type(one), (dict, tuple)) and _is_short(one)]
+            spaces = spaces[_LISTED:] + further
 
     def _not_small(self, objects: list[Any], keys: list[int]) -> Iterator[tuple[Any, int]]:
         for one, key in zip(objects, keys, strict=True):
@@ -317,11 +316,6 @@ def _longer(before: ObjectCounts, now: dict[int, tuple[int, Any]], least: int) -
     return more[:_CONTAINERS]
 
 
-def _is_namespace(one: Any) -> bool:
-    """Whether it is that of a module or class, which is not a part of what its variables hold."""
-    return type(one) is dict and ("__builtins__" in one or "__module__" in one)
-
-
 class _Chains:
     """Objects of types of which there are more: which of them refer to each other, and to which others do."""
 
@@ -334,7 +328,8 @@ class _Chains:
             for chunk, keys in walk
             if not kinds.keys().isdisjoint(keys)
             for one, key in zip(chunk, keys, strict=True)
-            if key in kinds and not _is_namespace(one)
+            # The namespace of a module or class is not a part of what its variables hold.
+            if key in kinds and not (type(one) is dict and ("__builtins__" in one or "__module__" in one))
         }
         self._new = set(self._among)
         self._new.difference_update(before.ids)

@@ -208,16 +208,14 @@ def _kept(calls: int, records: Iterable[_Record], tool: str) -> dict[str, Any]:
             large[line] += size
     calls = max(1, calls)
     often = {line for line, count in blocks.items() if count >= _OFTEN * calls}
-    traced, outside = (
-        {
-            line: size / calls * (line in often)
-            for line, size in sizes.most_common(_MOST)
-            if line in often or size > _RESIZED
-        }
-        for sizes in (python, native)
-    )
+
+    def per_call(sizes: Counter[str]) -> dict[str, float]:
+        named = ((line, size) for line, size in sizes.most_common(_MOST) if line in often or size > _RESIZED)
+        return {line: size / calls * (line in often) for line, size in named}
+
     of_malloc = sum(size for line, size in large.items() if line in often) / calls
-    return {"traced": traced, "native": outside, "large": of_malloc, "traced_calls": calls, "traced_by": tool}
+    found = {"traced": per_call(python), "native": per_call(native), "large": of_malloc}
+    return found | {"traced_calls": calls, "traced_by": tool}
 
 
 def _by_tracemalloc(run: Callable[[], int]) -> tuple[int, list[_Record]]:
@@ -266,11 +264,9 @@ def compiled(pid: int | None = None) -> int:
 
 def compiled_in(mappings: Iterable[MemoryMapping]) -> int:
     """The same in these mappings: executable memory without a file. Address space that was only reserved is none."""
-    return sum(
-        mapping.sizes.get("Private_Dirty", 0) + mapping.sizes.get("Shared_Dirty", 0)
-        for mapping in mappings
-        if "x" in mapping.access and not mapping.is_file and not mapping.name.startswith("[v")  # [vdso], [vsyscall]
-    )
+    code = (each for each in mappings if "x" in each.access and not each.is_file)
+    sizes = (each.sizes for each in code if not each.name.startswith("[v"))  # [vdso], [vsyscall]
+    return sum(each.get("Private_Dirty", 0) + each.get("Shared_Dirty", 0) for each in sizes)
 
 
 # What a process shows of its memory from outside, Python or not.

@@ -308,29 +308,22 @@ def candidates(
     """The remedies to try, and those that cannot be tried, with the reason."""
     guarded, replaced = measured.guarded or config["load"], f"guard(load, reload_on=Uses({uses:_}))"
     no_guard = "the function has no guard; --load MODULE:FUNCTION names what makes its model, which it takes first"
+    no_zones = "" if measured.zones else "no spaCy pipeline with memory zones was found"
     zoned = "from modelguard.adapters.spacy import IndexGrowth, zoned"
+    in_zones = (zoned, '@zoned(guard(load, reload_on=IndexGrowth("16 MB")))')
     padded = ", ".join(f'"{name}"' for name in config["bucketed"])
+    no_padding = "" if padded else "--bucketed NAME declares a parameter that may be padded"
+    buckets = ("from modelguard.adapters.torch import bucketed", f"@bucketed({padded}, cut=None)")
+    no_import = "" if measured.importable else "a worker process cannot import the function by its name"
     isolated: tuple[str, ...] = ("@isolate()  # above the guard's decorator", replaced)
     isolated = isolated if guarded else (f"@isolate(recycle_on=Uses({uses:_}))",)
     # Each with what it lacks, if that is not there, and what to write.
     in_process: dict[Kind, tuple[str, str, tuple[str, ...]]] = {
         "trim": ("trim_every", "", ("from modelguard import memory", f'memory.trim_every("{_TRIM}")')),
-        "zones": (
-            "zoned",
-            "" if measured.zones else "no spaCy pipeline with memory zones was found",
-            (zoned, '@zoned(guard(load, reload_on=IndexGrowth("16 MB")))'),
-        ),
-        "bucketed": (
-            "bucketed",
-            "" if padded else "--bucketed NAME declares a parameter that may be padded",
-            ("from modelguard.adapters.torch import bucketed", f"@bucketed({padded}, cut=None)"),
-        ),
+        "zones": ("zoned", no_zones, in_zones),
+        "bucketed": ("bucketed", no_padding, buckets),
         "reload": ("reload_on", "" if guarded else no_guard, ("from modelguard import Uses, guard", replaced)),
-        "isolate": (
-            "isolate",
-            "" if measured.importable else "a worker process cannot import the function by its name",
-            ("from modelguard import Uses, isolate", *isolated),
-        ),
+        "isolate": ("isolate", no_import, ("from modelguard import Uses, isolate", *isolated)),
     }
     main = [cause for cause in causes if cause.share >= _MAIN] or causes[:1]
     found: list[Candidate] = []
@@ -350,20 +343,16 @@ def candidates(
 def _variables(kind: Kind, environ: Mapping[str, str]) -> Iterator[Candidate]:
     """Remedies that are nothing but variables; none where the environment has them already."""
     allocators: list[Any] = []
-    pairs: list[tuple[str | None, Any]]
     if _allocator.detect().how != "preloaded" and "LD_PRELOAD" not in environ:
         allocators = list(dict.fromkeys(file.kind for file in _allocator_files.find(None, environ=os.environ)))
-    if kind == "allocators":
-        pairs = [(None, allocator) for allocator in allocators]
-    else:  # caps bound what oneDNN holds, and glibc keeps the holes between
-        also = allocators[:1] if kind == "torch-cpu-dynamic" else []
-        pairs = [(kind, allocator) for allocator in ("none", *also)]
-    for preset, allocator in pairs:
-        options = [] if preset is None else ["--preset", preset]
+    preset = None if kind == "allocators" else _presets.get(kind)
+    if preset is not None:  # caps bound what oneDNN holds, and glibc keeps the holes between
+        allocators = ["none", *(allocators[:1] if kind == "torch-cpu-dynamic" else [])]
+    for allocator in allocators:
+        options = [] if preset is None else ["--preset", kind]
         options += [] if allocator == "none" else ["--allocator", allocator]
-        chosen = None if preset is None else _presets.get(preset)
         with suppress(ModelGuardError):
-            plan = _launcher.plan(command(), preset=chosen, allocator=allocator, environ=dict(environ))
+            plan = _launcher.plan(command(), preset=preset, allocator=allocator, environ=dict(environ))
             if plan.added:
                 line = f"modelguard run {' '.join(options)} -- COMMAND"
                 yield Candidate(" + ".join(options[1::2]), "variables", (line,), environ=plan.environ)

@@ -299,11 +299,9 @@ def _larger_pool(facts: Facts, variable: Variable) -> tuple[str, int] | None:
 def _above_cap(facts: Facts, cap: Variable) -> list[str]:
     entries = _knobs.capacity(cap.name, cap.value)
     allowed = math.inf if entries is None or entries < 0 else entries * _PER_ENTRY + _OTHER_CODE
-    return [
-        f"{_sets(cap)}, but process {process.pid} has written {_code(process)}, more than this cap allows"
-        for process in facts.processes
-        if process.torch and process.compiled > allowed
-    ]
+    above = (process for process in facts.processes if process.torch and process.compiled > allowed)
+    start, end = f"{_sets(cap)}, but process", "more than this cap allows"
+    return [f"{start} {process.pid} has written {_code(process)}, {end}" for process in above]
 
 
 @check("MG203 torch keeps compiled code for many input shapes, without caps")
@@ -608,6 +606,5 @@ def _gil_switched_on(facts: Facts) -> Evidence | None:
     names = ", ".join(found.said.gil_for or ())
     seen = f"process {found.pid} is free-threaded, and has switched the GIL on to load {names or 'an extension'}"
     what = names or "the extension that Python's RuntimeWarning names at its import"
-    return Evidence(
-        [seen], f"Use a release of {what} that supports Python without the GIL, or the ordinary build of Python."
-    )
+    fix = f"Use a release of {what} that supports Python without the GIL, or the ordinary build of Python."
+    return Evidence([seen], fix)

@@ -201,21 +201,9 @@ class Facts:
 #: oneDNN also reads its capacity under an older name.
 ONEDNN = (_knobs.ONEDNN, "DNNL_PRIMITIVE_CACHE_CAPACITY")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-KNOWN = frozenset(
-    {
-        *THREAD_VARIABLES,
-        *ONEDNN,
-        _knobs.IDEEP,
-        *_knobs.GLIBC,
-        "GLIBC_TUNABLES",
-        "LD_PRELOAD",
-        "MALLOC_CONF",
-        "PROMETHEUS_MULTIPROC_DIR",
-        "PYTHONDEVMODE",
-        "PYTHONMALLOC",
-        "PYTHON_PYMALLOC_HUGEPAGES",
-    }
-)
+_OF_ALLOCATORS = ("GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_CONF", *_knobs.GLIBC)
+_OF_PYTHON = ("PROMETHEUS_MULTIPROC_DIR", "PYTHONDEVMODE", "PYTHONMALLOC", "PYTHON_PYMALLOC_HUGEPAGES")
+KNOWN = frozenset({*THREAD_VARIABLES, *ONEDNN, _knobs.IDEEP, *_OF_ALLOCATORS, *_OF_PYTHON})
 
 #: What is read of each family of variables that decide on memory and threads, behind the family's first word. A name
 #: that is close to one of them, and is none of them, is misspelt.

@@ -65,10 +65,8 @@ class Session:
         return [pid for pid in self.pids() if (self.folder / f"{pid}.ready").exists()]
 
     def listening(self) -> set[int | str]:
-        found: set[int | str] = set()
-        for pid in self.pids():
-            found |= _proc.if_readable(_proc.listening, pid) or set()
-        return {at for at in found if isinstance(at, int) or at.startswith("/")}
+        listened = (_proc.if_readable(_proc.listening, pid) or () for pid in self.pids())
+        return {at for found in listened for at in found if isinstance(at, int) or at.startswith("/")}
 
     def wait(self, patience: float) -> float | None:
         """Wait until it serves: it listens, and has finished loading."""
@@ -92,9 +90,8 @@ class Session:
     def _has_loaded(self) -> bool:
         """Whether all of gunicorn's workers have loaded the app: they may be idle while they load."""
         answers = self.answers().values()
-        wanted = [
-            answer["server"]["workers"] for answer in answers if answer.get("server", {}).get("kind") == "gunicorn"
-        ]
+        servers = (answer.get("server", {}) for answer in answers)
+        wanted = [server["workers"] for server in servers if server.get("kind") == "gunicorn"]
         return sum(answer.get("booted") is True for answer in answers) >= max(wanted, default=0)
 
     def killed(self) -> int:
@@ -120,8 +117,7 @@ class Session:
         files = {pid: self.folder / f"{pid}.json" for pid in self.probed()}
         deadline, again = time.monotonic() + ANSWER, -math.inf
         while time.monotonic() < deadline:
-            alive = {*self.pids()}
-            silent = [pid for pid, file in files.items() if pid in alive and not file.exists()]
+            silent = [pid for pid in self.pids() if pid in files and not files[pid].exists()]
             if not silent:
                 break
             if time.monotonic() >= again:
@@ -157,9 +153,8 @@ class Session:
         if not found:
             return ""
         name, message = found[-1]
-        return f"; its last error is {name}" + (
-            f": {_redact.redact(message, self._environ)}" if name in _HARMLESS else ""
-        )
+        told = f": {_redact.redact(message, self._environ)}" if name in _HARMLESS else ""
+        return f"; its last error is {name}{told}"
 
 
 @contextmanager

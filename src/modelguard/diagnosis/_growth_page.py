@@ -74,11 +74,6 @@ def mega(spread: Spread) -> str:
     return times(Spread(*(value / 1e6 for value in spread)), "")
 
 
-def left(one: Trial) -> str:
-    """What is left of the growth, in MB per 1,000 calls."""
-    return "undecided" if one.undecided else mega(one.growth)
-
-
 def times(spread: Spread, unit: str = "x") -> str:
     """A multiple: the median, and the lowest and the highest."""
     median, low, high = (f"{value:.2f}" for value in spread)
@@ -99,7 +94,7 @@ def _rows(trials: Trials) -> list[tuple[str, ...]]:
     return [
         (
             f"{one.name}{' *' if one.front else ''}",
-            left(one),
+            "undecided" if one.undecided else mega(one.growth),
             f"{times(one.cpu)} {milliseconds(one.cpu_seconds)}",
             f"{times(one.p99)} {milliseconds(one.p99_seconds)}",
             format_bytes(one.held),

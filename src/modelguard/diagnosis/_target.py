@@ -204,9 +204,8 @@ class Target:
 
 def _described(error: BaseException, here: Path) -> str:
     """The type of an error and where it came from. Its message may hold personal data, and is not told."""
-    own = [
-        each for each in traceback.extract_tb(error.__traceback__) if not Path(each.filename).is_relative_to(_PACKAGE)
-    ]
+    every = traceback.extract_tb(error.__traceback__)
+    own = [each for each in every if not Path(each.filename).is_relative_to(_PACKAGE)]
     near = [each for each in own if Path(each.filename).is_relative_to(here) and "site-packages" not in each.filename]
     if not own:
         return type(error).__name__
@@ -271,19 +270,15 @@ def inputs(config: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[
     if config["generate"]:
         return (_as_arguments(each) for each in load(config["generate"])())
     given = [_as_arguments(each) for each in config["inputs"] or [()]]
-    for number, each in enumerate(given, start=1):
-        which = f"input {number}: " if config["inputs"] else "neither --inputs nor --generate is given: "
-        _require_fit(function, each, which)
-    return itertools.cycle(given)
-
-
-def _require_fit(function: Callable[..., Any], given: Arguments, which: str) -> None:
     with suppress(ValueError):  # functions of C have no signature
         signature = inspect.signature(function)
-        try:
-            signature.bind(*given[0], **given[1])
-        except TypeError as error:
-            raise TypeError(f"{which}{error}") from None
+        for number, (positional, named) in enumerate(given, start=1):
+            try:
+                signature.bind(*positional, **named)
+            except TypeError as error:
+                which = f"input {number}" if config["inputs"] else "neither --inputs nor --generate is given"
+                raise TypeError(f"{which}: {error}") from None
+    return itertools.cycle(given)
 
 
 def _as_arguments(given: Any) -> Arguments:
