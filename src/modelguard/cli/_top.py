@@ -309,9 +309,8 @@ def _by_process(head: str, pairs: Iterable[tuple[str, int]]) -> list[str]:
 
 def _unused_imports(tree: TreeReport) -> list[str]:
     """What the owners of isolated functions may have imported for nothing."""
-    molds = {
-        one.pid: one.parent for one in tree.processes if process_name(one.command).startswith(("isolated ", "broker "))
-    }
+    names = "isolated ", "broker "
+    molds = {one.pid: one.parent for one in tree.processes if process_name(one.command).startswith(names)}
     return [
         f"Process {one.pid} holds {format_bytes(one.private)} of its own, with {', '.join(one.libraries)}; the models "
         "of its isolated functions are in others. Unless it uses these libraries itself, name the functions instead of "

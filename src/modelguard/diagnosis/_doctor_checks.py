@@ -311,11 +311,8 @@ def _no_caps(facts: Facts) -> Evidence | None:
     if facts.named(*ONEDNN, _IDEEP) or not grown:
         return None
     seen = [f"process {process.pid} runs torch and has written {_code(process)}" for process in grown]
-    seen += [
-        f"process {process.pid} has grown by {format_bytes(process.grown)} during the requests"
-        for process in grown
-        if process.grown
-    ]
+    sizes = ((process.pid, format_bytes(process.grown)) for process in grown if process.grown)
+    seen += [f"process {pid} has grown by {size} during the requests" for pid, size in sizes]
     seen.append(f"neither {ONEDNN[0]} nor {_IDEEP} is set")
     return Evidence(seen, f"Start it with: {_PRESET}", remedy=Remedy(run=("--preset", "torch-cpu-dynamic")))
 

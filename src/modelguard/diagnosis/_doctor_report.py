@@ -140,14 +140,9 @@ def examine(facts: Facts, checks: Iterable[Check] = CHECKS, *, ignore: Iterable[
     run = tuple(check for check in known if check.number not in ignored)
     findings = [finding for check in run if (finding := check(facts)) is not None]
     findings.sort(key=lambda finding: (finding.level != "fault", finding.number))
-    return DoctorReport(
-        printable(facts.subject),
-        tuple(findings),
-        tuple(map(printable, facts.unknown)),
-        len(run),
-        printable(one_line(findings, facts.words, facts.server.kind)),
-        facts.served,
-    )
+    unknown = tuple(map(printable, facts.unknown))
+    fix = printable(one_line(findings, facts.words, facts.server.kind))
+    return DoctorReport(printable(facts.subject), tuple(findings), unknown, len(run), fix, facts.served)
 
 
 def as_json(report: DoctorReport) -> str:
@@ -180,9 +175,8 @@ def _lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
         yield "fix", f"All fixes that the command can contain: {report.fix}"
     yield "detail", ""
     faults, notes = len(report.faults), len(report.findings) - len(report.faults)
-    counted = [
-        f"{number or 'no'} {word}{'' if number == 1 else 's'}" for number, word in ((faults, "fault"), (notes, "note"))
-    ]
+    numbers = ((faults, "fault"), (notes, "note"))
+    counted = [f"{number or 'no'} {word}{'' if number == 1 else 's'}" for number, word in numbers]
     unserved = "" if report.served else " It did not serve, so most of it could not be seen."
     yield "verdict", f"{' and '.join(counted)} by {report.checks} checks.{unserved}"
 

@@ -274,13 +274,8 @@ class _Readings:
         self.calls.append(self._target.calls)
         self._counts.read(self._target.calls)
         self.private.append(_memory.private(fresh=True) + self.workers[-1])
-        self._say(
-            phase="drive",
-            calls=self.calls[-1],
-            private=self.private[-1],
-            first=self.private[0],
-            judged_from=self.judged_from,
-        )
+        now = {"calls": self.calls[-1], "private": self.private[-1], "first": self.private[0]}
+        self._say(phase="drive", judged_from=self.judged_from, **now)
 
 
 def _calls_for(size: int, calls: int, grown: int) -> int:
@@ -427,17 +422,10 @@ def _try(config: dict[str, Any], say: Say, patience: Patience) -> None:
         calls.append(target.calls)
         private.append(_private())
     seconds = sorted(target.seconds)
-    say(
-        calls=target.calls,
-        readings=[calls, private],
-        cpu=(_cpu() - cpu) / max(1, target.calls),
-        p99=seconds[int(0.99 * (len(seconds) - 1))] if seconds else 0.0,
-        held=private[-1],
-        failures=target.failures,
-        errors=list(target.errors)[:3],
-        whole=len(calls) > _STEPS,
-        done=True,
-    )
+    p99 = seconds[int(0.99 * (len(seconds) - 1))] if seconds else 0.0
+    made = {"calls": target.calls, "failures": target.failures, "errors": list(target.errors)[:3]}
+    costs = {"cpu": (_cpu() - cpu) / max(1, target.calls), "p99": p99, "held": private[-1]}
+    say(readings=[calls, private], **made, **costs, whole=len(calls) > _STEPS, done=True)
 
 
 def _settle(function: Any, until: float) -> None:

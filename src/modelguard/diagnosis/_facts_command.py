@@ -262,7 +262,7 @@ def facts_of_command(
         began = time.monotonic()
         took = session.wait(patience)
         waited = time.monotonic() - began
-        before = {pid: _memory.private_of(pid) for pid in session.pids()}
+        before = {pid: _memory.private_of(pid) for pid in session.pids() if request is not None}
         failed = drive(request, count, session.listening()) if request is not None else []
         session.require_running()
         answers = session.answers()
@@ -274,14 +274,11 @@ def facts_of_command(
         seen.append(f"{not_served}, so it was examined as it was then")
     if failed:
         seen.append(f"{len(failed)} of {count} requests failed, the last with {failed[-1]}")
-    processes = [
-        replace(each, grown=each.private - before[each.pid]) if request is not None and each.pid in before else each
-        for each in facts.processes
-    ]
+    grown = {each.pid: each.private - before[each.pid] for each in facts.processes if each.pid in before}
     return replace(
         facts,
         machine=replace(facts.machine, strain=strain),
-        processes=tuple(processes),
+        processes=tuple(replace(each, grown=grown.get(each.pid)) for each in facts.processes),
         unknown=(*seen, *_unknown(answers, facts), *facts.unknown),
         words=tuple(_redact.redacted_words(words, environ)),
         served=took is not None,

@@ -334,10 +334,8 @@ class GrowthReport:
 
 
 def notes_on(judged: Judgement, per: Unit = "calls") -> list[str]:
-    notes = [
-        f"memory rose by {format_bytes(round(step.size))} in one step, after {counted(step.calls, per)}"
-        for step in judged.steps
-    ]
+    steps = ((format_bytes(round(step.size)), counted(step.calls, per)) for step in judged.steps)
+    notes = [f"memory rose by {size} in one step, after {calls}" for size, calls in steps]
     if judged.verdict == "steady" and judged.low > _SLIGHT and judged.growth < LEAST:
         rose, run = format_bytes(round(judged.growth)), "as many calls" if per == "calls" else "as long"
         notes.append(f"memory rose evenly, by {rose}, which is too little to count; three times {run} would tell")
@@ -405,14 +403,11 @@ def attribute(measured: Measured) -> tuple[tuple[Cause, ...], float]:
         if share >= _LEAST_SHARE:
             found.setdefault(name, []).append((share, seen))
             rest = round(rest - share, 2)
-    for same in found.values():
+    causes = []
+    for name, same in sorted(found.items(), key=lambda named: -max(share for share, _ in named[1])):
         same.sort(key=lambda each: -each[0])
-    causes = [
-        Cause(
-            name, round(sum(share for share, _ in same), 2), "; ".join(seen for _, seen in same), _fix(name, measured)
-        )
-        for name, same in sorted(found.items(), key=lambda named: -named[1][0][0])
-    ]
+        share = round(sum(each for each, _ in same), 2)
+        causes.append(Cause(name, share, "; ".join(seen for _, seen in same), _fix(name, measured)))
     return tuple(causes), rest
 
 

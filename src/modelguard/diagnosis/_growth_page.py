@@ -91,17 +91,13 @@ _COLUMNS = ("remedy", "MB per 1,000 calls", "CPU time per call", "p99", "held at
 
 def _rows(trials: Trials) -> list[tuple[str, ...]]:
     """The cells of each remedy, of doing nothing first; no row if nothing could be tried."""
-    return [
-        (
-            f"{one.name}{' *' if one.front else ''}",
-            "undecided" if one.undecided else mega(one.growth),
-            f"{times(one.cpu)} {milliseconds(one.cpu_seconds)}",
-            f"{times(one.p99)} {milliseconds(one.p99_seconds)}",
-            format_bytes(one.held),
-            str(one.rounds),
-        )
-        for one in ((trials.nothing, *trials.tried) if trials.nothing is not None else ())
-    ]
+    found: list[tuple[str, ...]] = []
+    for one in (trials.nothing, *trials.tried) if trials.nothing is not None else ():
+        name, growth = f"{one.name}{' *' if one.front else ''}", "undecided" if one.undecided else mega(one.growth)
+        cpu = f"{times(one.cpu)} {milliseconds(one.cpu_seconds)}"
+        p99 = f"{times(one.p99)} {milliseconds(one.p99_seconds)}"
+        found.append((name, growth, cpu, p99, format_bytes(one.held), str(one.rounds)))
+    return found
 
 
 def _told(trials: Trials) -> Iterator[str]:
@@ -244,15 +240,13 @@ def as_html(report: GrowthReport) -> str:
     """Write a report as one page without any other file."""
     subject, measured = words(report.subject), report.measured
     about = "".join(f"<dt>{words(name)}</dt><dd>{words(value)}</dd>" for name, value in report.about.items())
+    growing = (f"{each.told(measured.per)}: {each.seen}. {each.fix}" for each in measured.growing)
+    drawn = (one for one in measured.held if one.about or one.size >= _SEEN * measured.growth)
     sections = {
         "Causes": _causes(report),
-        "More with the calls": _list(
-            f"{each.told(measured.per)}: {each.seen}. {each.fix}" for each in measured.growing
-        ),
+        "More with the calls": _list(growing),
         "Notes": _list((*report.seen, *report.unknown)),
-        "What holds it": "".join(
-            _chain(one) for one in measured.held if one.about or one.size >= _SEEN * measured.growth
-        ),
+        "What holds it": "".join(map(_chain, drawn)),
         "Remedies": "" if report.trials is None else _remedies(report.trials),
         "This run": f"<dl>{about}</dl>" if about else "",
     }
@@ -267,15 +261,10 @@ def as_html(report: GrowthReport) -> str:
 
 
 def _causes(report: GrowthReport) -> str:
-    rows = [
-        (
-            words(one.name),
-            f'{one.share:.0%}<div class="bar" style="width:{one.share:.0%}"></div>',
-            words(one.seen),
-            words(one.fix),
-        )
-        for one in report.causes
-    ]
+    rows = []
+    for one in report.causes:
+        share = f'{one.share:.0%}<div class="bar" style="width:{one.share:.0%}"></div>'
+        rows.append((words(one.name), share, words(one.seen), words(one.fix)))
     table = _table("causes", ("cause", "share", "seen", "fix"), rows)
     return f"{table}<p>{report.unexplained:.0%} is unexplained.</p>" if rows else ""
 

@@ -198,17 +198,12 @@ def _guards() -> dict[str, Any]:
     module = sys.modules.get("modelguard.lifecycle.guard")
     prepared = sys.modules.get("modelguard.sharing._prefork")
     shares = prepared is not None and prepared.current() is not None
-    return {
-        "guards": [
-            {
-                "name": guard.name,
-                "unshared": guard.prefork and not shares,
-                "policy": None if guard.reload_on is None else repr(guard.reload_on),
-                "load_seconds": guard.status().load_seconds,
-            }
-            for guard in (module.guards if module is not None else ())
-        ]
-    }
+    found = []
+    for guard in module.guards if module is not None else ():
+        policy = None if guard.reload_on is None else repr(guard.reload_on)
+        told = {"name": guard.name, "unshared": guard.prefork and not shares, "policy": policy}
+        found.append({**told, "load_seconds": guard.status().load_seconds})
+    return {"guards": found}
 
 
 def _server() -> dict[str, Any]:
@@ -242,11 +237,9 @@ def _module(owner: object) -> str:
 
 
 def _gunicorn(arbiter: Any) -> dict[str, Any]:
-    found = {"kind": "gunicorn", **_settings(arbiter.cfg, _GUNICORN)}
-    found["workers"] = arbiter.num_workers
     classes = getattr(sys.modules.get("gunicorn.workers"), "SUPPORTED_WORKERS", {})
-    found["asgi_worker"] = "asgi" if "asgi" in classes else ""
-    return found
+    known = {"workers": arbiter.num_workers, "asgi_worker": "asgi" if "asgi" in classes else ""}
+    return {"kind": "gunicorn", **_settings(arbiter.cfg, _GUNICORN), **known}
 
 
 def _settings(holder: Any, names: dict[str, str]) -> dict[str, Any]:

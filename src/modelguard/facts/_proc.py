@@ -290,10 +290,8 @@ def children(pid: int, root: Path = ROOT) -> list[ProcessStat]:
 
 
 def is_fork(process: ProcessStat, others: Iterable[ProcessStat]) -> bool:
-    return process.layout.known and any(
-        other.layout == process.layout and (other.started, other.pid) < (process.started, process.pid)
-        for other in others
-    )
+    alike = (other for other in others if other.layout == process.layout)
+    return process.layout.known and any((each.started, each.pid) < (process.started, process.pid) for each in alike)
 
 
 def owner(pid: int, root: Path = ROOT) -> int:

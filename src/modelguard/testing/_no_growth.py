@@ -328,11 +328,8 @@ def _what_grew(run: Callable[[], None], calls: int) -> list[str]:
         return calls
 
     kept = kept_by_line(run_again)
-    lines = {
-        line: size
-        for line, size in (kept["traced"] | kept["native"]).items()
-        if not (0 < size < 1 or line.startswith(__file__))
-    }
+    every = (kept["traced"] | kept["native"]).items()
+    lines = {line: size for line, size in every if not (0 < size < 1 or line.startswith(__file__))}
     found = [f"objects: {_growth_causes.kinds(types)}"] if types else []
     found += [f"allocated at {_growth_causes.places(lines)}"] if lines else []
     return found or ["neither Python's objects nor its allocations: memory of a native library"]
@@ -342,17 +339,12 @@ def _message(fn: Callable[..., object], stretch: _Stretch, grew: list[str]) -> s
     name = getattr(fn, "__qualname__", None) or repr(fn)
     calls = stretch.calls
     worst, found = next((one for one in stretch.growing if one[0].name == _MALLOC), stretch.growing[0])
-    return "\n".join(
-        [
-            f"{name}() grows with its calls, by {worst.told(found.growth / calls)} each; in {calls:,} calls:",
-            *(
-                f"  {meter.name}: +{meter.told(found.growth)} ({meter.told(found.low)} to {meter.told(found.high)})"
-                for meter, found in stretch.growing
-            ),
-            f"what grew in {calls // _ROUNDS:,} more calls:",
-            *(f"  {line}" for line in grew),
-        ]
-    )
+    lines = [f"{name}() grows with its calls, by {worst.told(found.growth / calls)} each; in {calls:,} calls:"]
+    for meter, found in stretch.growing:
+        growth, low, high = map(meter.told, (found.growth, found.low, found.high))
+        lines.append(f"  {meter.name}: +{growth} ({low} to {high})")
+    lines.append(f"what grew in {calls // _ROUNDS:,} more calls:")
+    return "\n".join([*lines, *(f"  {line}" for line in grew)])
 
 
 # The marker ``modelguard_memory``: the check of its argument, and its memory reading.
