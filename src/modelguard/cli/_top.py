@@ -283,9 +283,8 @@ def summary(tree: TreeReport) -> str:
         f"{who} {format_bytes(tree.pss)}: {copies}.",
         f"Private: {format_bytes(tree.uss)}. RSS adds up to {format_bytes(tree.rss)}: it counts shared pages N times.",
     ]
-    versions = (
-        (f"{guard} is version {one.versions[guard]}", one.pid) for one in tree.processes for guard in one.versions
-    )
+    guards = ((one, guard) for one in tree.processes for guard in one.versions)
+    versions = ((f"{guard} is version {one.versions[guard]}", one.pid) for one, guard in guards)
     paused = ((guard, one.pid) for one in tree.processes for guard in one.paused)
     # During a rollout a model has several versions. Where a guard is paused, policies start nothing.
     found = [*_by_process("Models", versions), *_by_process("Paused", paused), *_unused_imports(tree)]

@@ -397,7 +397,7 @@ def try_remedies(
     uses = max(1, calls // _REPLACED)
     found, left_out = candidates(causes, measured, config, environ, uses)
     given = {**config, "calls": calls, "warm": int(_WARM * calls), "uses": uses, "trim_every": _TRIM}
-    nothing, interrupted = Candidate("nothing", "variables"), False
+    nothing, interrupted = Candidate("nothing", "variables"), list[str]()
 
     def run(number: int, candidate: Candidate, limit: float | None = None) -> Said:
         progress({"phase": f"round {number + 1} of {_ROUNDS}: {candidate.name}"})
@@ -416,14 +416,13 @@ def try_remedies(
             if not order or late or not _one_round(partial(run, number), nothing, order, clock):
                 break
     except KeyboardInterrupt:
-        interrupted = True
+        interrupted.append("the other rounds: they were interrupted")
     if not nothing.rounds:
         return None if not left_out or found else Trials(calls, None, left_out=tuple(left_out))
     base, tried = nothing.trial(), [candidate.trial() for candidate in found if candidate.rounds]
     front, best = _growth_causes.front(base, tried), _growth_causes.recommend(base, tried)
     tried = [dataclasses.replace(one, front=one.name in front) for one in tried]
-    left_out += [f"{one.name}: {one.stopped}" for one in found if one.stopped and not one.rounds]
-    left_out += ["the other rounds: they were interrupted"] if interrupted else []
+    left_out += [*(f"{one.name}: {one.stopped}" for one in found if one.stopped and not one.rounds), *interrupted]
     needed = ""
     if any(one.undecided for one in tried):
         needed = _units.format_seconds(seconds_needed(measured, calls, max(seconds, clock() - began)))

@@ -54,13 +54,8 @@ def machine(root: Path, pid: int | None = None) -> Machine:
     if not _proc.is_mounted(root):
         return Machine(cpus=_memory.available_cpus(root=root))
     limit, figures = _memory.memory_limit(pid, root=root), _proc.if_readable(_proc.meminfo, root) or {}
-    swap = {"SwapTotal", "SwapFree"} <= figures.keys()
-    return Machine(
-        cpus=_memory.available_cpus(pid, root=root),
-        limit=limit,
-        swapped=figures["SwapTotal"] - figures["SwapFree"] if swap else None,
-        strain=_memory.strain(limit, pid, root=root),
-    )
+    swapped = figures["SwapTotal"] - figures["SwapFree"] if {"SwapTotal", "SwapFree"} <= figures.keys() else None
+    return Machine(_memory.available_cpus(pid, root=root), limit, swapped, _memory.strain(limit, pid, root=root))
 
 
 def this_interpreter() -> Interpreter:

@@ -218,7 +218,6 @@ def _server() -> dict[str, Any]:
     for owner in owners:
         if _module(owner).startswith("uvicorn.") and hasattr(owner, "config"):
             return {"server": {"kind": "uvicorn", **_settings(owner.config, _UVICORN)}}
-    for owner in owners:
         if _module(owner) == "hypercorn.config":
             return {"server": {"kind": "hypercorn", "workers": owner.workers, "reload": owner.use_reloader}}
     return {}

@@ -157,12 +157,8 @@ def _memory(torch: Any, device: int) -> DeviceMemory:
     figures = torch.cuda.memory.memory_stats_as_nested_dict(device)
     total = torch.cuda.get_device_properties(device).total_memory
     fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    return DeviceMemory(
-        device=device,
-        allocated=int(figures["allocated_bytes"]["all"]["current"]),
-        reserved=int(figures["reserved_bytes"]["all"]["current"]),
-        total=int(total * fraction),
-    )
+    allocated, reserved = (int(figures[name]["all"]["current"]) for name in ("allocated_bytes", "reserved_bytes"))
+    return DeviceMemory(device, allocated, reserved, int(total * fraction))
 
 
 def _raised_in(error: BaseException) -> object:

@@ -412,9 +412,8 @@ def _waiting(task: Any) -> str:
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         awaited = coroutine.cr_await
         if not _is_library(frame.f_code) or state == "pending":
-            what = getattr(awaited, "__qualname__", None) or (
-                name(type(awaited)) if awaited is not None else "its turn"
-            )
+            kind = name(type(awaited)) if awaited is not None else "its turn"
+            what = getattr(awaited, "__qualname__", None) or kind
             state = f"pending in {_place(frame.f_code, frame.f_lineno)}, waiting for {what}"
         coroutine = awaited
     return state

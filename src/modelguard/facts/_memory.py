@@ -36,7 +36,8 @@ def cgroup_folders(root: Path, pid: int | None, controller: str) -> Iterator[tup
     cgroups = _paths(root, None if own else pid, controller)
     mounted = _proc.if_readable(_proc.mounts, root) or []
     for version, cgroup in cgroups.items():
-        holding = (mount for mount in mounted if _holds(mount, version, controller))
+        kind = "cgroup" if version == 1 else "cgroup2"
+        holding = (mount for mount in mounted if mount.kind == kind and (version != 1 or controller in mount.options))
         mounts = [(PurePosixPath(mount.root), root / mount.point.lstrip("/")) for mount in holding]
         seen = [(folder, point) for top, point in mounts if (folder := _under(cgroup, top, point)) is not None]
         # In a container the path may be the host's ("/docker/123", "/../x"), while the mount shows the container's
@@ -71,12 +72,6 @@ def _paths(root: Path, pid: int | None, controller: str) -> dict[int, PurePosixP
         elif hierarchy == "0" and controllers == ("",):
             found[2] = PurePosixPath(cgroup)
     return found
-
-
-def _holds(mount: _proc.Mount, version: int, controller: str) -> bool:
-    if version == 1:
-        return mount.kind == "cgroup" and controller in mount.options
-    return mount.kind == "cgroup2"
 
 
 def _under(cgroup: PurePosixPath, top: PurePosixPath, point: Path) -> Path | None:
@@ -450,11 +445,8 @@ def _from_psutil(pid: int | None) -> MemoryUsage:
         raise _gone(pid) from None
     except psutil.AccessDenied:
         raise _no_permission(pid) from None
-    return MemoryUsage(
-        rss=rss,
-        **{name: getattr(full, name, None) for name in ("pss", "uss", "swap")},
-        headroom=psutil.virtual_memory().available,
-    )
+    others = {name: getattr(full, name, None) for name in ("pss", "uss", "swap")}
+    return MemoryUsage(rss, **others, headroom=psutil.virtual_memory().available)
 
 
 def _gone(pid: int | None) -> Exception:

@@ -200,12 +200,8 @@ class Env(OfTest):
         wanted, own = _preset(preset), _variables(environ or {})
         replaced = () if wanted is None else {knob.name for knob in wanted.knobs}
         inherited = {name: value for name, value in _launcher.inherited().items() if name not in replaced}
-        plan = _launcher.plan(
-            [sys.executable, "-c", textwrap.dedent(program)],
-            preset=wanted,
-            allocator=allocator,
-            environ=inherited | own,
-        )
+        words = [sys.executable, "-c", textwrap.dedent(program)]
+        plan = _launcher.plan(words, preset=wanted, allocator=allocator, environ=inherited | own)
         return _finished(plan, own, _units.seconds(timeout, "timeout"))
 
 
