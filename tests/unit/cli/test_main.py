@@ -49,7 +49,9 @@ def test_an_argument_that_does_not_exist(words: str, says: str, capsys: pytest.C
     assert says == capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("error", "says"), [(OSError("gone"), "OSError: gone"), (KeyboardInterrupt(), "interrupted")])
+@pytest.mark.parametrize(
+    ("error", "says"), [(LookupError("gone"), "LookupError: gone"), (KeyboardInterrupt(), "interrupted")]
+)
 def test_an_error_of_ours_is_no_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, says: str
 ) -> None:
