@@ -96,7 +96,6 @@ class _Walk:
     def __init__(self, objects: list[Any], patience: float = math.inf) -> None:
         self.objects = objects  # listed before this exists: it would hold itself
         self.kinds: dict[int, _Kind] = {}
-        self._lengths: dict[int, tuple[_Length, int]] = {}  # of those that are containers
         self._end = time.thread_time() + patience
 
     def __iter__(self) -> Iterator[tuple[list[Any], list[int]]]:
@@ -110,9 +109,7 @@ class _Walk:
         """The types of objects, by id; each is known then."""
         keys = list(map(id, map(type, objects)))
         for key in set(keys) - self.kinds.keys():
-            self.kinds[key] = kind = _learn(type(objects[keys.index(key)]))
-            if kind.length is not None:
-                self._lengths[key] = kind.length
+            self.kinds[key] = _learn(type(objects[keys.index(key)]))
         return keys
 
     def containers(self, chunk: list[Any], keys: list[int]) -> Iterator[tuple[Any, int]]:
@@ -132,10 +129,8 @@ class _Walk:
 
     def _not_small(self, objects: list[Any], keys: list[int]) -> Iterator[tuple[Any, int]]:
         for one, key in zip(objects, keys, strict=True):
-            if key in self._lengths:
-                length_of, least = self._lengths[key]
-                if (length := length_of(one)) >= least:
-                    yield one, length
+            if (known := self.kinds[key].length) is not None and (length := known[0](one)) >= known[1]:
+                yield one, length
 
 
 #: Types of namespaces that are not written in Python, and of what belongs to the program. By id: a class may not be
