@@ -457,7 +457,8 @@ def facts_from_inside(pid: str | int) -> Facts:
     number = process_number(pid)
     require_proc()
     with readable(number):
-        if not _proc.maps(number):  # of what does not exist, or has ended, it is not said how it could be asked
+        # Of what does not exist, or has ended, it is not said how it could be asked.
+        if not _proc.runs(number) or not _proc.maps(number):
             raise ProcessLookupError
     answers: dict[int, Mapping[str, Any]] = {}
     isolated: list[str] = []
