@@ -262,7 +262,7 @@ def main(starter: int, lock: int) -> NoReturn:
             channel.send(("failed", (told(error), "".join(traceback.format_exception(error)))))
         os._exit(1)
     _allow_descriptors()
-    _host.unlock(lock)
+    fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
     with suppress(OSError):
         channel.send(("listening", ""))
@@ -443,15 +443,13 @@ class _Broker:
                 reporter.report_event(event)
 
         telemetry.set_hooks([report, lambda _: self.supervisor.call(self._tell_state)])
-        _channel.relay_to(self._hand_on)
-
+        _channel.receiver = self._hand_on
         self.supervisor.call(lambda: self.supervisor.watch(ours.fileno(), self._read_events))
 
     def _hand_on(self, report: bytes) -> None:
         """A report of a worker goes to the process whose call it runs, or ran last; the others to the oldest client."""
-        client = self._clients.get(self._holders.get(_channel.sender(report), b""))
-        if client is None:
-            client = next(iter(self._clients.values()), self._last)
+        holder = self._holders.get(_channel.sender(report), b"")
+        client = self._clients.get(holder) or next(iter(self._clients.values()), self._last)
         if client is not None:
             client.report(_host.REPORT, report)
 

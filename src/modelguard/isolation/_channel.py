@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any
 
 from modelguard import errors, telemetry
@@ -317,11 +318,8 @@ class Channel:
         if not parts:
             return loads(memoryview(data)[_HEADER.size : end], ())
         sizes = [_SIZE.unpack_from(data, _HEADER.size + _SIZE.size * n)[0] for n in range(parts)]
-        pieces: list[Any]
-        if memory is not None:
-            pieces = _mapped(memory, sizes)
-        else:
-            pieces = _sliced(memoryview(data)[_HEADER.size + _SIZE.size * parts : end], sizes)
+        content = memoryview(data)[_HEADER.size + _SIZE.size * parts : end]
+        pieces: list[Any] = _sliced(content, sizes) if memory is None else _mapped(memory, sizes)
         return loads(pieces[0], pieces[1:])
 
     def take_fd(self) -> int:
@@ -394,13 +392,9 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _sliced(content: memoryview, sizes: Sequence[int]) -> list[Any]:
-    parts: list[Any] = []
-    start = 0
-    for size in sizes:
-        part = content[start : start + size]
-        parts.append(bytearray(part) if parts else part)  # arrays are writable, as in the sender
-        start += size
-    return parts
+    starts = accumulate(sizes, initial=0)
+    pickled, *buffers = [content[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    return [pickled, *map(bytearray, buffers)]  # arrays are writable, as in the sender
 
 
 # The trace context of a call follows it into the worker, where OpenTelemetry is in use.
@@ -540,7 +534,8 @@ _OF_GENERATIONS = (
     telemetry.GenerationAbandoned,
 )
 
-_receiver: Callable[[bytes], object] | None = None
+#: Gets the reports instead of this process's loggers and hooks, where it stands between the workers and their callers.
+receiver: Callable[[bytes], object] | None = None
 
 
 def report_pair() -> tuple[socket.socket, socket.socket]:
@@ -608,12 +603,6 @@ def sender(report: bytes) -> int:
     return int(_SENDER.unpack_from(report)[0])
 
 
-def relay_to(receiver: Callable[[bytes], object]) -> None:
-    """Give the reports to ``receiver`` instead, in a process that stands between the workers and their callers."""
-    global _receiver
-    _receiver = receiver
-
-
 def replay(connected: socket.socket) -> bool:
     """In the owner: emit what has been reported so far. Returns false once there will be no more."""
     for _ in range(_MOST):
@@ -639,8 +628,8 @@ def receive(connected: socket.socket) -> bytes | None:
 
 def emit_here(report: bytes) -> None:
     """In the owner: hand a record or an event to this process's loggers or hooks."""
-    if _receiver is not None:
-        _receiver(report)
+    if receiver is not None:
+        receiver(report)
         return
     received: Any = pickle.loads(memoryview(report)[_SENDER.size :])  # noqa: S301 - from this program's own processes
     if isinstance(received, Event):

@@ -209,29 +209,23 @@ class Folder:
 
     def connect(self, name: str, timeout: float) -> socket.socket | None:
         """Connect to the process that listens there; None if there is none."""
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        fork_hooks.closed_in_child.add(connected)
-        try:
+        with suppress(FileNotFoundError, ConnectionRefusedError), ExitStack() as failed:
+            connected = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            fork_hooks.closed_in_child.add(connected)
             _connect(connected, self._address(name), time.monotonic() + timeout)
             check_peer(connected)
-        except (FileNotFoundError, ConnectionRefusedError):
-            connected.close()
-            return None
-        except BaseException:
-            connected.close()
-            raise
-        return connected
+            failed.pop_all()
+            return connected
+        return None
 
     def listen(self, name: str) -> socket.socket:
         """Take the name, and accept connections. The caller holds the lock."""
         self.remove(name)
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with ExitStack() as failed:
+            listening = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listening.bind(self._address(name))
             listening.listen(_BACKLOG)
-        except BaseException:
-            listening.close()
-            raise
+            failed.pop_all()
         return listening
 
     def remove(self, name: str) -> None:
@@ -290,10 +284,6 @@ def check_peer(connected: socket.socket) -> int:
     return pid
 
 
-def unlock(lock: int) -> None:
-    fcntl.flock(lock, fcntl.LOCK_UN)
-
-
 def _lock(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -330,28 +320,23 @@ _REMAINING = 40.0
 
 def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
     ours, theirs = pair()
-    channel = Channel(ours)
-    try:
+    with closing(Channel(ours)) as channel:
         with theirs:
             words = "broker", ".".join(orders.options.function)
             process = start_interpreter("_broker_program", (theirs.fileno(), lock), *words, outlives_this=True)
-    except BaseException:
-        channel.close()
-        raise
-    try:
-        channel.set_timeout(timeout)
-        channel.send(orders)
-        outcome, detail = channel.receive()
-    except BlockingIOError:
-        process.kill()
-        raise LoadFailed(orders.options.name, f"its broker does not come up within {timeout:.0f} s") from None
-    except (EOFError, OSError):
-        raise LoadFailed(orders.options.name, f"its broker ended: {_exit_of(process)}") from None
-    finally:
-        channel.close()
-        if process.returncode is None:
-            process.returncode = 0  # from now on it is collected by its number
-            _remains[process.pid] = math.inf
+        try:
+            channel.set_timeout(timeout)
+            channel.send(orders)
+            outcome, detail = channel.receive()
+        except BlockingIOError:
+            process.kill()
+            raise LoadFailed(orders.options.name, f"its broker does not come up within {timeout:.0f} s") from None
+        except (EOFError, OSError):
+            raise LoadFailed(orders.options.name, f"its broker ended: {_exit_of(process)}") from None
+        finally:
+            if process.returncode is None:
+                process.returncode = 0  # from now on it is collected by its number
+                _remains[process.pid] = math.inf
     if outcome != "listening":
         text, trace = detail
         raise LoadFailed(orders.options.name, f"its broker could not start: {text}") from RemoteTraceback(trace)
@@ -464,11 +449,7 @@ class Election:
         """Ask all brokers of this name, until one takes this process."""
         self._serving.clear()
         self._hung = False
-        for name in folder.names(self._prefix):
-            found = self._ask(folder, name)
-            if found is not None:
-                return found
-        return None
+        return next(filter(None, (self._ask(folder, name) for name in folder.names(self._prefix))), None)
 
     def _ask(self, folder: Folder, name: str) -> Joined | None:
         connected = folder.connect(name, self._patience)
