@@ -141,17 +141,13 @@ class WaitingLine:
         return sum(map(len, self._by_client.values()))
 
     def __iter__(self) -> Iterator[Waiter]:
+        """All, of which the first is the one whose turn it is."""
         for waiters in self._by_client.values():
             yield from waiters
 
     def append(self, waiter: Waiter) -> None:
         """Add a call behind those of its client that were made before."""
         insort(self._by_client.setdefault(waiter.claim.client, []), waiter, key=attrgetter("claim.limits.arrived"))
-
-    @property
-    def first(self) -> Waiter:
-        """The call whose turn it is."""
-        return next(iter(self._by_client.values()))[0]
 
     def popleft(self) -> Waiter:
         """Take the call whose turn it is. Its client is the last one from now on."""
@@ -456,7 +452,7 @@ class Workers:
             if self._circuit.state != "closed" and (refusal := self._refusal()) is not None:
                 refused = [waiter for waiter in self._waiters if not waiter.claim.limits.again]
                 self._answers.extend((waiter, copy.copy(refusal)) for waiter in refused if self._waiters.remove(waiter))
-            worker = self._take(self._waiters.first.holder) if self._waiters else None
+            worker = self._take(next(iter(self._waiters)).holder) if self._waiters else None
             if worker is None:
                 return
             self._answers.append((self._waiters.popleft(), worker))

@@ -380,14 +380,17 @@ class MoldScope(WorkerScope):
             return None
         worker = None
         try:
-            if not self._is_replaced(loan):
+            # Unless new calls get another mold. Those that wait when the function is closed are served.
+            if loan.generation is None or not loan.generation.retired or self.closed:
                 claim.admitted = True
                 yield from self._await(claim, waiter, self.timeout)
                 worker = waiter.result()
             return None if worker is None else taken
         finally:
-            if worker is None:
-                self._leave_line(loan, taken, waiter)
+            if worker is None and workers.withdraw(waiter):
+                loan.end(failed=False)
+            elif worker is None:
+                waiter.add_done_callback(partial(_return, loan, taken))
 
     def _until_replaced(self, claim: Claim, loan: Lease[Mold], waiter: Waiter) -> Steps[None]:
         """Wait for the mold after this one, which has died. Without a lease, or a pool could not end it for another."""
@@ -400,18 +403,6 @@ class MoldScope(WorkerScope):
                 yield from self._await(claim, waiter, self.wait_timeout(), late, loading=True)
         finally:
             workers.withdraw(waiter)
-
-    @staticmethod
-    def _leave_line(loan: Lease[Mold], taken: TakenWorker, waiter: Waiter) -> None:
-        if loan.model.workers.withdraw(waiter):
-            loan.end(failed=False)
-        else:
-            waiter.add_done_callback(partial(_return, loan, taken))
-
-    def _is_replaced(self, loan: Lease[Mold]) -> bool:
-        """Whether new calls get another mold. Those that wait when the function is closed are served."""
-        generation = loan.generation
-        return generation is not None and generation.retired and not self.closed
 
 
 def _return(loan: Lease[Mold], taken: TakenWorker, _waiter: Future[Worker | None]) -> None:
@@ -431,7 +422,7 @@ class ProcessScope(MoldScope):
         self._engine = molds.guard.engine
         super().__init__(options, lambda: self._engine.options.wait_timeout)
         self.until_reloaded, self.until_unloaded = self._engine.until_reloaded, self._engine.until_unloaded
-        self.reopen = self._engine.reopen
+        self.reopen, self.request_reload = self._engine.reopen, self._engine.request_reload
         self.set_paused = molds.set_paused
         self.end_at_once, self.abandon = molds.end_at_once, molds.abandon
 
@@ -490,9 +481,6 @@ class ProcessScope(MoldScope):
         yield from self._engine.until_loaded(limit)
         yield from self._molds.until_workers_return(limit)
 
-    def request_reload(self) -> None:
-        self._engine.request_reload()
-
     @property
     def paused(self) -> bool:
         return self._engine.state.paused
@@ -513,9 +501,7 @@ def _of_workers(molds: list[Mold]) -> dict[str, Any]:
         for mold in molds
         for one, state, worn, calls in mold.workers.listed()
     )
-    ends: Counter[str] = Counter()
-    for mold in molds:
-        ends.update(mold.workers.counts)
+    ends = sum((Counter(mold.workers.counts) for mold in molds), Counter[WorkerEndCause]())
     return {
         "workers": workers,
         "recycled": ends["recycled"],
