@@ -34,11 +34,7 @@ from modelguard.errors import (
 )
 from modelguard.isolation import _channel, _processes, _supervisor, status
 from modelguard.isolation._channel import AnswerKind, StreamStep, Unreadable, with_remote_traceback
-from modelguard.isolation._isolation_options import (
-    IsolationOptions,
-    PoolSource,
-    Source,
-)
+from modelguard.isolation._isolation_options import IsolationOptions, PoolSource, Source
 from modelguard.isolation._mold_owner import MoldGuard
 from modelguard.isolation._mold_workers import CallTimes, Claim
 from modelguard.isolation._scopes import Followed, PoolScope, ProcessScope, Taken, WorkerScope
@@ -95,11 +91,7 @@ _SIGNALS = (
 
 
 class _NeverRead(Exception):
-    """The worker has ended before it had read all of the message, so it has begun nothing of what that asks for."""
-
-    def __init__(self, cause: str) -> None:
-        super().__init__(cause)
-        self.cause = cause
+    """The worker has ended so, before it had read all of the message: it has begun nothing of what that asks for."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -217,7 +209,7 @@ class Caller:
                     break
                 yield value
         except _NeverRead as error:  # another worker could only begin from the start
-            raise WorkerCrashed(self._name, pid=taken.pid, cause=error.cause) from None
+            raise WorkerCrashed(self._name, pid=taken.pid, cause=str(error)) from None
         finally:
             if kind == _ITEM and os.getpid() == process:
                 with suppress(WorkerCrashed, DeadlineExceeded, _NeverRead):
@@ -294,7 +286,7 @@ class Caller:
             kind, value = self._await_answer(taken, content, call.limits)
         except _NeverRead as error:
             if not call.resends:
-                raise WorkerCrashed(self._name, pid=taken.pid, cause=error.cause) from None
+                raise WorkerCrashed(self._name, pid=taken.pid, cause=str(error)) from None
             call.resends -= 1
         except WorkerCrashed:
             call.tries -= 1
@@ -557,8 +549,8 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
         if _processes.role != "owner":
             result = self._call_inside((args, kwargs))
         elif kind == "function":
-            on_loop = asyncio._get_running_loop() is not None  # noqa: SLF001 - the public one raises where there is none
-            if on_loop and not call_context.required():  # else a batch of one blocks the loop anyway, for its await
+            # Required, a batch of one blocks the loop anyway, for its await.
+            if waiting.on_event_loop() and not call_context.required():
                 why = "the call would block the running event loop"
                 raise WouldDeadlock(self.name, why=why, fix="Write: await f.aio(...).")
             result = self._caller.call((args, kwargs), _limits())

@@ -66,7 +66,7 @@ class Connection(Channel):
         """Send a message, and wait for the answer. This connection can be used again unless it fails."""
         self.say(what, *details, limit=limit)
         answer = self._received()
-        self.give_back()
+        self.membership.keep(self)
         return answer
 
     def hear(self) -> Any:
@@ -86,9 +86,6 @@ class Connection(Channel):
         except (EOFError, OSError) as error:
             self.close()
             raise BrokerGone from error
-
-    def give_back(self) -> None:
-        self.membership.keep(self)
 
     def hang_up(self) -> None:
         """Close it, in the supervisor's thread, which may watch it."""
@@ -246,7 +243,7 @@ class GrantedWorker(Taken):
         if connection is not None:
             with suppress(BrokerGone):
                 connection.say("release", worn, counts)
-                connection.give_back()
+                connection.membership.keep(connection)
 
     def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
         connection = self._end()
@@ -368,7 +365,7 @@ class HostScope(WorkerScope):
             supervisor().call(connection.hang_up)
             raise
         if taken is None:
-            connection.give_back()
+            connection.membership.keep(connection)
             raise details[0]
         if self.closed:  # it may leave without this call, which counts only from now on
             taken.put_back()

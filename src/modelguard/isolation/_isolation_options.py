@@ -237,9 +237,8 @@ class Source(NamedTuple):
     function: Callable[..., Any]
     guard: ModelGuard[Any]
 
-    def for_key(self, key: Any) -> Source:
+    def for_key(self, _key: Any) -> Source:
         """It has one model, which needs no key."""
-        del key
         return self
 
 

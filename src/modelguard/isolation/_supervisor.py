@@ -178,8 +178,7 @@ def files() -> Files:
             continue
         if path.startswith(own) and not path.startswith((own + "site-packages", own + "dist-packages")):
             continue
-        stamp = _stamp(path)
-        if stamp is not None:
+        if (stamp := _stamp(path)) is not None:
             found[path] = stamp
     return found
 
