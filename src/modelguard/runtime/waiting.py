@@ -271,10 +271,10 @@ class OnAsyncio:
 
     def wake(self, _future: object = None) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(self._wake)
+            self.loop.call_soon_threadsafe(self.wake_here)
 
-    def _wake(self) -> None:
-        if not self.woken.done():
+    def wake_here(self) -> None:
+        if not self.woken.done():  # woken already, or cancelled
             self.woken.set_result(None)
 
     async def sleep(self, seconds: float | None = None) -> None:

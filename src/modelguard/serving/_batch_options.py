@@ -476,9 +476,8 @@ class NotARoute:
     def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
         raise self._rejected()
 
-    def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
+    def __get_pydantic_core_schema__(self, _source: object, _handler: object) -> Any:
         """Reject the route."""
-        del source, handler
         raise self._rejected()
 
     def _rejected(self) -> InvalidOption:

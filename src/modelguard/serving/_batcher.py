@@ -173,6 +173,7 @@ class Batcher(fork_hooks.Forkable):
 
     def __init__(self, run: Callable[..., Any], options: BatchOptions) -> None:
         self._options = options
+        self.name = options.name
         self._breaker = options.breaker
         self._function = BatchFunction(
             run=run,
@@ -216,10 +217,6 @@ class Batcher(fork_hooks.Forkable):
 
     def __del__(self) -> None:
         self._wake_all()  # its threads, which end then
-
-    @property
-    def name(self) -> str:
-        return self.limits.name
 
     @property
     def occupied(self) -> bool:
@@ -377,7 +374,7 @@ class Batcher(fork_hooks.Forkable):
         function, batch = replace(self._function, caught=Exception), Batch([request], clock.now())
         loop = PrivateLoop() if self._options.is_async else None
         if loop is not None:
-            function = self._on_loop(function, loop.run, loop.end)
+            function = replace(function, run=partial(self._start, function.run, loop.run, loop.end))
         token = current_scope.set(Scope(enclosing=scope.enclosing | {self}))
         try:
             if isinstance(request, StreamRequest):
@@ -398,14 +395,12 @@ class Batcher(fork_hooks.Forkable):
             get_loop = partial(loop_of, batch.group) if options.own_loop is None else options.own_loop.get
             context = contextvars.copy_context() if options.streams else None  # the same one for all steps
             run = partial(run_on, get_loop, callers=batch, others_wait=self._others_wait, context=context)
-            function = self._on_loop(function, run, partial(run, cancel=False))
+            end = partial(run, cancel=False)
+            function = replace(function, run=partial(self._start, function.run, run, end))
         if options.streams:
             return self._stream(function, batch, answer).compute()
         batch.watch()
         return compute(function, batch, answer)
-
-    def _on_loop(self, function: BatchFunction, on_loop: RunOnLoop, end: RunOnLoop) -> BatchFunction:
-        return replace(function, run=partial(self._start, function.run, on_loop, end))
 
     # No closure, which would have the batch: a frame keeps its function, also when it is emptied.
     def _start(self, run: Any, on_loop: RunOnLoop, end: RunOnLoop, items: list[Any], /, **extras: Any) -> Any:

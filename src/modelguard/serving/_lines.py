@@ -177,7 +177,10 @@ class Fairness:
 
         What waits is looked through only if it has to be: whoever floods a full queue must not slow it down.
         """
-        mine, greediest = self._flows.get(request.key), self._find_greediest()
+        if self._greediest is None:  # not known: the key with the request that would be computed last
+            flows = (flow for flow in self._flows.values() if flow.waiting)
+            self._greediest = max(flows, key=attrgetter("last_start"), default=None)
+        mine, greediest = self._flows.get(request.key), self._greediest
         if greediest is None:
             return None
         if greediest is not mine:
@@ -189,12 +192,6 @@ class Fairness:
         own = [one for one in waiting() if one.flow is greediest]
         last = max(reversed(own), key=_rank)  # of several that came at the same time, the last one
         return last if greediest is not mine or last.rank > self._rank_of(request) else None
-
-    def _find_greediest(self) -> Flow | None:
-        if self._greediest is None:  # not known: the key with the request that would be computed last
-            flows = (flow for flow in self._flows.values() if flow.waiting)
-            self._greediest = max(flows, key=attrgetter("last_start"), default=None)
-        return self._greediest
 
     def _by_flow(self, requests: Iterable[Request]) -> dict[Flow, list[Request]]:
         flows: defaultdict[Flow, list[Request]] = defaultdict(list)

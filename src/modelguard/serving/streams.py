@@ -139,8 +139,7 @@ def wake(waiters: Iterable[Waiter]) -> None:
 
 def _wake(waiters: Iterable[OnAsyncio]) -> None:
     for waiter in waiters:
-        if not waiter.woken.done():  # cancelled meanwhile
-            waiter.woken.set_result(None)
+        waiter.wake_here()
 
 
 # The consumer.
@@ -189,14 +188,12 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
             Exception: What the function raised, or yielded, for this item.
         """
         self._refuse_to_block(WouldDeadlock)
-        part = self._take(None)
-        while part is NOTHING_YET:
+        while (part := self._take(None)) is NOTHING_YET:
             waiter = Wakeup()
-            part = self._take(waiter)
-            if part is NOTHING_YET:
-                with self._waiting():
-                    waiter.wait(threading.TIMEOUT_MAX)
-                part = self._take(None)
+            if (part := self._take(waiter)) is not NOTHING_YET:
+                break
+            with self._waiting():
+                waiter.wait(threading.TIMEOUT_MAX)
         if part is ENDED:
             raise StopIteration
         return part  # type: ignore[no-any-return]
@@ -213,14 +210,12 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
             StopAsyncIteration: There are no more.
             Exception: As for ``next(stream)``.
         """
-        part = self._take(None)
-        while part is NOTHING_YET:
+        while (part := self._take(None)) is NOTHING_YET:
             waiter = sleeper("async for part in f.stream(item)", "Iterate in a thread, without async")
-            part = self._take(waiter)
-            if part is NOTHING_YET:
-                with self._waiting():
-                    await waiter.sleep()
-                part = self._take(None)
+            if (part := self._take(waiter)) is not NOTHING_YET:
+                break
+            with self._waiting():
+                await waiter.sleep()
         if part is ENDED:
             raise StopAsyncIteration
         return part  # type: ignore[no-any-return]
