@@ -548,8 +548,8 @@ def report_pair() -> tuple[socket.socket, socket.socket]:
 def levels() -> dict[str, int]:
     """The level of each logger of this process that has one. The root logger's name is empty."""
     every = logging.root.manager.loggerDict.copy()  # other threads make loggers
-    known = {name: one for name, one in every.items() if isinstance(one, logging.Logger)}
-    return {"": logging.root.level, **{name: one.level for name, one in known.items() if one.level}}
+    known = {name: one.level for name, one in every.items() if isinstance(one, logging.Logger) and one.level}
+    return {"": logging.root.level, **known}
 
 
 class Reporter(logging.Handler):

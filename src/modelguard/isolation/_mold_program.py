@@ -316,11 +316,10 @@ class Serving:
 
     def _serve_one(self) -> None:
         try:
-            message = self._receive()
+            args, kwargs, carrier, again = self._receive()
         except Unreadable as error:
             self._refuse("arguments", f"the worker cannot rebuild them: {error}")
             return
-        args, kwargs, carrier, again = message
         call_context.rerunning.set(again)
         leave_trace = None if carrier is None else _channel.attach(carrier)
         try:

@@ -385,16 +385,11 @@ def _try(work: Callable[[], object], parent: int, writer: int, mask: set[int]) -
             signal.signal(_ASK, signal.SIG_IGN)
             os.write(writer, traceback.format_exc().encode(errors="replace"))
     finally:
-        if os.getpid() == me:
-            _end_what_it_started(me, group)
+        if os.getpid() == me:  # end what it has started, but not itself: its exit status would alarm the server's log
+            with suppress(OSError):
+                os.setpgid(0, group)
+                os.killpg(me, signal.SIGKILL)
         os._exit(0)  # no exit handler and no buffer of the parent may run twice
-
-
-def _end_what_it_started(me: int, group: int) -> None:
-    """Kill the processes of this child's group, but not the child, whose exit status would alarm the server's log."""
-    with suppress(OSError):
-        os.setpgid(0, group)
-        os.killpg(me, signal.SIGKILL)
 
 
 def _how_it_ended(status: int | None) -> str:

@@ -187,21 +187,17 @@ class _Hooks:
             one.before_fork()
 
     def _in_parent(self) -> None:
-        _do_all(one.after_fork_in_parent for one in reversed(self._have_acted()))
+        _do_all(one.after_fork_in_parent for one in reversed(self._here.__dict__.pop("acting", [])))
 
     def _in_child(self) -> None:
         self._lock = threading.RLock()  # before the last of them, which may fork again
-        acted = [one for one in self._have_acted() if isinstance(one, _Actions)]
+        acted = [one for one in self._here.__dict__.pop("acting", []) if isinstance(one, _Actions)]
         # Objects that another thread has made since then are here too, as it has left them.
         _do_all(one.after_fork_in_child for one in reversed(self._in_order(acted)))
 
     def _in_order(self, actions: list[_Actions]) -> list[Forkable | _Actions]:
         # Objects of one rank in the same order in all threads, since each takes the locks of all.
         return sorted([*actions, *sorted(self._objects, key=id)], key=lambda one: one.fork_rank)
-
-    def _have_acted(self) -> list[Forkable | _Actions]:
-        acting: list[Forkable | _Actions] = self._here.__dict__.pop("acting", [])
-        return acting
 
 
 def _do_all(actions: Iterable[Action]) -> None:

@@ -655,9 +655,8 @@ class Batcher(fork_hooks.Forkable):
             self._ask_for_model()
 
     def _ask_for_model(self) -> None:
-        source = None if self._breaker is None else self._breaker.reload
-        with self._going_on():
-            if source is not None:
+        if self._breaker is not None and (source := self._breaker.reload) is not None:
+            with self._going_on():
                 source.reload(wait=False)
 
     def check_time(self) -> None:

@@ -78,10 +78,9 @@ class Suspects:
     # Items need not be hashable, nor comparable: those are not remembered.
 
     def find(self, item: Any, group: Hashable) -> BadItem | None:
-        try:
+        with contextlib.suppress(Exception):
             return self._known.get(_key(item, group))
-        except Exception:  # noqa: BLE001 - as above
-            return None
+        return None
 
     def failed(self, item: Any, group: Hashable, error: Exception, text: str, now: float) -> None:
         with contextlib.suppress(Exception):
