@@ -179,8 +179,7 @@ class ClientConnection:
             self._broker.supervisor.call(self.end)
 
     def _release(self, worn: tuple[Reason, ...], counts: bool) -> None:  # noqa: FBT001 - as they come
-        taken = self._take_back()
-        if taken is None:
+        if (taken := self._take_back()) is None:
             raise EOFError
         taken.mold.replay_news()  # of this call, before the worker's reports are those of the next one's client
         taken.release(worn=worn, counts=counts)
@@ -294,7 +293,6 @@ class _Broker:
         self._last: ClientConnection | None = None
         self._connections: set[ClientConnection] = set()
         self._holders: dict[int, bytes] = {}
-        self._ending = False
         timeout = orders.options.timeout
         self._may_keep = math.inf if timeout is None else timeout + _OVERTIME
         self._streams = "generator" in orders.options.kind
@@ -325,7 +323,7 @@ class _Broker:
     # Clients. In the supervisor's thread
 
     def _listen(self) -> None:
-        if not self._ending:
+        if self._listening.fileno() >= 0:
             self.supervisor.watch(self._listening.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -346,8 +344,7 @@ class _Broker:
         self.supervisor.watch(accepted.fileno(), connection.heed)
 
     def join(self, connection: ClientConnection, code: Files) -> None:
-        path = _supervisor.changed(self._molds.code, code)
-        if path is not None:
+        if (path := _supervisor.changed(self._molds.code, code)) is not None:
             connection.reports.close()
             connection.answer("unwelcome", path)
             raise EOFError
@@ -484,9 +481,8 @@ class _Broker:
             self.end_if_alone()
 
     def _end(self) -> None:
-        if self._ending:
+        if self._listening.fileno() < 0:
             return
-        self._ending = True
         # First, because a process that holds the lock may wait for an answer of this one.
         self.supervisor.forget(self._listening.fileno())
         self._listening.close()

@@ -269,8 +269,7 @@ class Caller:
         while True:
             taken = self._scope.take(call.limits, call.key, admitted=call.begun)
             call.begun = True
-            answer = self._attempt(call, taken)
-            if answer is not None:
+            if (answer := self._attempt(call, taken)) is not None:
                 return taken, answer[0]
             del taken  # a drained generation is released, and must not be alive then
 
@@ -502,7 +501,6 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
         super().__init__(options.name, ())
         self._options = options
         self._source = source
-        self._finalizer: Any = None
         _supervisor.note_path()
         self._start()
         mark(self, coroutine=options.kind == "coroutine")
@@ -609,8 +607,7 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
             items = await waiting.result(opening)
             while True:
                 step = waiting.start(items.next, thread, SHARED.start)
-                item = await waiting.result(step)
-                if item is _NO_ITEM:
+                if (item := await waiting.result(step)) is _NO_ITEM:
                     return
                 yield item
         except BaseException as error:

@@ -349,8 +349,7 @@ class Channel:
         view, filled = memoryview(whole), len(start)
         while filled < end:
             self._await()
-            count = self._socket.recv_into(view[filled:])
-            if not count:
+            if not (count := self._socket.recv_into(view[filled:])):
                 raise EOFError
             filled += count
         return whole  # type: ignore[return-value] # read like bytes, and without a copy of what may be large
@@ -606,8 +605,7 @@ def sender(report: bytes) -> int:
 def replay(connected: socket.socket) -> bool:
     """In the owner: emit what has been reported so far. Returns false once there will be no more."""
     for _ in range(_MOST):
-        report = receive(connected)
-        if not report:
+        if not (report := receive(connected)):
             return report is None
         emit_here(report)
     return True

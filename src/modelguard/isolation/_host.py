@@ -452,8 +452,7 @@ class Election:
         return next(filter(None, (self._ask(folder, name) for name in folder.names(self._prefix))), None)
 
     def _ask(self, folder: Folder, name: str) -> Joined | None:
-        connected = folder.connect(name, self._patience)
-        if connected is None:
+        if (connected := folder.connect(name, self._patience)) is None:
             return None
         with ExitStack() as refused:
             channel = refused.enter_context(closing(Channel(connected)))

@@ -239,15 +239,13 @@ class GrantedWorker(Taken):
         connection.membership.meet(pid)
 
     def release(self, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
-        connection = self._end()
-        if connection is not None:
+        if (connection := self._end()) is not None:
             with suppress(BrokerGone):
                 connection.say("release", worn, counts)
                 connection.membership.keep(connection)
 
     def end_worker(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        connection = self._end()
-        if connection is None:
+        if (connection := self._end()) is None:
             return "unknown"
         try:
             _, how = connection.ask("end", cause, blame, limit=2 * ANSWER)
@@ -331,7 +329,10 @@ class HostScope(WorkerScope):
         gone_since = math.inf
         while True:
             try:
-                connection = yield from self._until_connected(claim)
+                while (membership := self._known) is None or self.closed:
+                    yield from self._await(claim, searching := self._search(), math.inf, loading=True)
+                    self._raise_error_of(searching)
+                connection = membership.connection(ANSWER_SOON if claim.blocks else 0.0)
                 asked, admitted = admitted, True
                 return (yield from self._until_answered(claim, connection, admitted=asked))
             except BrokerGone:  # the next one is asked
@@ -340,12 +341,6 @@ class HostScope(WorkerScope):
                 raise self._reloading(gone_since)
             with self._counted(claim, loading=True):
                 yield Wait(waiting.promise(), Timeout(_AGAIN))
-
-    def _until_connected(self, claim: Claim) -> Steps[Connection]:
-        while (membership := self._known) is None or self.closed:
-            yield from self._await(claim, searching := self._search(), math.inf, loading=True)
-            self._raise_error_of(searching)
-        return membership.connection(ANSWER_SOON if claim.blocks else 0.0)
 
     def _until_answered(self, claim: Claim, connection: Connection, *, admitted: bool) -> Steps[Taken]:
         connection.say("take", claim.limits.again, admitted, limit=ANSWER)
@@ -500,8 +495,7 @@ class HostScope(WorkerScope):
     def status(self) -> IsolationStatus:
         state: State = "closed" if self.closed else "new"
         known = IsolationStatus(name=self.name, state=state, queued=self.queued, paused=self._paused)
-        membership = self._look()
-        if membership is None:
+        if (membership := self._look()) is None:
             return known
         try:
             status: IsolationStatus = membership.ask("status", limit=ANSWER)
@@ -531,8 +525,7 @@ class HostScope(WorkerScope):
     def _unload(self, limit: Timeout) -> None:
         if self.closed:
             raise GuardClosed(self.name)
-        membership = self._look()
-        if membership is None:  # nor is there a mold
+        if (membership := self._look()) is None:  # nor is there a mold
             return
         try:
             membership.ask("unload", limit=limit.left())

@@ -189,10 +189,9 @@ class IsolationOptions:
 
 def part_of_own_code(policy: Policy | None) -> Policy | None:
     """A part of a policy that runs code of the application; None if there is none."""
-    for part in () if policy is None else policy.parts():
-        if isinstance(part, Changed) or type(part).__module__.partition(".")[0] != "modelguard":
-            return part
-    return None
+    parts = () if policy is None else policy.parts()
+    own = (one for one in parts if isinstance(one, Changed) or type(one).__module__.partition(".")[0] != "modelguard")
+    return next(own, None)
 
 
 def check_source(function: Any, owner: object, recycle_on: Policy | None, start: StartMethod) -> None:

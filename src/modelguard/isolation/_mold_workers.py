@@ -249,8 +249,7 @@ class Workers:
         """
         again = waiter.claim.limits.again
         with self._lock:
-            worker = self.take_now(waiter.holder, again=again)
-            if worker is not None:
+            if (worker := self.take_now(waiter.holder, again=again)) is not None:
                 return worker
             if not self.gone and len(self._waiters) >= self._max_queue and not waiter.claim.admitted:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=RETRY_AFTER)
@@ -568,8 +567,7 @@ class Workers:
     def _postpone(self, worker: Worker, reasons: tuple[Reason, ...]) -> None:
         """Remember why a worker is to be replaced, and report each reason once."""
         self._postponed[worker.number] = reasons
-        fresh = tuple(reason for reason in reasons if reason not in self._reported)
-        if fresh:
+        if fresh := tuple(reason for reason in reasons if reason not in self._reported):
             self._reported.update(fresh)
             self._note(telemetry.ReloadPostponed, worker, reasons=fresh, cause="paused", seconds=None)
 

@@ -64,13 +64,6 @@ def priority() -> int:
     return os.getpriority(os.PRIO_PROCESS, 0)
 
 
-def _oom_score() -> int:
-    """What was added to this process's place among those that the kernel kills when memory runs out."""
-    with suppress(OSError, ValueError):
-        return int(_OOM_FILE.read_text(encoding="ascii"))
-    return 0
-
-
 def set_oom_score(score: int) -> None:
     with suppress(OSError):
         _OOM_FILE.write_text(str(score), encoding="ascii")
@@ -112,8 +105,7 @@ def restore_priority(before: int) -> None:
 
 def restore_priorities(before: int) -> None:
     """The same for this thread and those that it has started since then, such as a library's own."""
-    lowered = priority()
-    if lowered == before:
+    if (lowered := priority()) == before:
         return
     restore_priority(before)
     with suppress(OSError):
@@ -139,7 +131,9 @@ def at_lower_priority(before: int, restore: Callable[[int], None] = restore_prio
 @contextmanager
 def at_lowest_priority(before: int) -> Iterator[None]:
     """:func:`at_lower_priority` while a model loads beside calls, which must lose no worker if memory runs out."""
-    score = _oom_score()
+    score = 0  # what was added to this process's place among those that the kernel kills when memory runs out
+    with suppress(OSError, ValueError):
+        score = int(_OOM_FILE.read_text(encoding="ascii"))
     set_oom_score(_OOM_SCORE_OF_LOADS)
     try:
         with at_lower_priority(before, restore_priorities):

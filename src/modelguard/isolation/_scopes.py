@@ -140,8 +140,7 @@ class Followed:
             self.expire(time.monotonic())
 
     def _woken(self, future: Future[Any]) -> None:
-        steps = self._take()
-        if steps is None:
+        if (steps := self._take()) is None:
             return
         resume = partial(steps.send, None)
         if isinstance(future, Waiter) and future.exception() is None and future.result() is not None:

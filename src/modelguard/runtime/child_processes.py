@@ -164,8 +164,7 @@ class ForkedChild:
         while (left := deadline - time.monotonic()) > 0:
             ready = {descriptor for descriptor, _ in poll.poll(left * 1000)}
             if reader in ready:
-                more = os.read(reader, _CHUNK)
-                if not more:
+                if not (more := os.read(reader, _CHUNK)):
                     return output, True
                 output += more
             elif ready:

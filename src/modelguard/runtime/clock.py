@@ -129,8 +129,7 @@ class _Timer:
             woken = wakeup.wait(min(pause, LINGER)) or pause != math.inf
 
     def _begin(self, reference: weakref.ref[Watch]) -> None:
-        watch = reference()
-        if watch is not None:
+        if (watch := reference()) is not None:
             try:
                 watch.begin()
             except RuntimeError:  # no thread can be started now

@@ -349,8 +349,7 @@ def check_function(function: Any, caller: Mapping[str, Any]) -> None:
 
 
 def _check_parameters(function: Any) -> None:
-    parameters = _parameters(function)
-    if parameters is None:
+    if (parameters := _parameters(function)) is None:
         return
     positional = _without_self(parameters)
     if not positional:
@@ -439,8 +438,7 @@ def item_type_name(function: Any) -> str | None:
 
 def call_signature(function: Any, name: str) -> inspect.Signature | None:
     """The signature of the batched function: one item, then keywords. None if the function has no signature."""
-    parameters = _parameters(function)
-    if parameters is None:
+    if (parameters := _parameters(function)) is None:
         return None
     others = [each for each in _without_self(parameters)[1:] if each.kind is not inspect.Parameter.VAR_POSITIONAL]
     keywords = [each for each in parameters if each.kind in _BY_NAME]

@@ -735,8 +735,7 @@ def _serve(holder: list[Batcher], wakeup: Wakeup) -> None:
     _own.batcher = reference = weakref.ref(batcher)
     expired = False
     while batcher is not None:
-        pause = batcher.turn(wakeup, expired=expired)
-        if pause is None:
+        if (pause := batcher.turn(wakeup, expired=expired)) is None:
             return
         expired = False
         if pause:

@@ -112,8 +112,7 @@ def named_by(error: BaseException, items: Sequence[Any]) -> list[int]:
     """
     places = {id(item): at for at, item in enumerate(items) if not isinstance(item, _SHARED)}
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        found = {places[id(value)] for value in frame.f_locals.values() if id(value) in places}
-        if found:
+        if found := {places[id(value)] for value in frame.f_locals.values() if id(value) in places}:
             return sorted(found) if len(found) < len(items) else []
     return []
 

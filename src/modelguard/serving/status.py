@@ -26,8 +26,7 @@ class Quantiles:
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
         """The quantiles of some values. Each is one of the values; nothing is interpolated."""
-        ordered = sorted(values)
-        if not ordered:
+        if not (ordered := sorted(values)):
             return cls()
         p50, p90, p99 = (ordered[min(int(len(ordered) * part), len(ordered) - 1)] for part in (0.5, 0.9, 0.99))
         return cls(p50=p50, p90=p90, p99=p99, max=ordered[-1])
