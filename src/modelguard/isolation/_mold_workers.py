@@ -343,9 +343,7 @@ class Workers:
 
     def mold_ended(self, how: str) -> None:
         with self._change():
-            self.gone = True
-            workers = list(self._members.values())
-            self._end(workers)
+            self.gone, workers = True, list(self._members.values())
         self.send_on()
         for worker in workers:
             worker.has_exited(how)
@@ -373,7 +371,6 @@ class Workers:
         """Start no more workers, and end those that are idle; the others end after their calls."""
         with self._change():
             self.gone = True
-            self._end(list(self._members.values()))
 
     def look_again(self) -> None:
         """Do what has become due; also what a pause has held back until now."""
@@ -486,7 +483,12 @@ class Workers:
         return [worker for worker in self._members.values() if worker.state in {"idle", "busy"}]
 
     def _start_missing_and_end_worn(self, now: float) -> None:
-        """Start the workers that are missing and end those that have been replaced, as far as it is time for it."""
+        """Start the workers that are missing and end those that have been replaced, as far as it is time for it.
+
+        Of a mold that is gone none is started, and all end.
+        """
+        if self.gone:
+            self._end(list(self._members.values()))
         if self.gone or self.presence == "ended":
             return
         up, replaces = self._up(), not self._is_paused()
