@@ -300,6 +300,7 @@ class TestGuards:
         with use(lambda: world.system):
             service = Service()
         service.guard.load()
+        world.join()  # the thread of the load may still refer to it
         dropped = weakref.ref(service)
         del service
         gc.collect()
