@@ -548,7 +548,8 @@ class Isolated(LoadingHandle, Generic[P, R_co]):
             result = self._call_inside((args, kwargs))
         elif kind == "function":
             # Required, a batch of one blocks the loop anyway, for its await.
-            if waiting.on_event_loop() and not call_context.required():
+            on_loop = asyncio._get_running_loop() is not None  # noqa: SLF001 - the public one raises where there is none
+            if on_loop and not call_context.required():
                 why = "the call would block the running event loop"
                 raise WouldDeadlock(self.name, why=why, fix="Write: await f.aio(...).")
             result = self._caller.call((args, kwargs), _limits())
