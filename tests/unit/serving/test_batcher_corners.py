@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
@@ -412,7 +413,9 @@ class TestErrorsKeepNothing:
             use(f, [Large(seen, bad=number % 4 == 1) for number in range(8)])
         use(f, [Large([])])  # the thread has let go of the batch before
         assert len(seen) >= 3 * 8
-        assert [] == [type(one()) for one in seen if one() is not None]
+        # Without the GIL, what other threads have let go of is counted later: of the last batches some may be there.
+        most = 16 if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled() else 0
+        assert sum(one() is not None for one in seen) <= most
 
 
 def test_a_fault_of_the_watch_is_not_its_end(caplog: pytest.LogCaptureFixture) -> None:
