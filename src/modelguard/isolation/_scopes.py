@@ -421,7 +421,7 @@ class ProcessScope(MoldScope):
         self._engine = molds.guard.engine
         super().__init__(options, lambda: self._engine.options.wait_timeout)
         self.until_reloaded, self.until_unloaded = self._engine.until_reloaded, self._engine.until_unloaded
-        self.reopen, self.request_reload = self._engine.reopen, self._engine.request_reload
+        self.reopen = self._engine.reopen
         self.set_paused = molds.set_paused
         self.end_at_once, self.abandon = molds.end_at_once, molds.abandon
 
@@ -479,6 +479,9 @@ class ProcessScope(MoldScope):
     def until_loaded(self, limit: Timeout) -> Steps[None]:
         yield from self._engine.until_loaded(limit)
         yield from self._molds.until_workers_return(limit)
+
+    def request_reload(self) -> None:  # without the engine's future, which a broker could not send
+        self._engine.request_reload()
 
     @property
     def paused(self) -> bool:
