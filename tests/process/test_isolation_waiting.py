@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,16 @@ def errors_of(calls: list[Future[Any]]) -> list[type | None]:
     return [None if (error := call.exception(PATIENCE)) is None else type(error) for call in calls]
 
 
+@contextmanager
+def keeping_workers(function: Any) -> Iterator[None]:
+    """The block ends no worker of it."""
+    with function:
+        function.load()
+        before = {one.pid for one in function.status().workers}
+        yield
+        assert before == {one.pid for one in function.status().workers}
+
+
 class Holder:
     """Keeps the only worker of ``held`` until it is told to let go."""
 
@@ -134,11 +144,8 @@ class TestStreams:
                 gc.collect()
             assert [0, 1] == await attempted(collected(function(2)))
 
-        with function:
-            function.load()
-            before = {one.pid for one in function.status().workers}
+        with keeping_workers(function):
             asyncio.run(main())
-            assert before == {one.pid for one in function.status().workers}
 
     def test_a_stream_whose_loop_was_closed_gives_its_worker_back(self) -> None:
         """Before or after its first item, and without a trace."""
@@ -267,11 +274,8 @@ class TestDeadlines:
                 await collected(function(20_000))
             assert [0, 1] == await attempted(collected(function(2)))
 
-        with function:
-            function.load()
-            before = {one.pid for one in function.status().workers}
+        with keeping_workers(function):
             asyncio.run(main())
-            assert before == {one.pid for one in function.status().workers}
 
     def test_short_deadlines_of_one_caller_do_not_stop_the_others(self) -> None:
         """What has more time than they had gets a worker at once: the model is not to blame."""

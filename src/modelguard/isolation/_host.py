@@ -41,8 +41,8 @@ from modelguard.telemetry import logger
 #:
 #: * ``join`` (token, code; with a socket for reports): become a client. The connection stands for the process.
 #: * ``call`` (token): this connection is for calls of that client.
-#: * ``take`` (whether it was admitted before), ``release`` (worn), ``end`` (cause, blame): one worker. Who no longer
-#:   wants one hangs up.
+#: * ``take`` (whether the call is run again, whether it was admitted before), ``release`` (worn, whether it counts),
+#:   ``end`` (cause, blame): one worker. Who no longer wants one hangs up.
 #: * ``load`` (), ``reload`` (wait, whether who waits has the turn of this host), ``unload`` (), ``status`` (),
 #:   ``pause`` (whether to pause or to resume).
 #: * ``leave`` (): be a client no more.

@@ -519,7 +519,7 @@ class Workers:
             self._mold.start_worker(worker)
 
     def _give_up(self) -> None:
-        """Tell the mold, once for each worker that is left."""
+        """Tell the mold: once, and again when no worker is left."""
         up = len(self._up())
         if self._gave_up is None or self._gave_up > up == 0:
             self._gave_up = up

@@ -20,6 +20,8 @@ from tests.unit.of_no_module import SwigPyObject
 from modelguard.diagnosis import _census
 from modelguard.facts import _holders
 
+shows_items = pytest.mark.skipif(sys.version_info >= (3, 13), reason="known: a SimpleQueue shows no items there")
+
 CODE = """
 import asyncio, collections, concurrent.futures, contextlib, functools, io, logging, mmap, multiprocessing
 import queue, sched, socket, sqlite3, threading, types
@@ -463,7 +465,7 @@ def test_what_entries_are_is_said_with_a_fix(
             "submit",
             "held_app.executor._work_queue",
             "submit less at a time",
-            marks=pytest.mark.skipif(sys.version_info >= (3, 13), reason="known: a SimpleQueue shows no items there"),
+            marks=shows_items,
         ),
         ("make_logger", "logging.Logger.manager.loggerDict", "one logger per module"),
         ("warn", "held_app.__warningregistry__", "texts of warnings"),
@@ -499,7 +501,7 @@ def test_tables_of_the_standard_library_are_not_to_be_bounded(
             "put_simply",
             "queues",
             "Read what is put into held_app.simple, or bound it",
-            marks=pytest.mark.skipif(sys.version_info >= (3, 13), reason="known: a SimpleQueue shows no items there"),
+            marks=shows_items,
         ),
         ("put_in_loop", "queues", "Read what is put into held_app.of_loop, or bound it"),
         ("count", "", "Give held_app.counter a bound, or remove"),
